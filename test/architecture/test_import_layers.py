@@ -1,0 +1,145 @@
+"""Imports go one way. This file is the statement of it; a line may import what it names, and all that lies below.
+
+``vllm``, ``ray`` and ``transformers`` are each imported in named places only, at the top of a file or inside a
+function; ``TYPE_CHECKING`` imports of them are free. Between our own rooms a typing import is a dependency like any.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from architecture.sources import PACKAGE, Source, imports, package_sources, snippet
+
+BELOW: dict[str, set[str]] = {
+    "cli": {"collectors"},
+    "collectors": {"weight_update"},
+    "weight_update": {"modules"},
+    "testing": {"modules"},
+    "objectives": {"data", "ops"},  # never modules: tensordict keys are the interface
+    "modules": {"modules.policies", "modules.backends.vllm"},  # the public face, and any file straight in it
+    "modules.policies": {"modules.serving", "modules.replay"},
+    "modules.serving": {"modules.backends"},
+    "modules.backends.vllm": {"modules.backends"},
+    "modules.backends": {"data", "ops"},  # the replica protocol
+    "modules.replay": {"data", "ops"},
+    "data": {"render", "_checks", "_compat", "_lazy"},
+    "ops": {"render", "_checks", "_compat", "_lazy"},
+    "render": {"_checks", "_compat", "_lazy"},  # takes plain data, so anyone may import it
+    "_checks": {"_errors"},
+    "_compat": {"_errors"},
+    "_errors": set(),
+    "_lazy": set(),
+    "": set(),  # the package's own __init__: it loads nothing, so anyone may import it
+}
+ONLY_IN_FUNCTIONS = {("modules.serving", "modules.backends.vllm")}
+"""An engine constructs its replicas: on vLLM if it is asked to, and without loading vLLM if it is not."""
+
+PLACES: dict[str, tuple[str, ...]] = {
+    "vllm": ("modules.backends.vllm", "_compat"),
+    "ray": (),  # the files that place actors
+    "transformers": ("modules.policies", "modules.replay", "testing"),
+}
+PURE: dict[str, set[str]] = {"ops": {"torch"}, "objectives.functional": {"torch"}}
+"""Rooms that compute and nothing else, with all they may import from outside."""
+
+
+def inner(name: str) -> str:
+    """A module's name inside the package: ``torchrl_moe.data.x`` -> ``data.x``."""
+    return name.removeprefix(PACKAGE).removeprefix(".")
+
+
+def lies_in(name: str, room: str) -> bool:
+    return name == room or name.startswith(f"{room}.")
+
+
+def room_of(name: str) -> str:
+    """The innermost room that a module, or a name in one, lies in."""
+    return max((room for room in BELOW if lies_in(name, room)), key=len, default="")
+
+
+def reachable(room: str) -> set[str]:
+    return {room}.union(*(reachable(below) for below in BELOW[room]))
+
+
+def violations(source: Source) -> list[str]:
+    here = inner(source.name)
+    room = room_of(here)
+    is_face = source.path.stem == "__init__"
+    found = []
+    for item in imports(source):
+        where = source.at(item.node)
+        top = item.target.split(".")[0]
+        if top == PACKAGE:
+            target = room_of(inner(item.target))
+            lazily = item.scope == "function" and (room, target) in ONLY_IN_FUNCTIONS
+            if target not in reachable(room) | {""} and not lazily and not (is_face and lies_in(target, here)):
+                found.append(f"{where}: {room or PACKAGE} may not import {item.target}")
+            continue
+        if item.scope != "typing" and top in PLACES and not any(lies_in(here, place) for place in PLACES[top]):
+            found.append(f"{where}: {top} is imported only in {PLACES[top] or 'no file yet'}")
+        for pure, allowed in PURE.items():
+            if lies_in(here, pure) and top not in allowed | sys.stdlib_module_names:
+                found.append(f"{where}: {pure} imports {sorted(allowed)} and the standard library, not {top}")
+        private = any(part.startswith("_") and not part.startswith("__") for part in item.target.split("."))
+        if private and top in {"torchrl", "vllm"} and here != "_compat":
+            found.append(f"{where}: {item.target} is private: only _compat.py may touch it")
+    return found
+
+
+def test_imports_go_one_way() -> None:
+    assert [line for source in package_sources() for line in violations(source)] == []
+
+
+def test_every_file_lies_in_a_room() -> None:
+    assert [s.name for s in package_sources() if not room_of(inner(s.name)) and s.name != PACKAGE] == []
+
+
+def test_the_rooms_form_a_dag() -> None:
+    for room, below in BELOW.items():
+        assert all(room not in reachable(lower) for lower in below), room
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("data/x.py", "from torchrl_moe.modules import LoadBalancer"),
+        ("data/x.py", "from ..modules import serving"),
+        ("data/x.py", "def f():\n    import torchrl_moe.objectives.functional"),
+        ("objectives/grpo.py", "from torchrl_moe.modules.replay import RouterReplay"),
+        ("objectives/grpo.py", "if TYPE_CHECKING:\n    from torchrl_moe.modules.replay import RouterReplay"),
+        ("modules/serving/x.py", "from torchrl_moe.modules import LoadBalancer"),
+        ("modules/serving/x.py", "from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper"),
+        ("modules/serving/x.py", "from torchrl_moe.modules.backends.vllm.local import LocalReplica"),
+        ("modules/backends/vllm/x.py", "from torchrl_moe.modules.serving.load_balancer import Lease"),
+        ("modules/policies/x.py", "from torchrl_moe.modules.backends.vllm.local import LocalReplica"),
+        ("modules/serving/x.py", "import vllm"),
+        ("modules/serving/x.py", "def f():\n    from vllm import SamplingParams"),
+        ("modules/serving/x.py", "import_module('vllm.outputs')"),
+        ("modules/backends/vllm/x.py", "import ray"),
+        ("data/x.py", "import transformers"),
+        ("ops/x.py", "import numpy"),
+        ("objectives/functional.py", "from tensordict import TensorDict"),
+        ("modules/policies/x.py", "from torchrl.modules.llm.policies.common import _batching"),
+        ("__init__.py", "from torchrl_moe.data import RoutedExperts"),
+        ("_errors.py", "from torchrl_moe._checks import check_rank"),
+    ],
+)
+def test_a_wrong_import_is_found(path: str, text: str) -> None:
+    assert len(violations(snippet(text, f"torchrl_moe/{path}"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("collectors/x.py", "from torchrl_moe.data import RoutedExperts\nfrom torchrl_moe.modules import AsyncVLLM"),
+        ("modules/__init__.py", "if TYPE_CHECKING:\n    from torchrl_moe.modules.serving.async_vllm import AsyncVLLM"),
+        ("modules/serving/x.py", "from torchrl_moe.modules.backends.replica import Replica"),
+        ("modules/serving/x.py", "def f():\n    from torchrl_moe.modules.backends.vllm.local import LocalReplica"),
+        ("modules/serving/x.py", "if TYPE_CHECKING:\n    from vllm import SamplingParams"),
+        ("modules/backends/vllm/x.py", "from __future__ import annotations\nimport torchrl_moe\nimport vllm"),
+    ],
+)
+def test_a_right_import_is_not(path: str, text: str) -> None:
+    assert violations(snippet(text, f"torchrl_moe/{path}")) == []

@@ -1,0 +1,60 @@
+"""What may be imported without paying for an engine: vllm, ray and transformers stay unloaded.
+
+One process imports the statements one after the other, cheapest first, and says after each what is loaded by then.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from architecture.sources import PACKAGE, ROOT
+
+HEAVY = ("ray", "transformers", "vllm")
+LIGHT = {
+    f"import {PACKAGE}": "__init__.py",
+    f"import {PACKAGE}._errors": "_errors.py",
+    f"from {PACKAGE}.data import *": "data/__init__.py",
+    f"from {PACKAGE}.ops import *": "ops/__init__.py",
+    f"import {PACKAGE}.objectives.functional": "objectives/functional.py",
+    f"from {PACKAGE}.modules import LoadBalancer, Lease": "modules/serving/load_balancer.py",
+    f"from {PACKAGE}.modules import AsyncVLLM": "modules/serving/async_vllm.py",
+}
+"""Statement -> the file without which there is nothing to check."""
+
+PROBE = """
+import json, sys
+loaded = {}
+for statement in sys.argv[1:]:
+    exec(statement)
+    loaded[statement] = [name for name in HEAVY if name in sys.modules]
+print(json.dumps(loaded))
+"""
+
+
+def loaded_after(*statements: str) -> dict[str, list[str]]:
+    code = f"HEAVY = {HEAVY!r}\n{PROBE}"
+    run = subprocess.run([sys.executable, "-c", code, *statements], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+BUILT = [statement for statement, file in LIGHT.items() if (ROOT / PACKAGE / file).exists()]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, list[str]]:
+    return loaded_after(*BUILT)
+
+
+@pytest.mark.parametrize("statement", BUILT)
+def test_it_loads_nothing_heavy(statement: str, loaded: dict[str, list[str]]) -> None:
+    assert loaded[statement] == []
+
+
+def test_a_heavy_import_is_found() -> None:
+    fake = "import types; sys.modules['ray'] = types.ModuleType('ray')"
+    assert loaded_after("import json", fake) == {"import json": [], fake: ["ray"]}

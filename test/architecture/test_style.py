@@ -1,0 +1,127 @@
+"""House rules that ruff and mypy do not hold, file by file."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from architecture.sources import Source, functions, package_sources, parameters, snippet
+
+ENGINE_PROCESS: set[str] = set()
+"""Files whose code runs in a process of its own, where the environment is theirs to write."""
+
+Checker = Callable[[Source], Iterator[str]]
+
+
+def module_docstring(source: Source) -> Iterator[str]:
+    """Each file says what it is."""
+    if not ast.get_docstring(source.tree):
+        yield f"{source.path}: no module docstring"
+
+
+def unfinished(source: Source) -> Iterator[str]:
+    """No marker of work to come, and no name that only pretends to exist."""
+    for number, line in enumerate(source.text.splitlines(), 1):
+        if re.search(r"\b(TODO|FIXME|XXX)\b", line):
+            yield f"{source.path}:{number}: {line.strip()}"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Raise) and node.exc and "NotImplementedError" in ast.unparse(node.exc):
+            yield f"{source.at(node)}: a stub"
+
+
+def swallowed(source: Source) -> Iterator[str]:
+    """``except Exception`` re-raises, or hands the error on by name."""
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        broad = node.type is None or {"Exception", "BaseException"} & names_read(node.type)
+        handled = node.name in {name for part in node.body for name in names_read(part)}
+        if broad and not handled and not any(isinstance(inner, ast.Raise) for inner in ast.walk(node)):
+            yield f"{source.at(node)}: an error of any type ends here"
+
+
+def environment(source: Source) -> Iterator[str]:
+    """``os.environ`` is read-only after import."""
+    if str(source.path) in ENGINE_PROCESS:
+        return
+    writes = r"environ(\[.*\])?|environ\.(update|setdefault|pop|popitem|clear)|putenv|unsetenv"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.Delete):
+            targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
+        else:
+            targets = [node.func] if isinstance(node, ast.Call) else []
+        if any(re.fullmatch(rf"(os\.)?({writes})", ast.unparse(target), re.DOTALL) for target in targets):
+            yield f"{source.at(node)}: writes the environment"
+
+
+def unread_kwargs(source: Source) -> Iterator[str]:
+    """A ``**kwargs`` that nobody reads is a typo that nobody sees. Signatures without a body are exempt."""
+    for name, function in functions(source.tree):
+        kwarg = function.args.kwarg
+        has_body = any(not isinstance(s, ast.Expr) or not isinstance(s.value, ast.Constant) for s in function.body)
+        if kwarg and has_body and not any(kwarg.arg in names_read(part) for part in function.body):
+            yield f"{source.at(function)}: {name} never reads **{kwarg.arg}"
+
+
+def unannotated(source: Source) -> Iterator[str]:
+    """Every parameter and every result has a type."""
+    for name, function in functions(source.tree):
+        missing = [p.arg for p in parameters(function) if p.annotation is None and p.arg not in {"self", "cls"}]
+        if missing or function.returns is None:
+            yield f"{source.at(function)}: {name} lacks {', '.join(missing) or 'the return type'}"
+
+
+def names_read(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+
+
+CHECKERS: list[Checker] = [module_docstring, unfinished, swallowed, environment, unread_kwargs, unannotated]
+
+
+@pytest.mark.parametrize("checker", CHECKERS, ids=lambda checker: checker.__name__)
+def test_the_package_keeps_the_rule(checker: Checker) -> None:
+    assert [line for source in package_sources() for line in checker(source)] == []
+
+
+@pytest.mark.parametrize(
+    ("checker", "text"),
+    [
+        (module_docstring, "x = 1"),
+        (unfinished, "x = 1  # TODO: more"),
+        (unfinished, "def f():\n    raise NotImplementedError('later')"),
+        (swallowed, "try: f()\nexcept Exception: pass"),
+        (swallowed, "try: f()\nexcept (ValueError, BaseException) as e: x = 1"),
+        (swallowed, "try: f()\nexcept: x = 1"),
+        (environment, "import os\nos.environ['A'] = '1'"),
+        (environment, "from os import environ\ndel environ['A']"),
+        (environment, "os.environ.setdefault('A', '1')"),
+        (environment, "os.environ['A'] += 'b'"),
+        (environment, "os.environ |= x"),
+        (environment, "os.putenv('A', '1')"),
+        (unread_kwargs, "def f(**kwargs):\n    return 1"),
+        (unannotated, "def f(a, b: int) -> int: return b"),
+        (unannotated, "def f(a: int): return a"),
+        (unannotated, "class A:\n    def f(self, *args) -> None: pass"),
+    ],
+)
+def test_a_breach_is_found(checker: Checker, text: str) -> None:
+    assert len(list(checker(snippet(text)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("checker", "text"),
+    [
+        (swallowed, "try: f()\nexcept BaseException as e: future.set_exception(e)"),
+        (swallowed, "try: f()\nexcept Exception:\n    clean_up()\n    raise"),
+        (swallowed, "try: f()\nexcept KeyError: pass"),
+        (environment, "import os\nx = os.environ['A'] + os.environ.get('B', '')\nenv = {**os.environ, 'A': '1'}"),
+        (unread_kwargs, "class A(Protocol):\n    def f(self, **kwargs: Any) -> None:\n        '''Doc.'''\n        ..."),
+        (unread_kwargs, "def f(**kwargs):\n    return g(**kwargs)"),
+        (unannotated, "class A:\n    def f(self, a: int) -> None: key = lambda b: b"),
+    ],
+)
+def test_right_code_is_not(checker: Checker, text: str) -> None:
+    assert list(checker(snippet(text))) == []

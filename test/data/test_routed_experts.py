@@ -1,0 +1,569 @@
+"""Routes keep their values through every container they pass, and a wrong one is found and named."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDict,
+    lazy_stack,
+    set_capture_non_tensor_stack,
+    set_list_to_stack,
+)
+
+from torchrl_moe._errors import RouteShapeError, RouteValueError
+from torchrl_moe.data import UNSET_EXPERT, RoutedExperts, RoutingLayout
+from torchrl_moe.data.routed_experts import routes_from_vllm
+
+U = UNSET_EXPERT
+LAYOUT = RoutingLayout(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=8)
+ROWS = np.array([[[0, 0], [5, 3], [0, 1]], [[0, 0], [7, 0], [2, 6]]], dtype=np.uint8)
+FULL = [[[U, U], [5, 3], [0, 1]], [[U, U], [7, 0], [2, 6]], [[U, U], [U, U], [U, U]]]
+
+
+def engine_rows(num_rows: int, layout: RoutingLayout, seed: int = 0) -> np.ndarray[Any, Any]:
+    """What vLLM would return: distinct experts per row, zeros on dense layers."""
+    shape = (num_rows, layout.num_layers, layout.num_experts)
+    rows = np.argsort(np.random.default_rng(seed).random(shape), axis=-1)[..., : layout.top_k]
+    rows[:, layout.dense_layers] = 0
+    return rows.astype(np.uint8 if layout.num_experts <= 256 else np.uint16)
+
+
+def sample(num_tokens: int = 3, layout: RoutingLayout = LAYOUT, seed: int = 0) -> RoutedExperts:
+    return RoutedExperts.from_vllm(engine_rows(num_tokens - 1, layout, seed), num_tokens=num_tokens, layout=layout)
+
+
+def split(routes: RoutedExperts) -> list[torch.Tensor]:
+    return [routes.full] if not routes.batch_size else [full for part in routes.unbind(0) for full in split(part)]
+
+
+def assert_same(got: RoutedExperts, wanted: RoutedExperts) -> None:
+    assert type(got) is RoutedExperts
+    assert got.batch_size == wanted.batch_size
+    for one, other in zip(split(got), split(wanted), strict=True):
+        assert one.dtype == other.dtype
+        assert one.tolist() == other.tolist()
+
+
+@st.composite
+def layouts(draw: st.DrawFn, max_experts: int = 40) -> RoutingLayout:
+    num_layers = draw(st.integers(1, 5))
+    moe_layers = draw(st.sets(st.integers(0, num_layers - 1), min_size=1))
+    num_experts = draw(st.integers(2, max_experts))
+    top_k = draw(st.integers(1, min(4, num_experts)))
+    return RoutingLayout(
+        num_layers=num_layers, moe_layers=tuple(sorted(moe_layers)), top_k=top_k, num_experts=num_experts
+    )
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[RoutingLayout, list[RoutedExperts]]:
+    layout = draw(layouts())
+    lengths = draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
+    return layout, [sample(length, layout, seed) for seed, length in enumerate(lengths)]
+
+
+# from_vllm
+
+
+def test_from_vllm_by_hand() -> None:
+    routes = RoutedExperts.from_vllm(ROWS, num_tokens=3, layout=LAYOUT)
+    assert routes.full.tolist() == FULL
+    assert routes.full.dtype == torch.int8
+    assert routes.batch_size == torch.Size([])
+
+
+def test_unknown_rows_are_all_unset() -> None:
+    routes = RoutedExperts.from_vllm(None, num_tokens=2, layout=LAYOUT)
+    assert routes.full.tolist() == [[[U, U]] * 3] * 2
+    assert routes.validate(LAYOUT).coverage(LAYOUT) == 0.0
+
+
+def test_a_single_token_has_no_row() -> None:
+    assert sample(1).full.tolist() == [[[U, U]] * 3]
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "expert", "dtype"),
+    [
+        (128, 127, torch.int8),
+        (129, 127, torch.int16),
+        (129, 128, torch.int16),
+        (256, 255, torch.int16),
+        (257, 256, torch.int16),
+    ],
+)
+def test_ids_survive_the_dtype_borders(num_experts: int, expert: int, dtype: torch.dtype) -> None:
+    layout = RoutingLayout(num_layers=1, moe_layers=(0,), top_k=2, num_experts=num_experts)
+    rows = np.array([[[expert, 0]]], dtype=np.uint8 if num_experts <= 256 else np.uint16)
+    routes = RoutedExperts.from_vllm(rows, num_tokens=2, layout=layout).validate(layout)
+    assert routes.full.dtype == dtype
+    assert routes.full.tolist() == [[[expert, 0]], [[U, U]]]
+
+
+def test_the_input_is_copied_and_may_be_read_only() -> None:
+    rows = ROWS.copy()
+    rows.flags.writeable = False
+    routes = RoutedExperts.from_vllm(rows, num_tokens=3, layout=LAYOUT)
+    routes.full[:] = 4
+    assert rows.tolist() == ROWS.tolist()
+
+
+def test_signed_rows_and_lists_are_taken() -> None:
+    for rows in (ROWS.astype(np.int64), ROWS.astype(np.int16), ROWS.tolist()):
+        assert routes_from_vllm(rows, 3, LAYOUT).tolist() == FULL
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_tokens", "error", "text"),
+    [
+        (
+            ROWS,
+            4,
+            RouteShapeError,
+            "engine rows must have 3 rows, got 2. Each of the 4 tokens has a row except the last",
+        ),
+        (ROWS, 2, RouteShapeError, "engine rows must have 1 row, got 2."),
+        (None, 0, RouteShapeError, "num_tokens must be at least 1, got 0: count prompt and response tokens."),
+        (ROWS[:, :2], 3, RouteShapeError, "engine rows must have shape [rows, 3, 2], got [2, 2, 2]."),
+        (ROWS[..., :1], 3, RouteShapeError, "engine rows must have shape [rows, 3, 2], got [2, 3, 1]."),
+        (ROWS * 1.0, 3, RouteValueError, "engine rows must have an integer dtype, got float64."),
+        (
+            ROWS + np.uint8(1),
+            3,
+            RouteValueError,
+            "engine rows: token 1, layer 1 holds expert 8 in [8, 1]; allowed are 0..7",
+        ),
+        (
+            ROWS - np.int8(1),
+            3,
+            RouteValueError,
+            "engine rows: token 0, layer 0 holds expert -1 in [-1, -1]; allowed are",
+        ),
+        (ROWS[:, ::-1], 3, RouteValueError, "engine rows: token 0, layer 0 holds expert 1 in [0, 1]; the layer has no"),
+    ],
+)
+def test_rows_that_do_not_fit(rows: Any, num_tokens: int, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(text)}"):
+        RoutedExperts.from_vllm(rows, num_tokens=num_tokens, layout=LAYOUT)
+
+
+@settings(deadline=None, max_examples=50)
+@given(layouts(max_experts=300), st.integers(1, 9), st.integers(0, 99))
+def test_engine_rows_come_back_in_order_and_are_valid(layout: RoutingLayout, num_tokens: int, seed: int) -> None:
+    rows = engine_rows(num_tokens - 1, layout, seed)
+    routes = RoutedExperts.from_vllm(rows, num_tokens=num_tokens, layout=layout)
+    assert routes.validate(layout, num_tokens=num_tokens) is routes
+    assert routes.full.dtype == layout.dtype
+    assert routes.full[:-1, layout.moe_layers].tolist() == rows[:, layout.moe_layers].tolist()
+    assert (routes.full[-1] == UNSET_EXPERT).all()
+    assert (routes.full[:, layout.dense_layers] == UNSET_EXPERT).all()
+
+
+# validate
+
+
+def corrupt(full: torch.Tensor, token: int, layer: int, kind: str, layout: RoutingLayout) -> tuple[int, ...]:
+    """Breaks one row; returns it as it is then."""
+    row = full[token, layer]
+    if layer in layout.dense_layers:
+        row[0] = 0
+    elif kind == "unset":
+        row[-1] = UNSET_EXPERT
+    elif kind == "twice":
+        row[-1] = row[0]
+    else:
+        row[0] = {"above": layout.num_experts, "below": -2}[kind]
+    return tuple(row.tolist())
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data(), batches(), st.sampled_from(["lazy", "dense", "single"]))
+def test_one_corrupted_row_is_found_and_named(
+    data: st.DataObject, batch: tuple[RoutingLayout, list[RoutedExperts]], form: str
+) -> None:
+    layout, samples = batch
+    samples = samples[:1] if form == "single" else samples
+    at = data.draw(st.integers(0, len(samples) - 1))
+    token = data.draw(st.integers(0, len(samples[at].full) - 1))
+    layer = data.draw(st.integers(0, layout.num_layers - 1))
+    known = layer in layout.moe_layers and token < len(samples[at].full) - 1
+    kinds = ["above", "below"] + (["unset", "twice"] if known and layout.top_k > 1 else [])
+    row = corrupt(samples[at].full, token, layer, data.draw(st.sampled_from(kinds)), layout)
+    routes = samples[0] if form == "single" else lazy_stack(samples)
+    if form == "dense":
+        routes = routes.pad(side="right")
+    place = f"token {token}, layer {layer}" if form == "single" else f"sample {at}, token {token}, layer {layer}"
+    with pytest.raises(RouteValueError, match=rf"^routed_experts: {place} holds .*{re.escape(str(list(row)))}"):
+        routes.validate(layout)
+
+
+@settings(deadline=None, max_examples=30)
+@given(batches())
+def test_valid_routes_pass_in_every_form(batch: tuple[RoutingLayout, list[RoutedExperts]]) -> None:
+    layout, samples = batch
+    ragged = lazy_stack(samples)
+    lengths = [len(one.full) for one in samples]
+    masks = [torch.ones(length, dtype=torch.bool) for length in lengths]
+    ragged.validate(layout, num_tokens=lengths, attention_mask=masks)
+    lazy_stack([ragged, ragged]).validate(layout, num_tokens=lengths * 2, attention_mask=[masks, masks])
+    padded = ragged.pad(side="left")
+    mask = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True, padding_side="left")
+    padded.validate(layout, num_tokens=lengths, attention_mask=mask)
+    padded.validate(layout, num_tokens=max(lengths))
+    padded.unsqueeze(0).validate(layout, attention_mask=mask.unsqueeze(0).long())
+    padded[:0].validate(layout, num_tokens=4, attention_mask=mask[:0])
+
+
+def test_rows_that_no_router_makes() -> None:
+    for row, text in [
+        ([0, 0], "holds [0, 0]: all zeros is what an engine returns for a row it did not capture."),
+        ([4, 4], "holds expert 4 twice in [4, 4]."),
+        ([4, U], "holds [4, -1], which is partly -1."),
+        ([4, 8], "holds expert 8 in [4, 8]; allowed are 0..7"),
+    ]:
+        routes = sample()
+        routes.full[1, 2] = torch.tensor(row)
+        with pytest.raises(RouteValueError, match=f"^{re.escape(f'routed_experts: token 1, layer 2 {text}')}"):
+            routes.validate(LAYOUT)
+
+
+def test_a_nested_sample_is_named_by_its_place() -> None:
+    samples = [sample(2), sample(3), sample(4), sample(5)]
+    samples[2].full[2, 1] = torch.tensor([6, 6])
+    routes = lazy_stack([lazy_stack(samples[:2]), lazy_stack(samples[2:])])
+    with pytest.raises(
+        RouteValueError, match=r"^routed_experts: sample \(1, 0\), token 2, layer 1 holds expert 6 twice"
+    ):
+        routes.validate(LAYOUT)
+
+
+def test_a_route_on_a_pad_is_named() -> None:
+    routes = lazy_stack([sample(2), sample(4)]).pad(side="left")
+    mask = torch.tensor([[False, False, True, True], [True] * 4])
+    routes.validate(LAYOUT, attention_mask=mask)
+    text = r"^routed_experts: sample 0, token 2, layer 1 holds .* but the attention mask says it is a pad"
+    with pytest.raises(RouteValueError, match=text):
+        routes.validate(LAYOUT, attention_mask=mask.flip(1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"num_tokens": 3},
+            "routed_experts of sample 1 must have 3 rows, got 4. A sample has a row per token, the last",
+        ),
+        ({"num_tokens": [3, 5]}, "routed_experts of sample 1 must have 5 rows, got 4."),
+        ({"num_tokens": [3]}, "num_tokens must have 2 rows, got 1. Give an int, or a count per sample."),
+        ({"attention_mask": [torch.ones(3)]}, "attention_mask must have 2 rows, got 1. Give it a row per sample."),
+        (
+            {"attention_mask": torch.ones(2, 4)},
+            "attention_mask of sample 0 must have shape [3], got [4]. Give it a value per token.",
+        ),
+    ],
+)
+def test_counts_and_masks_that_do_not_fit(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(RouteShapeError, match=f"^{re.escape(text)}"):
+        lazy_stack([sample(3), sample(4)]).validate(LAYOUT, **arguments)
+
+
+def test_pads_do_not_count_as_tokens() -> None:
+    routes, mask = sample(3).pad(5), torch.tensor([0, 0, 1, 1, 1])
+    routes.validate(LAYOUT, num_tokens=3, attention_mask=mask)
+    with pytest.raises(RouteShapeError, match="routed_experts must have 5 rows, got 3"):
+        routes.validate(LAYOUT, num_tokens=5, attention_mask=mask)
+
+
+def test_shapes_and_dtypes_that_are_no_routes() -> None:
+    other_width = RoutedExperts(full=torch.full((5, 3, 4), U, dtype=torch.int8))
+    for routes, error, text in [
+        (
+            RoutedExperts(full=torch.zeros(3, 2)),
+            RouteShapeError,
+            "routed_experts must have shape [..., T, L, K], got [3, 2]",
+        ),
+        (
+            other_width,
+            RouteShapeError,
+            "routed_experts must have shape [T, 3, 2], got [5, 3, 4]. Check that the Routing",
+        ),
+        (
+            lazy_stack([sample(), other_width]),
+            RouteShapeError,
+            "routed_experts of sample 1 must have shape [T, 3, 2], got",
+        ),
+        (
+            sample().to(torch.int16),
+            RouteValueError,
+            "routed_experts must have dtype torch.int8 for 8 experts, got torch.int1",
+        ),
+        (
+            sample().to(torch.uint8),
+            RouteValueError,
+            "routed_experts must have dtype torch.int8 for 8 experts, got torch.uin",
+        ),
+    ]:
+        with pytest.raises(error, match=f"^{re.escape(text)}"):
+            routes.validate(LAYOUT)
+
+
+# truncate and pad
+
+
+def test_pad_by_hand() -> None:
+    routes = RoutedExperts.from_vllm(ROWS, num_tokens=3, layout=LAYOUT)
+    empty = [[U, U]] * 3
+    assert routes.pad(5).full.tolist() == [empty, empty, *FULL]
+    assert routes.pad(4, "right").full.tolist() == [*FULL, empty]
+    batch = lazy_stack([routes, routes.truncate(1)])
+    assert batch.pad(side="right").full.tolist() == [FULL, [FULL[0], empty, empty]]
+    assert batch.pad().batch_size == torch.Size([2])
+    assert batch.pad().pad(4).full.tolist() == [[empty, *FULL], [empty, empty, empty, FULL[0]]]
+
+
+def test_truncate_keeps_the_last_row_it_keeps() -> None:
+    routes = RoutedExperts.from_vllm(ROWS, num_tokens=3, layout=LAYOUT)
+    assert routes.truncate(2).full.tolist() == FULL[:2]
+    assert routes.truncate(9).full.tolist() == FULL
+    ragged = lazy_stack([routes, routes.truncate(1)]).truncate(2)
+    assert [full.tolist() for full in split(ragged)] == [FULL[:2], FULL[:1]]
+    assert torch.stack([routes, routes]).truncate(1).full.tolist() == [FULL[:1]] * 2
+
+
+@settings(deadline=None, max_examples=50)
+@given(batches(), st.integers(0, 3), st.sampled_from(["left", "right"]))
+def test_padding_can_be_taken_off_again(batch: tuple[RoutingLayout, list[RoutedExperts]], more: int, side: Any) -> None:
+    layout, samples = batch
+    length = max(len(one.full) for one in samples) + more
+    padded = lazy_stack(samples).pad(length, side)
+    assert padded.full.shape == (len(samples), length, layout.num_layers, layout.top_k)
+    assert padded.validate(layout).full.dtype == layout.dtype
+    for one, row in zip(samples, padded.unbind(0), strict=True):
+        count = len(one.full)
+        assert_same(row.truncate(count) if side == "right" else RoutedExperts(full=row.full[-count:]), one)
+        rest = row.full[count:] if side == "right" else row.full[:-count]
+        assert (rest == UNSET_EXPERT).all()
+
+
+def test_nested_batches_keep_their_shape() -> None:
+    nested = lazy_stack([lazy_stack([sample(2), sample(3)]), lazy_stack([sample(4), sample(5)])])
+    padded = nested.pad(side="right")
+    assert padded.full.shape == (2, 2, 5, 3, 2)
+    assert padded.batch_size == nested.batch_size == (2, 2)
+    assert padded[1, 0].full[:4].tolist() == sample(4).full.tolist()
+    other_dim = lazy_stack([torch.stack([sample(2)] * 3), torch.stack([sample(4)] * 3)], 1)
+    assert other_dim.pad().full.shape == (3, 2, 4, 3, 2)
+
+
+def test_what_cannot_be_padded_or_cut() -> None:
+    batch = lazy_stack([sample(3), sample(5)])
+    with pytest.raises(
+        RouteShapeError, match=r"^cannot pad to 4 rows, the longest sample has 5: truncate\(\) first\.$"
+    ):
+        batch.pad(4)
+    with pytest.raises(ValueError, match=r"^side must be 'left' or 'right', got 'middle'\.$"):
+        batch.pad(6, "middle")  # type: ignore[arg-type]
+    with pytest.raises(RouteShapeError, match=r"^num_tokens must be at least 1, got 0: a sample keeps a token\.$"):
+        batch.truncate(0)
+
+
+# What is known, and how it looks
+
+
+def test_is_set_coverage_and_bytes() -> None:
+    routes = RoutedExperts.from_vllm(ROWS, num_tokens=3, layout=LAYOUT)
+    assert routes.is_set.tolist() == [[False, True, True], [False, True, True], [False, False, False]]
+    assert routes.coverage() == routes.coverage(LAYOUT) == pytest.approx(4 / 6)
+    assert routes.nbytes == 3 * 3 * 2
+    batch = lazy_stack([routes, routes.truncate(1)])
+    assert batch.coverage() == pytest.approx(6 / 8)
+    assert batch.nbytes == 4 * 3 * 2
+    assert batch.pad().is_set.shape == (2, 3, 3)
+    assert batch.pad()[:0].coverage() == batch.pad()[:0].nbytes == 0
+    routes.full[:, 1] = UNSET_EXPERT
+    assert (routes.coverage(), routes.coverage(LAYOUT)) == (pytest.approx(2 / 3), pytest.approx(2 / 6))
+    with pytest.raises(
+        RouteShapeError, match=r"^is_set needs samples of one length, got RoutedExperts\(.*T=1\.\.3.*: pad"
+    ):
+        _ = batch.is_set
+
+
+def test_repr() -> None:
+    routes = RoutedExperts.from_vllm(ROWS, num_tokens=3, layout=LAYOUT)
+    ragged = lazy_stack([routes, routes.truncate(1)])
+    line = "RoutedExperts(shape=[2, T=1..3, L=3, K=2], dtype=int8, coverage=75.0%, nbytes=24)"
+    assert repr(routes) == "RoutedExperts(shape=[T=3, L=3, K=2], dtype=int8, coverage=66.7%, nbytes=18)"
+    assert repr(ragged) == line
+    assert f"routed_experts: {line}}}" in repr(lazy_stack([TensorDict(routed_experts=one) for one in ragged.unbind(0)]))
+
+
+def test_repr_of_what_holds_no_routes() -> None:
+    assert repr(sample().empty()) == "RoutedExperts(shape=[])"
+    assert repr(RoutedExperts(full=torch.zeros(4))) == "RoutedExperts(shape=[4])"
+    assert repr(sample().to("meta")) == "RoutedExperts(shape=[T=3, L=3, K=2], dtype=int8, nbytes=18)"
+    assert repr(sample().pad().unsqueeze(0)[:0]).startswith("RoutedExperts(shape=[0, T=3, L=3, K=2], dtype=int8")
+
+
+def test_the_docstring_is_ours() -> None:
+    assert str(RoutedExperts.__doc__).startswith("The experts that each token was routed to.")
+
+
+def test_route_table() -> None:
+    routes = RoutedExperts.from_vllm(ROWS, num_tokens=3, layout=LAYOUT)
+    wanted = """\
+        token           layer 1  layer 2
+            0  'What'       5,3      0,1
+            1  ' is\\n'      7,0      2,6
+            2  '?'            ·        ·"""
+    assert routes.route_table(["What", " is\n", "?"]) == textwrap.dedent(wanted)
+    assert routes.route_table().splitlines()[:2] == ["token  layer 1  layer 2", "    0      5,3      0,1"]
+    assert RoutedExperts.from_vllm(None, num_tokens=2, layout=LAYOUT).route_table() == "no route known in 2 rows"
+
+
+def test_a_long_route_table_shows_both_ends() -> None:
+    lines = sample(100).route_table(max_rows=5).splitlines()
+    assert [line.split()[0] for line in lines] == ["token", "0", "1", "2", "…", "98", "99"]
+    assert lines[4] == "… 95 more tokens"
+    assert len(sample(5).route_table(max_rows=5).splitlines()) == 6
+
+
+def test_a_route_table_is_of_one_sample() -> None:
+    text = "route_table shows one sample, got RoutedExperts(shape=[2, T=3, L=3, K=2]"
+    with pytest.raises(RouteShapeError, match=f"^{re.escape(text)}"):
+        torch.stack([sample(), sample()]).route_table()
+    with pytest.raises(
+        RouteShapeError, match=r"^tokens must have 3 rows, got 1\. Give a string per row of the routes\.$"
+    ):
+        sample().route_table(["a"])
+
+
+# Containers
+
+
+@pytest.fixture(params=[(True, True), (True, False), (False, True), (False, False)], ids=str)
+def stack_settings(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both settings that TorchRL's LLM code asks its users to choose."""
+    with ExitStack() as stack:
+        stack.enter_context(set_list_to_stack(request.param[0]))
+        stack.enter_context(set_capture_non_tensor_stack(request.param[1]))
+        yield
+
+
+def rollout(routes: RoutedExperts) -> TensorDict:
+    return TensorDict(routed_experts=routes, tokens=torch.arange(len(routes.full)), finish_reason="stop")
+
+
+def through_memmap(data: Any, path: Path) -> Any:
+    data.memmap(path)
+    return type(data).load_memmap(path)
+
+
+SAVED: list[Callable[[Any, Path], Any]] = [
+    lambda data, path: pickle.loads(pickle.dumps(data)),
+    lambda data, path: data.clone(),
+    lambda data, path: data.to("cpu"),
+    through_memmap,
+]
+
+
+@pytest.mark.parametrize("save", SAVED, ids=["pickle", "clone", "to", "memmap"])
+@pytest.mark.parametrize("form", ["single", "dense", "ragged"])
+def test_saved_routes_come_back(
+    save: Callable[[Any, Path], Any], form: str, tmp_path: Path, stack_settings: None
+) -> None:
+    routes = {
+        "single": sample(4),
+        "dense": torch.stack([sample(4), sample(4, seed=1)]),
+        "ragged": lazy_stack([sample(4), sample(6)]),
+    }[form]
+    assert_same(save(routes, tmp_path / "alone"), routes)
+    data = rollout(routes) if form == "single" else lazy_stack([rollout(one) for one in routes.unbind(0)])
+    loaded = save(data, tmp_path / "nested")
+    assert_same(loaded["routed_experts"], routes)
+    loaded["routed_experts"].validate(LAYOUT)
+
+
+def test_stacks_and_indices(stack_settings: None) -> None:
+    a, b = sample(3), sample(5)
+    data = lazy_stack([rollout(a), rollout(b)])
+    assert_same(data["routed_experts"], lazy_stack([a, b]))
+    assert_same(data[1]["routed_experts"], b)
+    assert_same(data[[1, 0]]["routed_experts"], lazy_stack([b, a]))
+    assert_same(data[torch.tensor([False, True])]["routed_experts"], lazy_stack([b]))
+    assert data[0]["routed_experts", "full"].tolist() == a.full.tolist()
+    assert [x.shape[0] for x in data.get(("routed_experts", "full"), as_list=True)] == [3, 5]
+    assert_same(LazyStackedTensorDict.maybe_dense_stack([a, b]), lazy_stack([a, b]))
+    assert_same(torch.cat([lazy_stack([a, b]), lazy_stack([b])]), lazy_stack([a, b, b]))
+    data["routed_experts"] = data["routed_experts"].truncate(2)
+    assert_same(data[1]["routed_experts"], b.truncate(2))
+    dense = TensorDict(routed_experts=data["routed_experts"].pad(), batch_size=[2])
+    assert_same(dense[0]["routed_experts"], a.truncate(2))
+
+
+def test_a_plain_tensordict_turns_back_into_routes() -> None:
+    data = TensorDict({("routed_experts", "full"): sample().full})
+    assert_same(RoutedExperts.from_tensordict(data["routed_experts"]), sample())
+
+
+def test_replay_buffer(stack_settings: None, tmp_path: Path) -> None:
+    from torchrl.data import LazyStackStorage, ReplayBuffer
+
+    routes = [sample(3), sample(5), sample(4)]
+    buffer = ReplayBuffer(storage=LazyStackStorage(10), batch_size=8)
+    buffer.extend(lazy_stack([rollout(one) for one in routes[:2]]))
+    buffer.add(rollout(routes[2]))
+    assert_same(buffer[:]["routed_experts"], lazy_stack(routes))
+    drawn = buffer.sample()["routed_experts"].validate(LAYOUT)
+    assert {full.shape[0] for full in split(drawn)} <= {3, 4, 5}
+    buffer[:].memmap(tmp_path)
+    loaded = ReplayBuffer(storage=LazyStackStorage(10), batch_size=8)
+    loaded.extend(TensorDict.load_memmap(tmp_path))
+    assert_same(loaded[:]["routed_experts"], lazy_stack(routes))
+    assert [one["finish_reason"] for one in loaded[:].unbind(0)] == ["stop"] * 3
+    assert_same(pickle.loads(pickle.dumps(buffer))[:]["routed_experts"], lazy_stack(routes))
+
+
+def test_padded_routes_are_dumped_and_loaded_by_a_replay_buffer(tmp_path: Path) -> None:
+    from torchrl.data import LazyMemmapStorage, ReplayBuffer
+
+    routes = lazy_stack([sample(3), sample(5)]).pad()
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(4), batch_size=2)
+    buffer.extend(TensorDict(routed_experts=routes, batch_size=[2]))
+    buffer.dumps(tmp_path)
+    loaded = ReplayBuffer(storage=LazyMemmapStorage(4), batch_size=2)
+    loaded.loads(tmp_path)
+    assert_same(loaded[:]["routed_experts"], routes)
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
+def test_ray_object_store() -> None:
+    import ray
+
+    data = lazy_stack([rollout(sample(3)), rollout(sample(5))])
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        assert_same(ray.get(ray.put(data))["routed_experts"], data["routed_experts"])
+        rows = ray.get(ray.put(ROWS))
+        assert not rows.flags.writeable
+        assert RoutedExperts.from_vllm(rows, num_tokens=3, layout=LAYOUT).full.tolist() == FULL
+    finally:
+        ray.shutdown()
+
+
+def test_is_set_under_compile() -> None:
+    known = torch.compile(lambda routes: routes.is_set.sum(), backend="eager")
+    assert known(sample()) == 4

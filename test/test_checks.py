@@ -1,0 +1,276 @@
+"""Each check passes what it should and says what, got, allowed and what to do where it does not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchrl_moe import _checks
+from torchrl_moe._errors import RouteShapeError, RouteValueError
+
+MOE = (1, 2)
+
+
+def routes(*rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """``[N, 3, 2]``; layer 0 is dense."""
+    return torch.tensor([[[-1, -1], *row] for row in rows], dtype=torch.int8)
+
+
+def fails(error: type[Exception], text: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=f"^{re.escape(text)}$") as caught:
+        call()
+    assert caught.type is error
+
+
+def test_rank() -> None:
+    _checks.check_rank("x", torch.zeros(2, 3), 2)
+    _checks.check_rank("x", np.zeros(()), 0)
+    fails(
+        ValueError,
+        "x must have 1 dimension, got 2: shape [2, 3].",
+        lambda: _checks.check_rank("x", np.zeros((2, 3)), 1),
+    )
+    fails(
+        RouteShapeError,
+        "x must have 3 dimensions, got 1: shape [2]. Do this.",
+        lambda: _checks.check_rank("x", torch.zeros(2), 3, error=RouteShapeError, hint="Do this."),
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((2, 3), (2, 3)), ((2, 3), ("T", 3)), ((3,), (..., 3)), ((7, 2, 3), (..., "T", 3)), ((), ()), ((5,), (...,))],
+)
+def test_a_fitting_shape_passes(shape: tuple[int, ...], expected: tuple[int | str | EllipsisType, ...]) -> None:
+    _checks.check_shape("x", shape, expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected", "wanted"),
+    [
+        ((2, 3), (2, 4), "[2, 4]"),
+        ((2, 3), ("T", 4), "[T, 4]"),
+        ((3,), ("T", 3), "[T, 3]"),
+        ((1, 2, 3), ("T", 3), "[T, 3]"),
+        ((3,), (..., "T", 3), "[..., T, 3]"),
+    ],
+)
+def test_a_shape_that_does_not_fit(
+    shape: tuple[int, ...], expected: tuple[int | str | EllipsisType, ...], wanted: str
+) -> None:
+    message = f"x must have shape {wanted}, got {list(shape)}. Do this."
+    fails(ValueError, message, lambda: _checks.check_shape("x", shape, expected, hint="Do this."))
+    fails(
+        RouteShapeError,
+        message.removesuffix(" Do this."),
+        lambda: _checks.check_shape("x", shape, expected, error=RouteShapeError),
+    )
+
+
+def test_same_shape() -> None:
+    a, b = torch.zeros(2, 3), torch.zeros(2, 4)
+    _checks.check_same_shape({"a": a, "b": np.zeros((2, 3))})
+    _checks.check_same_shape({})
+    fails(
+        ValueError,
+        "a, b and c must have the same shape, got a [2, 3], b [2, 4], c [2, 3].",
+        lambda: _checks.check_same_shape({"a": a, "b": b, "c": a}),
+    )
+
+
+def test_integer() -> None:
+    for dtype in (torch.uint8, torch.uint16, torch.int8, torch.int64):
+        _checks.check_integer("x", torch.zeros(1, dtype=dtype))
+    _checks.check_integer("x", torch.zeros(1, dtype=torch.int16), signed=True)
+    for kind in (np.uint8, np.int32):
+        _checks.check_integer("x", np.zeros(1, dtype=kind))
+    for dtype in (torch.bool, torch.float32):
+        text = f"x must have an integer dtype, got {dtype}."
+        fails(ValueError, text, lambda dtype=dtype: _checks.check_integer("x", torch.zeros(1, dtype=dtype)))
+    fails(
+        RouteValueError,
+        "x must have a signed integer dtype, got uint16. Do this.",
+        lambda: _checks.check_integer(
+            "x", np.zeros(1, dtype=np.uint16), signed=True, error=RouteValueError, hint="Do this."
+        ),
+    )
+    fails(
+        ValueError,
+        "x must have a signed integer dtype, got torch.uint8.",
+        lambda: _checks.check_integer("x", torch.zeros(1, dtype=torch.uint8), signed=True),
+    )
+
+
+def test_floating() -> None:
+    _checks.check_floating("x", torch.zeros(1, dtype=torch.bfloat16))
+    text = "x must have a floating point dtype, got torch.int64."
+    fails(ValueError, text, lambda: _checks.check_floating("x", torch.zeros(1, dtype=torch.int64)))
+
+
+def test_rows() -> None:
+    _checks.check_rows("x", 3, 3)
+    fails(RouteShapeError, "x must have 1 row, got 2.", lambda: _checks.check_rows("x", 2, 1))
+    fails(
+        RouteShapeError, "x must have 4 rows, got 2. Do this.", lambda: _checks.check_rows("x", 2, 4, hint="Do this.")
+    )
+
+
+def test_route_dtype() -> None:
+    _checks.check_route_dtype("x", torch.int8, torch.int8, 64)
+    fails(
+        RouteValueError,
+        "x must have dtype torch.int8 for 64 experts, got torch.uint8. Use RoutedExperts.from_vllm on what an engine"
+        " returned, and .to(torch.int8) on other routes.",
+        lambda: _checks.check_route_dtype("x", torch.uint8, torch.int8, 64),
+    )
+
+
+def test_the_structural_checks_are_static_under_compile() -> None:
+    def checked(x: torch.Tensor) -> torch.Tensor:
+        _checks.check_rank("x", x, 2)
+        _checks.check_shape("x", x.shape, ("T", 3))
+        _checks.check_same_shape({"x": x, "y": x})
+        _checks.check_floating("x", x)
+        return x + 1
+
+    compiled = torch.compile(checked, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(2, 3)).tolist() == [[1.0] * 3] * 2
+
+
+ENGINE_ROWS = np.array([[[0, 0], [5, 3]]], dtype=np.uint8)
+
+
+def engine_rows(rows: Any = ENGINE_ROWS, num_tokens: int = 2) -> None:
+    """Two tokens, one row; layer 0 is dense, 8 experts, top 2."""
+    _checks.check_engine_rows(rows, (num_tokens, 2, 2), 8, (0,))
+
+
+def test_engine_rows_that_fit() -> None:
+    engine_rows()
+    engine_rows(rows=np.array([[[0, 0], [5, 3]]]))
+    engine_rows(rows=np.zeros((0, 2, 2), dtype=np.uint8), num_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_tokens", "error", "text"),
+    [
+        ([[[0, 0], [5, 8]]], 2, RouteValueError, "token 0, layer 1 holds expert 8 in [5, 8]; allowed are 0..7."),
+        ([[[0, 0], [-1, 3]]], 2, RouteValueError, "token 0, layer 1 holds expert -1 in [-1, 3]; allowed are 0..7."),
+        ([[[0, 4], [5, 3]]], 2, RouteValueError, "token 0, layer 0 holds expert 4 in [0, 4]; the layer has no router"),
+        ([[[0.0, 0], [5, 3]]], 2, RouteValueError, "must have an integer dtype, got float64. vLLM returns uint8"),
+        (
+            [[[0, 0], [5, 3]]],
+            4,
+            RouteShapeError,
+            "must have 3 rows, got 1. Each of the 4 tokens has a row except the last",
+        ),
+        ([[[0, 0], [5, 3]]], 1, RouteShapeError, "must have 0 rows, got 1."),
+        ([[[0, 0]]], 2, RouteShapeError, "must have shape [rows, 2, 2], got [1, 1, 2]. Check that the RoutingLayout"),
+        ([[[0], [5]]], 2, RouteShapeError, "must have shape [rows, 2, 2], got [1, 2, 1]."),
+        ([[0, 0], [5, 3]], 2, RouteShapeError, "must have shape [rows, 2, 2], got [2, 2]."),
+    ],
+)
+def test_engine_rows_that_do_not_fit(rows: Any, num_tokens: int, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"^engine rows:? {re.escape(text)}"):
+        engine_rows(rows=np.array(rows), num_tokens=num_tokens)
+
+
+def test_row_names() -> None:
+    single, flat, nested = (
+        _checks.RowNames(batch, lengths) for batch, lengths in [((), [4]), ((2,), [3, 5]), ((2, 2), [1, 2, 3, 4])]
+    )
+    assert [single.of("x", 0), single.row(3)] == ["x", "token 3"]
+    assert [flat.of("x", 1), flat.row(2), flat.row(3)] == ["x of sample 1", "sample 0, token 2", "sample 1, token 0"]
+    assert [nested.of("x", 2), nested.row(5)] == ["x of sample (1, 0)", "sample (1, 0), token 2"]
+
+
+def test_good_routes_pass() -> None:
+    good = routes([[0, 1], [7, 0]], [[-1, -1], [3, 2]], [[-1, -1], [-1, -1]])
+    _checks.check_routes(good, moe_layers=MOE, num_experts=8)
+    _checks.check_routes(good.long(), moe_layers=MOE, num_experts=8)
+    _checks.check_routes(good, moe_layers=MOE, num_experts=8, keep=torch.tensor([True, True, False]))
+    _checks.check_routes(good[:0], moe_layers=MOE, num_experts=8)
+
+
+def test_expert_zero_alone_is_a_route_at_top_1() -> None:
+    _checks.check_routes(torch.zeros(2, 1, 1, dtype=torch.int8), moe_layers=(0,), num_experts=4)
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ([8, 1], "holds expert 8 in [8, 1]; allowed are 0..7, or -1 in the whole row. Check that the RoutingLayout is"),
+        ([1, -2], "holds expert -2 in [1, -2]; allowed are 0..7, or -1 in the whole row."),
+        ([-2, -2], "holds expert -2 in [-2, -2]; allowed are 0..7, or -1 in the whole row."),
+        ([-1, 5], "holds [-1, 5], which is partly -1. A row is known as a whole or not at all: write -1 in all"),
+        ([0, -1], "holds [0, -1], which is partly -1."),
+        ([0, 0], "holds [0, 0]: all zeros is what an engine returns for a row it did not capture. Check that it was"),
+        ([6, 6], "holds expert 6 twice in [6, 6]. A router picks an expert at most once: check that columns of"),
+    ],
+)
+def test_a_bad_row_is_named(row: list[int], text: str) -> None:
+    bad = routes([[0, 1], [2, 3]], [[4, 5], row], [row, row])
+    with pytest.raises(RouteValueError, match=rf"^routed_experts: row 1, layer 2 {re.escape(text)}"):
+        _checks.check_routes(bad, moe_layers=MOE, num_experts=8)
+
+
+def test_repeats_are_found_at_any_distance() -> None:
+    for i in range(4):
+        for j in range(i):
+            row = torch.arange(4, dtype=torch.int16)
+            row[i] = row[j]
+            with pytest.raises(RouteValueError, match=f"holds expert {j} twice"):
+                _checks.check_routes(row.view(1, 1, 4), moe_layers=(0,), num_experts=200)
+
+
+def test_a_dense_layer_with_a_route_is_named() -> None:
+    bad = routes([[0, 1], [2, 3]])
+    bad[0, 0] = 5
+    text = "routed_experts: row 0, layer 0 holds [5, 5], but that layer has no router; the layers with one are [1, 2]. "
+    with pytest.raises(RouteValueError, match=f"^{re.escape(text)}Rows of other layers must be -1"):
+        _checks.check_routes(bad, moe_layers=MOE, num_experts=8)
+
+
+def test_a_pad_with_a_route_is_named() -> None:
+    good = routes([[0, 1], [2, 3]], [[-1, -1], [2, 3]])
+    text = (
+        "routed_experts: row 1, layer 2 holds [2, 3], but the attention mask says it is a pad. Rows of pads must be -1"
+    )
+    with pytest.raises(RouteValueError, match=f"^{re.escape(text)}"):
+        _checks.check_routes(good, moe_layers=MOE, num_experts=8, keep=torch.tensor([True, False]))
+
+
+def test_where_names_the_row() -> None:
+    with pytest.raises(RouteValueError, match=r"^routed_experts: token nine, layer 1 "):
+        _checks.check_routes(routes([[0, 0], [2, 3]]), moe_layers=MOE, num_experts=8, where=lambda row: "token nine")
+
+
+def test_only_signed_integers_of_rank_three_are_routes() -> None:
+    with pytest.raises(RouteShapeError, match=r"routes must have 3 dimensions, got 2: shape \[3, 2\]\."):
+        _checks.check_routes(torch.zeros(3, 2, dtype=torch.int8), moe_layers=MOE, num_experts=8)
+    with pytest.raises(RouteValueError, match=r"routes must have a signed integer dtype, got torch\.uint8\."):
+        _checks.check_routes(torch.zeros(1, 3, 2, dtype=torch.uint8), moe_layers=MOE, num_experts=8)
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(128, torch.int8), (129, torch.int16), (32768, torch.int16)])
+def test_the_largest_id_of_a_dtype_is_in_range(num_experts: int, dtype: torch.dtype) -> None:
+    top = torch.tensor([[[num_experts - 1, 0]]], dtype=dtype)
+    _checks.check_routes(top, moe_layers=(0,), num_experts=num_experts)
+
+
+def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_checks, "_CHUNK_ELEMENTS", 12)  # two rows of [3, 2]
+    good = routes(*[[[0, 1], [2, 3]]] * 7)
+    keep = torch.tensor([True] * 4 + [False] * 3)
+    _checks.check_routes(good, moe_layers=MOE, num_experts=8)
+    with pytest.raises(RouteValueError, match=r"row 4, layer 1 .* is a pad"):
+        _checks.check_routes(good, moe_layers=MOE, num_experts=8, keep=keep)
+    good[5, 2] = 6
+    with pytest.raises(RouteValueError, match="row 5, layer 2 holds expert 6 twice"):
+        _checks.check_routes(good, moe_layers=MOE, num_experts=8)

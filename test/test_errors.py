@@ -1,0 +1,70 @@
+"""The tree is the one that the docstring draws; errors survive a process boundary."""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import pytest
+
+from torchrl_moe import _errors
+from torchrl_moe._errors import GenerationTimeout, TorchRLMoEError
+
+LINE = re.compile(r"^(?P<indent>[ │├└─]*)(?P<name>[A-Z]\w+)(?: +\((?P<mixin>\w+)\))?(?: |$)")
+
+
+def drawn() -> dict[str, tuple[str, str | None]]:
+    """Name -> (parent, builtin it also is), read off the drawing."""
+    tree: dict[str, tuple[str, str | None]] = {}
+    above: list[tuple[int, str]] = [(-1, "Exception")]
+    drawing = _errors.__doc__.split(".. code-block:: text\n\n")[1].split("\n\n")[0]
+    for line in drawing.splitlines():
+        found = LINE.match(line)
+        assert found, line
+        indent = len(found["indent"])
+        while above[-1][0] >= indent:
+            above.pop()
+        tree[found["name"]] = (above[-1][1], found["mixin"])
+        above.append((indent, found["name"]))
+    return tree
+
+
+def test_the_classes_are_the_drawn_tree() -> None:
+    built = {}
+    for name in _errors.__all__:
+        parent, *mixins = getattr(_errors, name).__bases__
+        built[name] = (parent.__name__, mixins[0].__name__ if mixins else None)
+    assert built == drawn()
+
+
+def test_the_drawing_has_the_known_corners() -> None:
+    assert drawn()["RoutingError"] == ("TorchRLMoEError", None)
+    assert drawn()["RouteShapeError"] == ("RoutingError", "ValueError")
+    assert drawn()["SyncTimeout"] == ("WeightSyncError", "TimeoutError")
+
+
+@pytest.mark.parametrize("name", ["RouteShapeError", "RouteValueError", "ManifestMismatch"])
+def test_a_value_error_of_ours_is_caught_as_one(name: str) -> None:
+    with pytest.raises(ValueError, match="got 3"):
+        raise getattr(_errors, name)("got 3")
+
+
+@pytest.mark.parametrize("name", ["GenerationTimeout", "SyncTimeout"])
+def test_a_timeout_of_ours_is_caught_as_one(name: str) -> None:
+    with pytest.raises(TimeoutError, match="5 s"):
+        raise getattr(_errors, name)("5 s")
+
+
+@pytest.mark.parametrize("name", _errors.__all__)
+def test_every_error_pickles(name: str) -> None:
+    error = pickle.loads(pickle.dumps(getattr(_errors, name)("why")))
+    assert type(error).__name__ == name
+    assert str(error) == "why"
+
+
+def test_a_timeout_keeps_what_had_finished() -> None:
+    error = GenerationTimeout("2 of 3 finished in 5 s", partial=("a", None, "c"))
+    assert isinstance(error, TorchRLMoEError)
+    assert error.partial == ["a", None, "c"]
+    assert pickle.loads(pickle.dumps(error)).partial == ["a", None, "c"]
+    assert GenerationTimeout("nothing finished").partial == []

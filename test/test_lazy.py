@@ -1,0 +1,61 @@
+"""A room's names load on first use, and a broken submodule says so."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOM = """
+from torchrl_moe._lazy import attach
+__getattr__, __dir__, __all__ = attach(__name__, {"Late": ".late", "Broken": ".broken", "Absent": ".late"})
+"""
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    package = tmp_path / "a_lazy_room"
+    package.mkdir()
+    (package / "__init__.py").write_text(ROOM)
+    (package / "late.py").write_text("class Late: pass\n")
+    (package / "broken.py").write_text("import sys\nsys.no_such_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield import_module("a_lazy_room")
+    for name in [name for name in sys.modules if name.startswith("a_lazy_room")]:
+        del sys.modules[name]
+
+
+def test_a_name_loads_on_first_use(room: ModuleType) -> None:
+    assert "a_lazy_room.late" not in sys.modules
+    assert room.Late is sys.modules["a_lazy_room.late"].Late
+    assert "Late" in vars(room)
+
+
+def test_from_import_works(room: ModuleType) -> None:
+    from a_lazy_room import Late
+
+    assert Late is room.Late
+
+
+def test_dir_and_all_name_the_exports_without_loading_them(room: ModuleType) -> None:
+    assert room.__all__ == ["Late", "Broken", "Absent"]
+    assert {"Late", "Broken", "Absent", "__name__"} <= set(dir(room))
+    assert "a_lazy_room.late" not in sys.modules
+
+
+def test_an_unknown_name_is_an_attribute_error(room: ModuleType) -> None:
+    with pytest.raises(AttributeError, match="module 'a_lazy_room' has no attribute 'late_'"):
+        _ = room.late_
+    assert not hasattr(room, "Nothing")
+
+
+@pytest.mark.parametrize(("name", "cause"), [("Broken", "no_such_name"), ("Absent", "Absent")])
+def test_a_submodule_that_cannot_give_the_name_is_an_import_error_with_the_cause(
+    room: ModuleType, name: str, cause: str
+) -> None:
+    with pytest.raises(ImportError, match=rf"cannot load '{name}' of 'a_lazy_room'.*{cause}"):
+        getattr(room, name)

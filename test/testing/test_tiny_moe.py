@@ -1,0 +1,238 @@
+"""make_tiny_moe: real architectures, reproducible weights, decisive routers, checked sizes, folders that load."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
+from torchrl_moe.testing.tiny_moe import TINY_MOE_FAMILIES, make_tiny_moe, save_tiny_moe
+
+FAMILIES = sorted(TINY_MOE_FAMILIES)
+MOE_FAMILIES = [family for family in FAMILIES if TINY_MOE_FAMILIES[family].experts_key]
+SIZES = {"qwen3_moe": (16, 4), "mixtral": (8, 2), "olmoe": (16, 4), "deepseek_v3": (16, 4)}
+"""Experts and experts per token."""
+
+
+def random_ids(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(7))
+
+
+def run_routers(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Per decoder layer with a router: its logits ``[B * T, E]`` and the experts it chose ``[B * T, K]``, sorted."""
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def keep(layer: int) -> Callable[..., None]:
+        def hook(_module: object, _args: object, out: tuple[torch.Tensor, ...]) -> None:
+            seen[layer] = out[0], out[2].sort(dim=-1).values
+
+        return hook
+
+    gates = [(name, module) for name, module in model.named_modules() if name.endswith(".mlp.gate")]
+    handles = [module.register_forward_hook(keep(int(name.split(".")[2]))) for name, module in gates]
+    with torch.no_grad():
+        model(ids)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forward_gives_logits_over_the_byte_vocabulary(family: str) -> None:
+    model = make_tiny_moe(family)
+    assert not model.training
+    with torch.no_grad():
+        logits = model(random_ids(2, 9)).logits
+    assert logits.shape == (2, 9, len(ByteTokenizer()))
+    assert logits.dtype == torch.float32
+    assert 0.7 < logits.std() < 1.5
+    log_probs = logits.log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+    assert 3 < entropy < math.log(259) - 0.3  # neither one token nor all alike
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_special_ids_are_the_tokenizers(family: str) -> None:
+    model, tokenizer = make_tiny_moe(family), ByteTokenizer()
+    for config in (model.config, model.generation_config):
+        assert config.pad_token_id == tokenizer.pad_token_id
+        assert config.bos_token_id == tokenizer.bos_token_id
+        assert config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.max_position_embeddings >= 2048
+    assert model.get_input_embeddings().weight is not model.get_output_embeddings().weight
+
+
+@pytest.mark.parametrize(
+    ("family", "first"), [("qwen3_moe", 1), ("mixtral", 0), ("olmoe", 0), ("deepseek_v3", 1), ("qwen3", 4)]
+)
+def test_layers_from_the_first_moe_layer_on_have_routers(family: str, first: int) -> None:
+    assert sorted(run_routers(make_tiny_moe(family), random_ids(1, 4))) == list(range(first, 4))
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_every_expert_is_used_and_routing_is_not_uniform(family: str) -> None:
+    experts, top_k = SIZES[family]
+    for logits, chosen in run_routers(make_tiny_moe(family), random_ids(8, 64)).values():
+        assert chosen.shape == (8 * 64, top_k)
+        assert chosen.unique().tolist() == list(range(experts))
+        assert 0.7 < logits.float().std() < 1.4
+        probs = logits.float().softmax(-1)
+        entropy = -(probs * probs.log()).sum(-1).mean()
+        assert entropy < math.log(experts) - 0.2
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
+def test_the_kth_expert_beats_the_next_by_far_more_than_noise(family: str) -> None:
+    top_k = SIZES[family][1]
+    for logits, _ in run_routers(make_tiny_moe(family), random_ids(8, 64)).values():
+        ordered = logits.float().sort(dim=-1, descending=True).values
+        margin = ordered[:, top_k - 1] - ordered[:, top_k]
+        assert margin.median() > 0.05
+        assert (margin < 1e-5).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_float32_noise_flips_no_route(family: str) -> None:
+    model, ids = make_tiny_moe(family), random_ids(8, 64)
+    before = run_routers(model, ids)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 1e-7 * torch.randn(parameter.shape, generator=generator))
+    after = run_routers(model, ids)
+    assert all(torch.equal(before[layer][1], after[layer][1]) for layer in before)
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_routes_depend_on_the_context(family: str) -> None:
+    model, ids = make_tiny_moe(family), random_ids(1, 64)
+    other = ids.flip(1)
+    first, second = run_routers(model, ids), run_routers(model, other)
+    last = max(first)
+    differs = (first[last][1] != second[last][1].flip(0)).any(-1)
+    assert differs.float().mean() > 0.3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_seed_gives_the_same_weights(family: str) -> None:
+    one, two, other = (make_tiny_moe(family, seed=seed).state_dict() for seed in (3, 3, 4))
+    for name, tensor in one.items():
+        assert torch.equal(tensor, two[name]), name
+        assert not torch.equal(tensor, other[name]), name
+
+
+def test_the_global_generator_is_neither_read_nor_moved() -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    one = make_tiny_moe()
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(1)
+    two = make_tiny_moe()
+    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_float32_rounded(family: str) -> None:
+    full, half = make_tiny_moe(family).state_dict(), make_tiny_moe(family, dtype=torch.bfloat16)
+    assert half.config.dtype == torch.bfloat16
+    for name, tensor in half.state_dict().items():
+        assert tensor.dtype == (torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16)
+        assert torch.equal(tensor, full[name].to(tensor.dtype)), name
+
+
+def test_correction_bias_changes_the_choice() -> None:
+    model, ids = make_tiny_moe("deepseek_v3"), random_ids(4, 32)
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 3 and all(bias.abs().min() > 0 for bias in biases)
+    with_bias = run_routers(model, ids)[1][1]
+    for bias in biases:
+        bias.zero_()
+    changed = (run_routers(model, ids)[1][1] != with_bias).any(-1)
+    assert 0.1 < changed.float().mean() < 0.9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_folder_gives_the_same_logits(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = save_tiny_moe(tmp_path / "new" / "model", family, dtype=dtype, seed=5)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    model, ids = make_tiny_moe(family, dtype=dtype, seed=5), random_ids(2, 16)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.encode("é <|im_end|>") == [195, 169, 32, 258]
+    assert tokenizer.chat_template == ByteTokenizer().chat_template
+
+
+def test_the_saved_deepseek_config_tells_vllm_its_routing(tmp_path: Path) -> None:
+    config = json.loads((save_tiny_moe(tmp_path, "deepseek_v3") / "config.json").read_text())
+    assert (config["topk_method"], config["scoring_func"]) == ("noaux_tc", "sigmoid")
+    assert config["architectures"] == ["DeepseekV3ForCausalLM"]
+
+
+def test_sizes_can_be_set_by_any_name_of_the_config() -> None:
+    model = make_tiny_moe("qwen3_moe", num_hidden_layers=3, num_experts=64, num_experts_per_tok=8, hidden_size=32)
+    (logits, chosen), *_ = run_routers(model, random_ids(1, 5)).values()
+    assert (logits.shape, chosen.shape) == ((5, 64), (5, 8))
+    assert model.config.hidden_size == 32
+    alias = make_tiny_moe("mixtral", num_experts=4)  # an alias of num_local_experts
+    assert alias.config.num_local_experts == alias.config.num_experts == 4
+
+
+def test_a_changed_config_does_not_reach_the_next_model() -> None:
+    make_tiny_moe().config.mlp_only_layers.append(1)
+    assert make_tiny_moe().config.mlp_only_layers == [0]
+
+
+def test_mlp_only_layers_can_be_emptied() -> None:
+    assert sorted(run_routers(make_tiny_moe(mlp_only_layers=[], num_hidden_layers=2), random_ids(1, 4))) == [0, 1]
+
+
+def test_tied_embeddings_and_a_vocabulary_of_ones_own() -> None:
+    model = make_tiny_moe(vocab_size=48, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True)
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    with torch.no_grad():
+        logits = model(torch.tensor([[5, 6]])).logits
+    assert logits.shape == (1, 2, 48)
+    assert logits.std() < 3
+
+
+def test_gradients_reach_every_parameter() -> None:
+    model, ids = make_tiny_moe(), random_ids(4, 64)
+    model(ids, labels=ids).loss.backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "message"),
+    [
+        ("gpt2", {}, "no tiny model of the family 'gpt2'; known: deepseek_v3, mixtral, olmoe, qwen3, qwen3_moe"),
+        ("qwen3_moe", {"num_expert": 4}, "qwen3_moe has no config key 'num_expert'; close: 'num_experts'"),
+        ("mixtral", {"zzz": 4}, "mixtral has no config key 'zzz'; known: .*hidden_size"),
+        ("mixtral", {"model_type": "olmoe"}, "mixtral has no config key 'model_type'"),
+        ("qwen3_moe", {"num_experts_per_tok": 17}, "num_experts_per_tok=17 must be between 1 and num_experts=16"),
+        ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok=0 must be between 1 and num_local_experts=8"),
+        ("deepseek_v3", {"n_group": 3}, "16 experts in n_group=3 groups .* cannot give 4"),
+        ("deepseek_v3", {"num_experts_per_tok": 9}, "topk_group=2 are open cannot give 9 experts per token"),
+        ("olmoe", {"num_key_value_heads": 3}, "num_attention_heads=2 is no multiple of num_key_value_heads=3"),
+        ("olmoe", {"hidden_size": 65}, "hidden_size=65 is no multiple of num_attention_heads=2"),
+        ("qwen3_moe", {"num_hidden_layers": 1}, "every one of the 1 layers of this qwen3_moe is dense"),
+        ("qwen3_moe", {"vocab_size": 100}, "vocab_size=100 has no room for ByteTokenizer's .*pass ids of your own"),
+        ("qwen3_moe", {"hidden_size": "big"}, "qwen3_moe refuses this config: .*hidden_size"),
+    ],
+)
+def test_what_does_not_fit_is_refused(family: str, config: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        make_tiny_moe(family, **config)
+
+
+def test_a_vocabulary_too_small_for_the_tokenizer_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="vocab_size=48, but the saved ByteTokenizer has 259 tokens"):
+        save_tiny_moe(tmp_path, vocab_size=48, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    assert not list(tmp_path.iterdir())

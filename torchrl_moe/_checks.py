@@ -1,0 +1,299 @@
+"""Rank, shape, dtype and routes checks: the only place that words such messages.
+
+Every public function calls these on its arguments first. A message says what is wrong, what was got, what is allowed
+and what to do. The structural checks read no values, so they cost nothing on a device and are static under
+``torch.compile``; :func:`check_routes` and :func:`check_engine_rows` read values.
+
+This file knows arrays, not containers: tensordicts are unpacked by their owners before they come here.
+
+Letters: N rows (tokens of all samples), L decoder layers, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
+from types import EllipsisType
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from torchrl_moe._errors import RouteShapeError, RouteValueError
+
+Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
+Dim: TypeAlias = "int | str | EllipsisType"
+
+_UNSET = -1  # UNSET_EXPERT of torchrl_moe.data, which imports this file
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+_CHUNK_ELEMENTS = 1 << 22  # check_routes looks at this many ids at a time, which bounds its temporaries
+_SERVED = "Check that the RoutingLayout is that of the model being served."
+_ROWS = (
+    "Each of the {} tokens has a row except the last, which the engine never forwarded: check that prompt and response"
+    " tokens are both counted."
+)
+
+
+def _end(hint: str) -> str:
+    return f" {hint}" if hint else ""
+
+
+def check_rank(name: str, array: Array, rank: int, *, error: type[Exception] = ValueError, hint: str = "") -> None:
+    """Raise ``error`` unless ``array`` has ``rank`` dimensions.
+
+    >>> check_rank("log_probs", torch.zeros(2, 3), 1)
+    Traceback (most recent call last):
+    ValueError: log_probs must have 1 dimension, got 2: shape [2, 3].
+    """
+    if array.ndim != rank:
+        plural = "" if rank == 1 else "s"
+        raise error(
+            f"{name} must have {rank} dimension{plural}, got {array.ndim}: shape {list(array.shape)}.{_end(hint)}"
+        )
+
+
+def check_shape(
+    name: str,
+    shape: Sequence[int],
+    expected: Sequence[Dim],
+    *,
+    error: type[Exception] = ValueError,
+    hint: str = "",
+) -> None:
+    """Raise ``error`` unless ``shape`` fits ``expected``.
+
+    Args:
+        name: what the shape belongs to.
+        shape: the shape that was got.
+        expected: per dimension an int that must be met, or a str that names a free one; a leading ``...`` stands for
+            any number of dimensions.
+        error: the class raised.
+        hint: a sentence that says what to do.
+
+    >>> check_shape("routes", (9, 5, 2), (..., "T", 4, 2))
+    Traceback (most recent call last):
+    ValueError: routes must have shape [..., T, 4, 2], got [9, 5, 2].
+    """
+    tail = expected[1:] if expected and expected[0] is Ellipsis else expected
+    rank_fits = len(shape) >= len(tail) if len(tail) < len(expected) else len(shape) == len(tail)
+    dims = shape[len(shape) - len(tail) :]
+    if not rank_fits or any(isinstance(want, int) and want != got for want, got in zip(tail, dims, strict=True)):
+        wanted = ", ".join("..." if want is Ellipsis else str(want) for want in expected)
+        raise error(f"{name} must have shape [{wanted}], got {list(shape)}.{_end(hint)}")
+
+
+def check_same_shape(arrays: Mapping[str, Array], *, error: type[Exception] = ValueError, hint: str = "") -> None:
+    """Raise ``error`` unless all ``arrays`` (name -> array) have one shape.
+
+    >>> check_same_shape({"log_probs": torch.zeros(2, 3), "mask": torch.zeros(2, 4)})
+    Traceback (most recent call last):
+    ValueError: log_probs and mask must have the same shape, got log_probs [2, 3], mask [2, 4].
+    """
+    if len({tuple(array.shape) for array in arrays.values()}) > 1:
+        *head, last = arrays
+        got = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+        raise error(f"{', '.join(head)} and {last} must have the same shape, got {got}.{_end(hint)}")
+
+
+def check_integer(
+    name: str, array: Array, *, signed: bool = False, error: type[Exception] = ValueError, hint: str = ""
+) -> None:
+    """Raise ``error`` unless ``array`` holds integers (bool is none), and signed ones if ``signed``.
+
+    >>> check_integer("tokens", torch.zeros(2))
+    Traceback (most recent call last):
+    ValueError: tokens must have an integer dtype, got torch.float32.
+    """
+    if isinstance(array, torch.Tensor):
+        dtype = array.dtype
+        unsigned = dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+        fits = dtype in _SIGNED or (unsigned and not signed)
+    else:
+        fits = array.dtype.kind in ("i" if signed else "iu")
+    if not fits:
+        kind = "a signed integer" if signed else "an integer"
+        raise error(f"{name} must have {kind} dtype, got {array.dtype}.{_end(hint)}")
+
+
+def check_floating(name: str, array: torch.Tensor, *, error: type[Exception] = ValueError, hint: str = "") -> None:
+    """Raise ``error`` unless ``array`` has a floating point dtype.
+
+    >>> check_floating("log_probs", torch.zeros(2, dtype=torch.int64))
+    Traceback (most recent call last):
+    ValueError: log_probs must have a floating point dtype, got torch.int64.
+    """
+    if not array.dtype.is_floating_point:
+        raise error(f"{name} must have a floating point dtype, got {array.dtype}.{_end(hint)}")
+
+
+def check_rows(name: str, got: int, wanted: int, *, hint: str = "") -> None:
+    """Raise :class:`RouteShapeError` unless ``got`` rows are the ``wanted`` ones.
+
+    >>> check_rows("sample 3 of routed_experts", 5, 6)
+    Traceback (most recent call last):
+    torchrl_moe._errors.RouteShapeError: sample 3 of routed_experts must have 6 rows, got 5.
+    """
+    if got != wanted:
+        raise RouteShapeError(f"{name} must have {wanted} row{'' if wanted == 1 else 's'}, got {got}.{_end(hint)}")
+
+
+def check_route_dtype(name: str, dtype: torch.dtype, wanted: torch.dtype, num_experts: int) -> None:
+    """Raise :class:`RouteValueError` unless routes over ``num_experts`` have the ``wanted`` dtype."""
+    if dtype != wanted:
+        raise RouteValueError(
+            f"{name} must have dtype {wanted} for {num_experts} experts, got {dtype}. Use RoutedExperts.from_vllm on"
+            f" what an engine returned, and .to({wanted}) on other routes."
+        )
+
+
+def check_engine_rows(
+    rows: np.ndarray[Any, Any], shape: tuple[int, int, int], num_experts: int, dense_layers: Sequence[int] = ()
+) -> None:
+    """Check the rows an engine returned for one sequence, before anything is written.
+
+    Args:
+        rows: integer array ``[T - 1, L, K]``, none negative, zero on the dense layers.
+        shape: ``(T, L, K)``, where T counts prompt and response tokens.
+        num_experts: E.
+        dense_layers: layers without a router.
+
+    Raises:
+        RouteShapeError: wrong rank, row count, layer count or width.
+        RouteValueError: not integers, an id outside ``0..E-1``, or an id on a dense layer.
+    """
+    num_tokens, *rest = shape
+    if rows.dtype.kind not in "ui":
+        check_integer("engine rows", rows, error=RouteValueError, hint="vLLM returns uint8 or uint16.")
+    if rows.shape != (num_tokens - 1, *rest):
+        check_shape("engine rows", rows.shape, ("rows", *rest), error=RouteShapeError, hint=_SERVED)
+        check_rows("engine rows", len(rows), num_tokens - 1, hint=_ROWS.format(num_tokens))
+    if not rows.size:
+        return
+    if rows.max() >= num_experts or (rows.dtype.kind == "i" and rows.min() < 0):
+        _raise_engine_value(rows, (rows >= num_experts) | (rows < 0), f"allowed are 0..{num_experts - 1}")
+    if dense_layers and rows[:, dense_layers].any():
+        bad = np.zeros(rows.shape, dtype=bool)
+        bad[:, dense_layers] = rows[:, dense_layers] != 0
+        _raise_engine_value(rows, bad, "the layer has no router, so 0 is allowed")
+
+
+def _raise_engine_value(rows: np.ndarray[Any, Any], bad: np.ndarray[Any, Any], allowed: str) -> None:
+    token, layer, column = (int(i) for i in np.argwhere(bad)[0])
+    raise RouteValueError(
+        f"engine rows: token {token}, layer {layer} holds expert {rows[token, layer, column]} in "
+        f"{rows[token, layer].tolist()}; {allowed}. {_SERVED}"
+    )
+
+
+class RowNames:
+    """Names samples and rows in messages.
+
+    Args:
+        batch: batch shape; empty for a single sample, which then goes unnamed.
+        lengths: rows of each sample, in the order of the flattened batch.
+
+    >>> names = RowNames((2,), [3, 5])
+    >>> names.of("routed_experts", 1), names.row(4)
+    ('routed_experts of sample 1', 'sample 1, token 1')
+    """
+
+    def __init__(self, batch: Sequence[int], lengths: Sequence[int]) -> None:
+        self.batch, self.lengths = batch, lengths
+        self._ends = list(accumulate(lengths))
+
+    def sample(self, i: int) -> str:
+        place = tuple(int(axis) for axis in np.unravel_index(i, self.batch))
+        return f"sample {place[0] if len(place) == 1 else place}"
+
+    def of(self, name: str, i: int) -> str:
+        return f"{name} of {self.sample(i)}" if self.batch else name
+
+    def row(self, row: int) -> str:
+        i = bisect_right(self._ends, row)
+        token = f"token {row - self._ends[i] + self.lengths[i]}"
+        return f"{self.sample(i)}, {token}" if self.batch else token
+
+
+def check_routes(
+    routes: torch.Tensor,
+    moe_layers: Collection[int],
+    num_experts: int,
+    *,
+    keep: torch.Tensor | None = None,
+    where: Callable[[int], str] = "row {}".format,
+) -> None:
+    """Check the values of routes and name the first row that is wrong.
+
+    Args:
+        routes: signed integer tensor ``[N, L, K]``.
+        moe_layers: layers that have a router; all others must be -1.
+        num_experts: E.
+        keep: bool ``[N]``; rows where it is False are pads and must be -1. None means no pads.
+        where: names row n in the message.
+
+    Raises:
+        RouteValueError: an id is outside ``-1..E-1``; a row is partly -1, holds one expert twice, is all zeros (K >= 2)
+            or is set on a dense layer or a pad.
+    """
+    check_rank("routes", routes, 3, error=RouteShapeError)
+    check_integer("routes", routes, signed=True, error=RouteValueError)
+    is_moe = torch.zeros(routes.shape[1], dtype=torch.bool)
+    is_moe[list(moe_layers)] = True
+    on_moe = is_moe.to(routes.device)
+    step = max(1, _CHUNK_ELEMENTS // max(1, routes[:1].numel()))
+    for start in range(0, len(routes), step):
+        part = routes[start : start + step]
+        allowed = on_moe if keep is None else on_moe & keep[start : start + step, None]
+        bad = _bad_rows(part, allowed, num_experts)
+        if bool(bad.any()):
+            row, layer = bad.nonzero()[0].tolist()
+            padded = keep is not None and not bool(keep[start + row])
+            reason = _reason(part[row, layer].tolist(), layer, moe_layers, num_experts, padded)
+            raise RouteValueError(f"routed_experts: {where(start + row)}, layer {layer} {reason}")
+
+
+def _bad_rows(routes: torch.Tensor, allowed: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """``[N, L]`` bool: the row breaks a rule. ``allowed`` (``[L]`` or ``[N, L]``): the row may hold experts."""
+    # A Python int is cast to the tensor's dtype: int8 >= 128 would compare with -128.
+    largest = min(num_experts - 1, torch.iinfo(routes.dtype).max)
+    columns = routes.movedim(-1, 0).contiguous()  # reductions over a short last dimension are slow
+    high, low = columns.amax(0), columns.amin(0)
+    repeats = torch.zeros_like(high, dtype=torch.bool)
+    for shift in range(1, len(columns)):
+        repeats |= (columns[shift:] == columns[:-shift]).any(0)
+    bad = (high > largest) | (low < _UNSET)
+    bad |= (high != _UNSET) & ((low == _UNSET) | ~allowed)
+    return bad | (repeats & (low != _UNSET))
+
+
+def _reason(row: list[int], layer: int, moe_layers: Collection[int], num_experts: int, padded: bool) -> str:
+    """What is wrong with a bad row, most telling first."""
+    outside = [expert for expert in row if not _UNSET <= expert < num_experts]
+    twice = [expert for i, expert in enumerate(row) if expert in row[:i]]
+    if layer not in moe_layers:
+        return (
+            f"holds {row}, but that layer has no router; the layers with one are {sorted(moe_layers)}. Rows of other"
+            " layers must be -1: check that the layer index is global, dense layers counted."
+        )
+    if padded:
+        return f"holds {row}, but the attention mask says it is a pad. Rows of pads must be -1: check the padding side."
+    if outside:
+        return (
+            f"holds expert {outside[0]} in {row}; allowed are 0..{num_experts - 1}, or -1 in the whole row. Check that"
+            " the RoutingLayout is that of the model that made these routes."
+        )
+    if _UNSET in row:
+        return (
+            f"holds {row}, which is partly -1. A row is known as a whole or not at all: write -1 in all of its columns"
+            " to let the model route it."
+        )
+    if not any(row):
+        return (
+            f"holds {row}: all zeros is what an engine returns for a row it did not capture. Check that it was started"
+            " with enable_return_routed_experts=True; a row that is not known must be -1."
+        )
+    return (
+        f"holds expert {twice[0]} twice in {row}. A router picks an expert at most once: check that columns of"
+        " different layers or tokens were not mixed."
+    )

@@ -1,0 +1,117 @@
+"""The error tree. Every error that torchrl_moe raises on purpose is a node of it.
+
+.. code-block:: text
+
+    TorchRLMoEError
+    ├── RoutingError                 routes that cannot be used
+    │   ├── RouteShapeError          (ValueError) rank, rows, layers or columns are wrong
+    │   ├── RouteValueError          (ValueError) an id is out of range, repeated or missing
+    │   ├── ReplayError              routes and forward pass do not fit together
+    │   └── UnsupportedRouterError   this router cannot be replayed exactly
+    ├── EngineError                  the generation service
+    │   ├── ReplicaDiedError         a replica's process ended, or never came up
+    │   ├── NoReplicaError           no replica may take the request
+    │   ├── GenerationTimeout        (TimeoutError) ``.partial`` holds what had finished
+    │   └── StaleReplicaError        no replica holds the version asked for
+    └── WeightSyncError              a weight update did not take effect
+        ├── ManifestMismatch         (ValueError) names, shapes or dtypes differ
+        ├── DigestMismatch           the bytes that arrived are not those that were sent
+        └── SyncTimeout              (TimeoutError)
+
+A message says what is wrong, what was got, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = [
+    "DigestMismatch",
+    "EngineError",
+    "GenerationTimeout",
+    "ManifestMismatch",
+    "NoReplicaError",
+    "ReplayError",
+    "ReplicaDiedError",
+    "RouteShapeError",
+    "RouteValueError",
+    "RoutingError",
+    "StaleReplicaError",
+    "SyncTimeout",
+    "TorchRLMoEError",
+    "UnsupportedRouterError",
+    "WeightSyncError",
+]
+
+
+class TorchRLMoEError(Exception):
+    """Root of the tree."""
+
+
+class RoutingError(TorchRLMoEError):
+    """Routes that cannot be used."""
+
+
+class RouteShapeError(RoutingError, ValueError):
+    """Routes of the wrong rank, row count, layer count or width."""
+
+
+class RouteValueError(RoutingError, ValueError):
+    """Routes with an id that is out of range, repeated, or missing."""
+
+
+class ReplayError(RoutingError):
+    """Routes and the forward pass they are replayed in do not fit together."""
+
+
+class UnsupportedRouterError(RoutingError):
+    """A router whose choice cannot be replayed exactly."""
+
+
+class EngineError(TorchRLMoEError):
+    """The generation service cannot do what was asked."""
+
+
+class ReplicaDiedError(EngineError):
+    """A replica's process ended, or never came up."""
+
+
+class NoReplicaError(EngineError):
+    """No replica may take the request."""
+
+
+class GenerationTimeout(EngineError, TimeoutError):
+    """Requests that did not finish in time; they were aborted on their replicas.
+
+    Args:
+        message: what timed out, and the limit.
+        partial: one entry per request, in input order: its output if it had finished, else ``None``.
+    """
+
+    def __init__(self, message: str, partial: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.partial = list(partial)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.partial)
+
+
+class StaleReplicaError(EngineError):
+    """No replica holds the weight version that was asked for."""
+
+
+class WeightSyncError(TorchRLMoEError):
+    """A weight update did not take effect."""
+
+
+class ManifestMismatch(WeightSyncError, ValueError):
+    """Names, shapes or dtypes differ between what is sent and what is expected."""
+
+
+class DigestMismatch(WeightSyncError):
+    """The bytes that arrived are not those that were sent."""
+
+
+class SyncTimeout(WeightSyncError, TimeoutError):
+    """A step of a weight update did not finish in time."""

@@ -1,0 +1,52 @@
+"""Names that a room exports but loads on first use (PEP 562).
+
+It is not an optional-dependency check: a missing package surfaces as its own ImportError, where the name is first used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+__all__ = ["attach"]
+
+
+def attach(
+    package_name: str, exports: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Makes the three module attributes of a room that exports lazily.
+
+    Type checkers see nothing of this: beside it, a room imports the same names under ``TYPE_CHECKING``.
+
+    Args:
+        package_name: ``__name__`` of the room.
+        exports: public name -> the submodule that defines it, relative to the room (``".routed_experts"``).
+
+    Returns:
+        ``__getattr__``, ``__dir__`` and ``__all__``, to be bound at the top level of the room's ``__init__``.
+
+    Example:
+        >>> load, _, names = attach("torchrl_moe", {"TorchRLMoEError": "._errors"})
+        >>> names
+        ['TorchRLMoEError']
+        >>> load("TorchRLMoEError")
+        <class 'torchrl_moe._errors.TorchRLMoEError'>
+    """
+
+    def __getattr__(name: str) -> Any:
+        if name not in exports:
+            raise AttributeError(f"module {package_name!r} has no attribute {name!r}")
+        try:
+            value = getattr(import_module(exports[name], package_name), name)
+        except AttributeError as error:
+            # Left as it is, `from room import name` would swallow the cause, and hasattr(room, name) would say False.
+            raise ImportError(f"cannot load {name!r} of {package_name!r} from {exports[name]!r}: {error}") from error
+        setattr(sys.modules[package_name], name, value)  # the next access does not come here
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*vars(sys.modules[package_name]), *exports})
+
+    return __getattr__, __dir__, list(exports)

@@ -1,0 +1,41 @@
+"""Joining turns: what an earlier turn knew of a token stays, what only a later one knows fills the gaps.
+
+A later turn's prompt repeats the earlier turn's tokens. The engine prefills them again, perhaps with newer weights, so
+its routes and log-probs of that prefix are not those the tokens were sampled with: the first writer wins.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["first_writer_wins", "shared_prefix"]
+
+
+def shared_prefix(earlier_ids: Tensor, later_ids: Tensor) -> int:
+    """Return the length of ``earlier_ids`` if ``later_ids`` begins with all of it, else 0.
+
+    A later sequence that was rendered or cut differently shares nothing, even if it begins alike: its tokens are new.
+
+    >>> shared_prefix(torch.tensor([1, 2]), torch.tensor([1, 2, 3]))
+    2
+    >>> shared_prefix(torch.tensor([1, 4]), torch.tensor([1, 2]))
+    0
+    """
+    length = len(earlier_ids)
+    return length if length <= len(later_ids) and torch.equal(earlier_ids, later_ids[:length]) else 0
+
+
+def first_writer_wins(earlier: Tensor, later: Tensor) -> Tensor:
+    """Return ``later`` with its first rows taken from ``earlier`` wherever that has a value.
+
+    Args:
+        earlier: ``[T0, ...]``; unset is NaN in floating tensors and -1 in integer ones.
+        later: ``[T1, ...]`` with ``T1 >= T0``, same trailing shape and dtype.
+
+    >>> first_writer_wins(torch.tensor([5, -1]), torch.tensor([7, 8, 9]))
+    tensor([5, 8, 9])
+    """
+    rows = len(earlier)
+    known = ~earlier.isnan() if earlier.is_floating_point() else earlier != -1
+    return torch.cat([torch.where(known, earlier, later[:rows]), later[rows:]])

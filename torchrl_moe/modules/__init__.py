@@ -1,0 +1,27 @@
+"""Engines, their balancer, and the policies on top of them (namesake: ``torchrl.modules.llm``).
+
+The public face of its rooms: code inside ``torchrl_moe.modules`` imports the files, never this one. Names load on first
+use, for a policy loads vllm, ray and transformers and a balancer loads none of them.
+"""
+
+from typing import TYPE_CHECKING
+
+from torchrl_moe._lazy import attach
+
+if TYPE_CHECKING:
+    from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper as vLLMWrapper
+    from torchrl_moe.modules.serving.async_vllm import AsyncVLLM as AsyncVLLM
+    from torchrl_moe.modules.serving.async_vllm import make_async_vllm_engine as make_async_vllm_engine
+    from torchrl_moe.modules.serving.load_balancer import Lease as Lease
+    from torchrl_moe.modules.serving.load_balancer import LoadBalancer as LoadBalancer
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "AsyncVLLM": ".serving.async_vllm",
+            "Lease": ".serving.load_balancer",
+            "LoadBalancer": ".serving.load_balancer",
+            "make_async_vllm_engine": ".serving.async_vllm",
+            "vLLMWrapper": ".policies.vllm_wrapper",
+        },
+    )

@@ -1,0 +1,190 @@
+"""What the service knows of a replica: a protocol, and the plain carriers that cross it.
+
+A replica is one engine with its own weights, wherever it runs. The service hands it :class:`Request` objects and
+gets one :class:`Completion` for each. Both hold numpy arrays and small scalars only, so they travel between processes
+as flat buffers. Nothing here imports an engine: vLLM's side is in ``backends/vllm``, the fake one in ``testing``.
+
+Letters: P prompt tokens, G generated tokens, L decoder layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrl_moe.data import RoutingLayout
+
+__all__ = [
+    "Completion",
+    "CompletionMetrics",
+    "CompletionOutput",
+    "PauseMode",
+    "Replica",
+    "ReplicaInfo",
+    "ReplicaStats",
+    "Request",
+]
+
+PauseMode = Literal["keep", "wait", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt on its way to a replica.
+
+    Exactly one of ``prompt_token_ids`` (int32 ``[P]``) and ``prompt`` is set. ``sampling_params`` is a mapping of
+    vLLM's ``SamplingParams`` fields, or such an object; requests of one call share it, so it crosses once.
+    """
+
+    request_id: str
+    sampling_params: Any
+    prompt_token_ids: NDArray[np.int32] | None = None
+    prompt: str | None = None
+    priority: int = 0
+    lora_request: Any = None
+    guided_options: Any = None
+    return_routed_experts: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionMetrics:
+    """Where a request's time went: seconds queued, until its first token, in all; and on which replica."""
+
+    queue_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    total_seconds: float = 0.0
+    replica: int = -1
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One of the ``n`` answers to a request.
+
+    Shapes:
+        - token_ids: int64 ``[G]``
+        - logprobs: float32 ``[G]``, of the sampled tokens; ``None`` if none were asked for
+        - routed_experts: unsigned int ``[P + G - 1, L, K]`` as the engine gives it; ``None`` if not kept
+        - policy_versions: int32 ``[G]``, version of the weights that produced each token
+    """
+
+    index: int
+    token_ids: NDArray[np.int64]
+    text: str
+    finish_reason: str
+    policy_versions: NDArray[np.int32]
+    logprobs: NDArray[np.float32] | None = None
+    routed_experts: NDArray[np.integer[Any]] | None = None
+    stop_reason: int | str | None = None
+
+    def __repr__(self) -> str:
+        routes = None if self.routed_experts is None else list(self.routed_experts.shape)
+        return (
+            f"CompletionOutput(index={self.index}, tokens={len(self.token_ids)}, text={self.text!r}, "
+            f"finish_reason={self.finish_reason!r}, routed_experts={routes})"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Completion:
+    """What came of one request, in the shape of vLLM's ``RequestOutput``.
+
+    ``prompt_token_ids`` is int64 ``[P]`` whatever the prompt was given as; ``num_cached_tokens`` counts prefix-cache
+    hits of the prompt.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: NDArray[np.int64]
+    num_cached_tokens: int
+    outputs: list[CompletionOutput]
+    metrics: CompletionMetrics = field(default_factory=CompletionMetrics)
+    finished: bool = True
+
+    @property
+    def aborted(self) -> bool:
+        """Whether any answer was cut short by an abort."""
+        return any(output.finish_reason == "abort" for output in self.outputs)
+
+    def __repr__(self) -> str:
+        return (
+            f"Completion(request_id={self.request_id!r}, prompt_tokens={len(self.prompt_token_ids)}, "
+            f"cached={self.num_cached_tokens}, outputs={self.outputs})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaInfo:
+    """What a replica says of itself once it serves. ``layout`` is ``None`` if no routes are captured."""
+
+    model: str
+    layout: RoutingLayout | None
+    max_model_len: int
+    tensor_parallel_size: int = 1
+    engine_version: str = ""
+    pids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStats:
+    """A replica's own figures, read at one moment. ``cache_usage`` is the share of KV blocks in use, 0 to 1."""
+
+    running: int = 0
+    waiting: int = 0
+    cache_usage: float = 0.0
+    requests: int = 0
+    completions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    generation_seconds: float = 0.0
+
+
+@runtime_checkable
+class Replica(Protocol):
+    """One engine. Every call that waits takes a deadline in seconds and raises an ``EngineError`` past it.
+
+    Example of a life, in order::
+
+        replica.start()                       # returns at once
+        info = replica.wait_ready(timeout)    # raises ReplicaDiedError with the engine's own words
+        futures = replica.submit(requests)    # one future each, never waits
+        replica.abort(request_ids)            # their futures resolve with finish_reason "abort"
+        replica.shutdown()                    # idempotent; open futures fail with ReplicaDiedError
+    """
+
+    index: int
+
+    def start(self) -> None:
+        """Begin to start the engine, without waiting for it."""
+
+    def wait_ready(self, timeout: float) -> ReplicaInfo:
+        """Wait until the engine serves."""
+
+    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+        """Hand over requests; a future fails with ``ValueError`` if the engine refuses its request."""
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Cut requests short; unknown ids are ignored, since a request may just have finished."""
+
+    def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
+        """Stop scheduling; ``mode`` says what becomes of requests in flight."""
+
+    def resume(self, timeout: float) -> None:
+        """Undo :meth:`pause`."""
+
+    def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
+        """Run a named command of the engine process and return its value."""
+
+    def stats(self, timeout: float) -> ReplicaStats:
+        """Read the engine's figures."""
+
+    def is_alive(self) -> bool:
+        """Whether the engine can still answer."""
+
+    def shutdown(self) -> None:
+        """End the engine and everything it started."""

@@ -1,0 +1,89 @@
+"""Engine arguments: what users pass, what we add, what we refuse. Runs in both the driver and the engine process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["WORKER_EXTENSION", "arguments_of", "build_engine_args", "tensor_parallel_size"]
+
+WORKER_EXTENSION = "torchrl_moe.modules.backends.vllm.worker_extension.WorkerExtension"
+
+# DESIGN: log-probs of the distribution that was sampled from; siblings of a group share their prompt's KV blocks;
+# a Ray executor hangs with route capture.
+DEFAULTS: Mapping[str, Any] = {
+    "logprobs_mode": "processed_logprobs",
+    "enable_prefix_caching": True,
+    "distributed_executor_backend": "mp",
+    "enable_log_requests": False,
+    "disable_log_stats": True,  # vLLM's own log lines; our figures come through a logger of ours all the same
+}
+
+
+def arguments_of(engine_args: Any) -> dict[str, Any]:
+    """Return engine arguments as keywords: a mapping as it is, of an ``EngineArgs`` what differs from its defaults.
+
+    Raises:
+        TypeError: neither of the two.
+        ValueError: no model is named.
+    """
+    if isinstance(engine_args, Mapping):
+        arguments = dict(engine_args)
+    elif dataclasses.is_dataclass(engine_args) and not isinstance(engine_args, type):
+        arguments = {
+            field.name: value
+            for field in dataclasses.fields(engine_args)
+            if (value := getattr(engine_args, field.name)) != _default_of(field)
+        }
+    else:
+        raise TypeError(
+            f"engine_args must be a mapping or vllm.AsyncEngineArgs, got {type(engine_args).__name__}. "
+            "Use AsyncVLLM.from_pretrained(path, **engine_args) to pass keywords."
+        )
+    if not arguments.get("model"):
+        raise ValueError("engine_args names no model: set 'model' to a folder or a hub name.")
+    return arguments
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else dataclasses.MISSING
+
+
+def tensor_parallel_size(arguments: Mapping[str, Any]) -> int:
+    """Return how many devices one replica spans."""
+    return int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
+
+
+def build_engine_args(arguments: Mapping[str, Any]) -> Any:
+    """Build vLLM's ``AsyncEngineArgs`` in the engine process, with our defaults where the user was silent.
+
+    Route capture is switched on if and only if the model has experts.
+
+    Raises:
+        ValueError: capture asked of a dense model, capture with pipeline parallelism, or a foreign worker extension.
+    """
+    from vllm import AsyncEngineArgs
+
+    extension = arguments.get("worker_extension_cls") or WORKER_EXTENSION
+    if extension != WORKER_EXTENSION:
+        raise ValueError(
+            f"worker_extension_cls={extension!r} is not supported: the engine installs {WORKER_EXTENSION!r} itself. "
+            "Leave it out."
+        )
+    engine_args = AsyncEngineArgs(**{**DEFAULTS, **arguments, "worker_extension_cls": extension})
+    is_moe = engine_args.create_model_config().get_num_experts() > 0
+    capture = arguments.get("enable_return_routed_experts", is_moe)
+    if capture and not is_moe:
+        raise ValueError(
+            f"enable_return_routed_experts=True, but {engine_args.model!r} has no experts: it is a dense model."
+        )
+    if capture and engine_args.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"pipeline_parallel_size={engine_args.pipeline_parallel_size} with route capture: vLLM captures routes on "
+            "one pipeline stage only. Use tensor_parallel_size, or enable_return_routed_experts=False."
+        )
+    engine_args.enable_return_routed_experts = bool(capture)
+    return engine_args

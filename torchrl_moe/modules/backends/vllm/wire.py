@@ -1,0 +1,171 @@
+"""How requests and completions cross between a driver and an engine process: flat arrays over one socket.
+
+Many requests travel in one message. Their token ids, log-probs and routes are concatenated into one array per kind,
+pickled out of band (PEP 574), so no Python object exists per token on either side. This file knows neither vLLM nor
+processes; it only packs, unpacks and frames.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
+
+__all__ = ["pack_completions", "pack_requests", "receive", "send", "unpack_completions", "unpack_requests"]
+
+Packed = dict[str, Any]
+
+
+def send(connection: Connection, message: Any) -> None:
+    """Send one message: a pickle that names its large buffers, then the buffers as they lie in memory."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+    connection.send_bytes(pickle.dumps((head, len(buffers))))
+    for buffer in buffers:
+        connection.send_bytes(buffer.raw())
+
+
+def receive(connection: Connection) -> Any:
+    """Receive one message. Its arrays share the received buffers and are read-only.
+
+    Raises:
+        EOFError: the other side is gone.
+    """
+    head, count = pickle.loads(connection.recv_bytes())
+    return pickle.loads(head, buffers=[connection.recv_bytes() for _ in range(count)])
+
+
+def _concatenate(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype)
+
+
+def _split(flat: NDArray[Any], lengths: NDArray[np.int64]) -> list[NDArray[Any]]:
+    stops = np.cumsum(lengths)
+    return [flat[stop - length : stop] for stop, length in zip(stops.tolist(), lengths.tolist(), strict=True)]
+
+
+def pack_requests(requests: Sequence[Request]) -> Packed:
+    """Flatten requests; a prompt given as text has length -1 in ``lengths``."""
+    ids = [request.prompt_token_ids for request in requests]
+    return {
+        "ids": _concatenate([row for row in ids if row is not None], np.int32),
+        "lengths": np.array([-1 if row is None else len(row) for row in ids], np.int64),
+        "rest": [
+            (
+                r.request_id,
+                r.sampling_params,
+                r.prompt,
+                r.priority,
+                r.lora_request,
+                r.guided_options,
+                r.return_routed_experts,
+            )
+            for r in requests
+        ],
+    }
+
+
+def unpack_requests(packed: Packed) -> list[Request]:
+    """Undo :func:`pack_requests`."""
+    lengths = packed["lengths"]
+    ids = iter(_split(packed["ids"], lengths[lengths >= 0]))
+    requests = []
+    for length, row in zip(lengths.tolist(), packed["rest"], strict=True):
+        request_id, params, prompt, priority, lora, guided, routes = row
+        requests.append(
+            Request(
+                request_id=request_id,
+                sampling_params=params,
+                prompt_token_ids=next(ids) if length >= 0 else None,
+                prompt=prompt,
+                priority=priority,
+                lora_request=lora,
+                guided_options=guided,
+                return_routed_experts=routes,
+            )
+        )
+    return requests
+
+
+def pack_completions(completions: Sequence[Completion]) -> Packed:
+    """Flatten completions. All routes of one engine share ``[L, K]`` and dtype, so they concatenate along rows."""
+    outputs = [output for completion in completions for output in completion.outputs]
+    logprobs = [output.logprobs for output in outputs]
+    routes = [output.routed_experts for output in outputs]
+    kept = [rows for rows in routes if rows is not None]
+    return {
+        "prompt_ids": _concatenate([c.prompt_token_ids for c in completions], np.int32),
+        "prompt_lengths": np.array([len(c.prompt_token_ids) for c in completions], np.int64),
+        "ids": _concatenate([o.token_ids for o in outputs], np.int32),
+        "lengths": np.array([len(o.token_ids) for o in outputs], np.int64),
+        "versions": _concatenate([o.policy_versions for o in outputs], np.int32),
+        "logprobs": _concatenate([row for row in logprobs if row is not None], np.float32),
+        "has_logprobs": [row is not None for row in logprobs],
+        "routes": np.concatenate(kept) if kept else None,
+        "route_lengths": np.array([-1 if rows is None else len(rows) for rows in routes], np.int64),
+        "outputs": [(o.index, o.text, o.finish_reason, o.stop_reason) for o in outputs],
+        "rest": [
+            (
+                c.request_id,
+                c.prompt,
+                c.num_cached_tokens,
+                len(c.outputs),
+                c.metrics.queue_seconds,
+                c.metrics.first_token_seconds,
+                c.metrics.total_seconds,
+            )
+            for c in completions
+        ],
+    }
+
+
+def unpack_completions(packed: Packed, replica: int) -> list[Completion]:
+    """Undo :func:`pack_completions`; ``replica`` is stamped on the metrics."""
+    outputs = iter(_unpack_outputs(packed))
+    prompts = _split(packed["prompt_ids"].astype(np.int64), packed["prompt_lengths"])
+    completions = []
+    for prompt_ids, (request_id, prompt, cached, count, queue, first, total) in zip(
+        prompts, packed["rest"], strict=True
+    ):
+        metrics = CompletionMetrics(
+            queue_seconds=queue, first_token_seconds=first, total_seconds=total, replica=replica
+        )
+        completions.append(
+            Completion(
+                request_id=request_id,
+                prompt=prompt,
+                prompt_token_ids=prompt_ids,
+                num_cached_tokens=cached,
+                outputs=[next(outputs) for _ in range(count)],
+                metrics=metrics,
+            )
+        )
+    return completions
+
+
+def _unpack_outputs(packed: Packed) -> list[CompletionOutput]:
+    lengths, route_lengths = packed["lengths"], packed["route_lengths"]
+    ids = _split(packed["ids"].astype(np.int64), lengths)
+    versions = _split(packed["versions"], lengths)
+    logprobs = iter(_split(packed["logprobs"], lengths[np.array(packed["has_logprobs"], bool)]))
+    kept = route_lengths[route_lengths >= 0]
+    routes = iter(_split(packed["routes"], kept) if len(kept) else ())
+    return [
+        CompletionOutput(
+            index=index,
+            token_ids=ids[i],
+            text=text,
+            finish_reason=finish_reason,
+            policy_versions=versions[i],
+            logprobs=next(logprobs) if packed["has_logprobs"][i] else None,
+            routed_experts=next(routes) if route_lengths[i] >= 0 else None,
+            stop_reason=stop_reason,
+        )
+        for i, (index, text, finish_reason, stop_reason) in enumerate(packed["outputs"])
+    ]

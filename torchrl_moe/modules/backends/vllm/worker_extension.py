@@ -1,0 +1,27 @@
+"""What we add to vLLM's workers: methods that the engine process calls by name through ``collective_rpc``.
+
+It is imported inside worker processes only. Every method carries our prefix, because vLLM refuses an extension that
+shares a name with its worker class.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrl_moe import _compat
+
+__all__ = ["WorkerExtension"]
+
+
+class WorkerExtension:
+    """Mixed into vLLM's ``Worker``; ``model_runner`` is the worker's own."""
+
+    model_runner: Any
+
+    def torchrl_moe_router_layers(self) -> list[int]:
+        """Return the sorted indices of the decoder layers that have a router.
+
+        Read from the modules of the model that runs, never from captured values: an untouched row is all zeros, and
+        zero is an expert.
+        """
+        return _compat.router_layer_ids(self.model_runner.get_model())

@@ -1,0 +1,38 @@
+"""From TorchRL's ``generate_kwargs`` to vLLM's sampling parameters, as a plain mapping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["sampling_params_of"]
+
+# Common name -> vLLM's. Where both are given vLLM's own wins, as in TorchRL.
+RENAMED = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "stop_sequences": "stop"}
+# Beam search is another algorithm, which vLLM does not run here; a value that means "off" is accepted.
+BEAM_ONLY = {"num_beams": (None, 1), "length_penalty": (None, 1.0), "early_stopping": (None, False)}
+
+
+def sampling_params_of(generate_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the fields of vLLM's ``SamplingParams`` that ``generate_kwargs`` ask for.
+
+    Raises:
+        ValueError: a beam-search setting, or ``do_sample=False`` with a temperature.
+
+    >>> sampling_params_of({"max_new_tokens": 8, "do_sample": False})
+    {'max_tokens': 8, 'temperature': 0.0}
+    """
+    given = dict(generate_kwargs or {})
+    for name, off in BEAM_ONLY.items():
+        value = given.pop(name, None)
+        if value not in off:
+            raise ValueError(f"generate_kwargs[{name!r}]={value!r}: vLLM samples and has no beam search; leave it out")
+    params = {RENAMED.get(name, name): value for name, value in given.items() if RENAMED.get(name) not in given}
+    sample = params.pop("do_sample", None)
+    if sample is False:
+        if params.get("temperature", 0.0) not in (None, 0.0):
+            raise ValueError(f"do_sample=False is greedy, but temperature={params['temperature']}: pass one of them")
+        params["temperature"] = 0.0
+    if isinstance(params.get("logprobs"), bool):
+        params["logprobs"] = 0 if params["logprobs"] else None
+    return params

@@ -1,0 +1,170 @@
+"""From completions to TensorDicts: one per answer, stacked lazily or padded. The keys are those of the README's table.
+
+Letters: P prompt tokens, G response tokens, T = P + G, L decoder layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
+
+from torchrl_moe.data import UNSET_EXPERT, RoutedExperts, RoutingLayout
+from torchrl_moe.data.routed_experts import routes_from_vllm
+from torchrl_moe.data.segments import first_writer_wins, shared_prefix
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
+
+__all__ = ["RolloutKeys", "answer_tensordict", "pad_answers", "stack_answers"]
+
+NO_VERSION = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutKeys:
+    """Where the wrapper writes; ``None`` leaves an entry out."""
+
+    tokens: str = "tokens"
+    masks: str = "masks"
+    log_probs: str | None = "log_probs"
+    routed_experts: str | None = "routed_experts"
+
+
+def _mask(prompt: int, total: int) -> Tensor:
+    mask = torch.ones(total, dtype=torch.bool)
+    mask[:prompt] = False
+    return mask
+
+
+def answer_tensordict(
+    completion: Completion,
+    output: CompletionOutput,
+    layout: RoutingLayout | None,
+    keys: RolloutKeys,
+    earlier: TensorDictBase | None = None,
+) -> TensorDict:
+    """Return the TensorDict of one answer, batch size ``[]``.
+
+    Args:
+        completion: the request's completion.
+        output: the answer, one of its outputs.
+        layout: the model's routers, or ``None`` if no routes were captured.
+        keys: where to write.
+        earlier: the input of this turn. What an earlier turn wrote there for tokens that this prompt repeats is kept.
+    """
+    prompt = torch.from_numpy(completion.prompt_token_ids.copy())
+    response = torch.from_numpy(output.token_ids.copy())
+    full = torch.cat([prompt, response])
+    per_token = _per_token(output, len(prompt), len(full), layout, keys)
+    if earlier is not None:
+        _keep_earlier(earlier, full, per_token, keys)
+    assistant = _mask(len(prompt), len(full))
+    versions = per_token["policy_versions"]
+    source: dict[str, Any] = {
+        keys.tokens: Tokens(prompt=prompt, response=response, full=full, padded=False),
+        keys.masks: Masks(all_attention_mask=torch.ones_like(assistant), all_assistant_mask=assistant, padded=False),
+        "policy_versions": TensorDict({"full": versions}),
+        "policy_version": versions[len(prompt) :].min().long() if len(response) else torch.tensor(NO_VERSION),
+        "finish_reason": NonTensorData(output.finish_reason),
+        "num_cached_tokens": torch.tensor(completion.num_cached_tokens),
+    }
+    if keys.log_probs is not None:
+        values = per_token[keys.log_probs]
+        source[keys.log_probs] = LogProbs(response=values[len(prompt) :].clone(), full=values, padded=False)
+    if keys.routed_experts in per_token:
+        source[str(keys.routed_experts)] = RoutedExperts(full=per_token[str(keys.routed_experts)])
+    return TensorDict(source)
+
+
+def _per_token(
+    output: CompletionOutput, prompt: int, total: int, layout: RoutingLayout | None, keys: RolloutKeys
+) -> dict[str, Tensor]:
+    """Return what this turn knows of every token of ``full``, by key: ``[T, ...]``."""
+    versions = torch.full((total,), NO_VERSION, dtype=torch.int32)
+    versions[prompt:] = torch.from_numpy(output.policy_versions.copy())
+    values = {"policy_versions": versions}
+    if keys.log_probs is not None:
+        if output.logprobs is None:
+            raise ValueError("the engine returned no log-probs: leave generate_kwargs['logprobs'] out, or set it to 0")
+        log_probs = torch.full((total,), float("nan"))
+        log_probs[prompt:] = torch.from_numpy(output.logprobs.copy())
+        values[keys.log_probs] = log_probs
+    if keys.routed_experts is not None and layout is not None:
+        values[keys.routed_experts] = torch.from_numpy(routes_from_vllm(output.routed_experts, total, layout))
+    return values
+
+
+def _keep_earlier(earlier: TensorDictBase, full: Tensor, per_token: dict[str, Tensor], keys: RolloutKeys) -> None:
+    ids = earlier.get((keys.tokens, "full"), None)
+    if ids is None or shared_prefix(ids, full) == 0:
+        return
+    for key, later in per_token.items():
+        known = earlier.get((key, "full"), None)
+        if known is not None and len(known) == len(ids):
+            per_token[key] = first_writer_wins(known.to(later.dtype), later)
+
+
+def stack_answers(answers: Sequence[TensorDictBase], num_samples: int | None) -> LazyStackedTensorDict:
+    """Stack answers lazily: ``[B]``, or ``[B, n]`` if each prompt has ``n`` of them, in order."""
+    if num_samples is None:
+        return lazy_stack(list(answers))
+    return lazy_stack([lazy_stack(list(answers[i : i + num_samples])) for i in range(0, len(answers), num_samples)])
+
+
+def pad_answers(
+    answers: Sequence[TensorDictBase], pad_token_id: int, keys: RolloutKeys, num_samples: int | None
+) -> TensorDict:
+    """Stack answers densely: prompts padded on the left, responses on the right, ``full`` on both sides."""
+    # a padded log-prob is 0, as in TorchRL: NaN there would poison a masked mean
+    pads = {
+        keys.tokens: pad_token_id,
+        keys.masks: False,
+        keys.log_probs: 0.0,
+        keys.routed_experts: UNSET_EXPERT,
+        "policy_versions": NO_VERSION,
+    }
+    prompts = [len(answer.get((keys.tokens, "prompt"))) for answer in answers]
+    batch = [len(answers)]
+    padded = TensorDict(batch_size=batch)
+    for key in answers[0].keys():  # noqa: SIM118  a TensorDict iterates over its batch
+        values = [answer.get(key) for answer in answers]
+        if key not in pads:
+            padded.set(key, torch.stack(values) if isinstance(values[0], Tensor) else lazy_stack(values))
+            continue
+        entry = TensorDict(
+            {
+                leaf: _pad(leaf, [value.get(leaf) for value in values], prompts, pads[key])
+                for leaf in _tensors(values[0])
+            },
+            batch_size=batch,
+        )
+        padded.set(key, _typed(values[0], entry))
+    return padded if num_samples is None else padded.unflatten(0, (len(answers) // num_samples, num_samples))
+
+
+def _tensors(value: Any) -> list[str]:
+    return [leaf for leaf in value.keys() if isinstance(value.get(leaf), Tensor)]  # noqa: SIM118
+
+
+def _typed(example: Any, entry: TensorDict) -> Any:
+    if isinstance(example, TensorDictBase):
+        return entry
+    typed = type(example).from_tensordict(entry)
+    if hasattr(example, "padded"):
+        typed.padded = True
+    return typed
+
+
+def _pad(leaf: str, rows: Sequence[Tensor], prompts: Sequence[int], value: Any) -> Tensor:
+    """Pad ``[T, ...]`` rows to ``[B, T, ...]`` around the border between prompt and response."""
+    split = {"prompt": [len(row) for row in rows], "response": [0] * len(rows)}.get(leaf, list(prompts))
+    left = max(split)
+    right = max(len(row) - cut for row, cut in zip(rows, split, strict=True))
+    padded = rows[0].new_full((len(rows), left + right, *rows[0].shape[1:]), value)
+    for i, (row, cut) in enumerate(zip(rows, split, strict=True)):
+        padded[i, left - cut : left - cut + len(row)] = row
+    return padded

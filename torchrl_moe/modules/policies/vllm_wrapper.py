@@ -1,0 +1,327 @@
+"""``vLLMWrapper``: prompts in a TensorDict become answers in a TensorDict, with the experts of every token.
+
+TorchRL's name, arguments and keys, over our own engine; it generates and never scores. The work is elsewhere: prompts
+are read in ``prompts``, sampling parameters mapped in ``generate_kwargs``, answers laid out in ``rollout``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack, set_list_to_stack
+from torchrl.modules.llm.policies import LLMWrapperBase
+
+from torchrl_moe._errors import EngineError
+from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.modules.policies import prompts as reading
+from torchrl_moe.modules.policies.generate_kwargs import sampling_params_of
+from torchrl_moe.modules.policies.rollout import RolloutKeys, answer_tensordict, pad_answers, stack_answers
+from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
+from torchrl_moe.modules.serving.service import GenerationService
+
+__all__ = ["vLLMWrapper"]
+
+INPUT_MODES = ("history", "text", "tokens")
+NO_SAMPLES = "inplace must be False (or None) when generating more than one sample"
+
+
+class vLLMWrapper(LLMWrapperBase):
+    """Generates with an :class:`AsyncVLLM`.
+
+    Args:
+        model: an engine, or a folder or hub name from which one is started.
+        tokenizer: default: the engine's own; a string is loaded by name.
+        input_mode: what to read: ``"history"``, ``"text"`` or ``"tokens"``.
+        input_key: where to read it; default ``(input_mode, "prompt")``.
+        attention_mask_key: of padded token prompts, if there is one.
+        generate: must be true; :class:`TransformersWrapper` scores.
+        generate_kwargs: TorchRL's common names (``max_new_tokens``, ``temperature``, ...) or vLLM's own.
+        tokenizer_kwargs: for text prompts.
+        pad_output: dense output, prompts padded left and responses right, instead of a lazy stack.
+        pad_model_input: must be ``None``; vLLM takes no padding.
+        inplace: write into the input (default), a new TensorDict (``False``), or an empty one like it (``"empty"``).
+        device: where the output goes.
+        layout: accepted for TorchRL's sake; only ``torch.strided`` is written.
+        num_samples: answers per prompt; the output then has batch size ``[B, n]``.
+        chat_template_name: one of TorchRL's templates.
+        chat_template: a template of your own.
+        return_log_probs: whether to write log-probs (default yes).
+        return_routed_experts: whether to write routes (default: if the engine captures them).
+        history_key, text_key, tokens_key, masks_key, log_probs_key, routed_experts_key: where to write.
+        batching, min_batch_size, max_batch_size, batching_timeout: accepted if they ask for nothing: the engine
+            batches the requests of all threads as they come.
+        prefer_tokens: in history mode, take ``("tokens", "prompt")``, or ``"full"``, instead of encoding anew.
+        timeout_seconds: per request; a late batch raises :class:`GenerationTimeout`.
+        use_tqdm: whether to show a progress bar.
+
+    Every key of the README's table is written in every input mode; ``B`` unequal sequences are a lazy stack.
+
+    Example::
+
+        policy = vLLMWrapper(engine, input_mode="text", generate_kwargs={"max_new_tokens": 64, "temperature": 0.7})
+        td = policy(TensorDict(text=Text(prompt=["1+1="]), batch_size=[1]))
+        td[0]["routed_experts", "full"]  # [T, L, K]
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        input_mode: Literal["history", "text", "tokens"] = "history",
+        input_key: NestedKey | None = None,
+        attention_mask_key: NestedKey = "attention_mask",
+        generate: bool = True,
+        generate_kwargs: dict[str, Any] | None = None,
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        pad_output: bool = False,
+        pad_model_input: bool | None = None,
+        inplace: Literal["empty"] | bool | None = None,
+        device: torch.device | str | None = None,
+        layout: torch.layout | None = None,
+        num_samples: int | None = None,
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+        return_log_probs: bool = True,
+        return_routed_experts: bool | None = None,
+        history_key: str = "history",
+        text_key: str = "text",
+        tokens_key: str = "tokens",
+        masks_key: str = "masks",
+        log_probs_key: str = "log_probs",
+        routed_experts_key: str = "routed_experts",
+        batching: bool | None = None,
+        min_batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        batching_timeout: float = 10.0,
+        prefer_tokens: bool = False,
+        timeout_seconds: float | None = None,
+        use_tqdm: bool = False,
+    ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        super().__init__()
+        _refuse(arguments)
+        self.model = model = _engine_of(model)
+        # a new version shares the engine and changes the rest
+        self._arguments = {**arguments, "model": model}
+        self.tokenizer = _tokenizer_of(tokenizer, model)
+        self.input_mode, self.generate, self.prefer_tokens = input_mode, True, prefer_tokens
+        self.input_key = (input_mode, "prompt") if input_key is None else input_key
+        self.attention_mask_key = attention_mask_key
+        self.tokenizer_kwargs = dict(tokenizer_kwargs or {})
+        self.chat_template, self.chat_template_name = chat_template, chat_template_name
+        self.pad_output, self.layout = pad_output, layout
+        self._device = None if device is None else torch.device(device)
+        self.timeout_seconds, self.use_tqdm = timeout_seconds, use_tqdm
+        self.history_key, self.text_key, self.tokens_key = history_key, text_key, tokens_key
+        self.masks_key, self.log_probs_key, self.routed_experts_key = masks_key, log_probs_key, routed_experts_key
+        self.return_log_probs = return_log_probs
+        self.return_routed_experts = _keeps_routes(return_routed_experts, model)
+        self.keys = RolloutKeys(
+            tokens=tokens_key,
+            masks=masks_key,
+            log_probs=log_probs_key if return_log_probs else None,
+            routed_experts=routed_experts_key if self.return_routed_experts else None,
+        )
+        self.sampling_params = self._sampling_params(generate_kwargs, num_samples)
+        self.num_samples = num_samples or (self.sampling_params["n"] if self.sampling_params.get("n", 1) > 1 else None)
+        self.inplace = (self.num_samples is None) if inplace is None else inplace
+        if self.num_samples is not None and self.inplace is not False:
+            raise ValueError(f"{NO_SAMPLES}, got inplace={inplace!r}")
+        self.in_keys = [self.input_key]
+        self.out_keys = self._out_keys()
+        # what TorchRL's base class reads; batching is the engine's
+        self._min_batch_size = self._max_batch_size = self._batching_lock = None
+        self._batch_queue: list[Any] = []
+        self._futures: list[Any] = []
+
+    def _sampling_params(self, generate_kwargs: dict[str, Any] | None, num_samples: int | None) -> dict[str, Any]:
+        params = sampling_params_of(generate_kwargs)
+        if num_samples is not None and params.setdefault("n", num_samples) != num_samples:
+            raise ValueError(f"num_samples={num_samples} differs from generate_kwargs['n']={params['n']}")
+        if self.return_log_probs:
+            params.setdefault("logprobs", 0)
+        # text is decoded here from the ids; the engine needs it only to find a stop string
+        params.setdefault("detokenize", bool(params.get("stop")))
+        params.setdefault("include_stop_str_in_output", True)
+        params.setdefault("skip_special_tokens", False)
+        return params
+
+    def _out_keys(self) -> list[NestedKey]:
+        keys: list[NestedKey] = [self.text_key] if self.input_mode != "tokens" else []
+        keys += [self.masks_key, self.tokens_key]
+        keys += [key for key in (self.keys.log_probs, self.keys.routed_experts) if key is not None]
+        if self.input_mode == "history":
+            keys.append(self.history_key)
+        return [*keys, "policy_versions", "policy_version", "finish_reason", "num_cached_tokens"]
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the output goes; ``None`` leaves it on the CPU."""
+        return self._device
+
+    def get_new_version(self, **kwargs: Any) -> vLLMWrapper:
+        """Return a wrapper of the same engine with some arguments changed and all others kept."""
+        unknown = sorted(set(kwargs) - set(self._arguments))
+        if unknown:
+            raise TypeError(f"get_new_version got unknown arguments {unknown}; known: {sorted(self._arguments)}")
+        return type(self)(**{**self._arguments, **kwargs})
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    @set_list_to_stack(True)  # type: ignore[untyped-decorator]
+    def forward(
+        self, tensordict: TensorDictBase, *, tensordict_out: TensorDictBase | None = None, **generate_kwargs: Any
+    ) -> TensorDictBase:
+        """Generate for every sample of ``tensordict``, of any batch size.
+
+        Args:
+            tensordict: holds the prompts at ``input_key``.
+            tensordict_out: where to write, instead of what ``inplace`` says.
+            **generate_kwargs: change the constructor's for this call.
+
+        Raises:
+            KeyError: there is no prompt at ``input_key``.
+            EngineError: a request failed, or was aborted: a cut answer is never passed on as a whole one.
+        """
+        if tensordict.ndim != 1:
+            if tensordict_out is not None:
+                raise ValueError(f"tensordict_out needs an input of one batch dimension, got {tensordict.ndim}")
+            if not tensordict.ndim:
+                return self.forward(lazy_stack([tensordict]), **generate_kwargs)[0]
+            return self.forward(tensordict.reshape(-1), **generate_kwargs).view(tensordict.shape)
+        samples = tensordict if isinstance(tensordict, LazyStackedTensorDict) else tensordict.to_lazystack(0)
+        prompts = self._read(samples)
+        completions = self._generate(prompts.ids, generate_kwargs)
+        answers = self._answers(samples, prompts, completions)
+        n = self.num_samples
+        out: TensorDictBase
+        if self.pad_output:
+            out = pad_answers(answers, self._pad_token_id() or 0, self.keys, n)
+        else:
+            out = stack_answers(answers, n)
+        return self._write(tensordict, tensordict_out, out if self._device is None else out.to(self._device))
+
+    def _pad_token_id(self) -> int | None:
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        return getattr(self.tokenizer, "eos_token_id", None) if pad is None else pad
+
+    def _read(self, samples: LazyStackedTensorDict) -> reading.Prompts:
+        # asking one sample is enough, and much cheaper than asking the stack
+        if samples[0].get(self.input_key, None) is None:
+            raise KeyError(
+                f"no {self.input_key!r} in the input, whose keys are {sorted(map(str, samples.keys(True, True)))}; "
+                f"input_mode={self.input_mode!r} reads it there"
+            )
+        if self.input_mode == "tokens":
+            return reading.prompts_from_tokens(samples, self.input_key, self.attention_mask_key, self._pad_token_id())
+        if self.input_mode == "text":
+            return reading.prompts_from_text(samples.get(self.input_key), self.tokenizer, self.tokenizer_kwargs)
+        known = None
+        if self.prefer_tokens:
+            leaves = ((self.tokens_key, "prompt"), (self.tokens_key, "full"))
+            known = next((ids for leaf in leaves if (ids := samples.get(leaf, None, as_list=True)) is not None), None)
+        template = self.chat_template
+        if template is None and self.chat_template_name is None:
+            # else TorchRL guesses one from words in the path that the tokenizer was loaded from
+            template = getattr(self.tokenizer, "chat_template", None)
+        history = samples.get(self.input_key)
+        return reading.prompts_from_history(history, self.tokenizer, template, self.chat_template_name, known)
+
+    def _generate(self, ids: list[list[int]], generate_kwargs: dict[str, Any]) -> list[Completion]:
+        params = {**self.sampling_params, **sampling_params_of(generate_kwargs)}
+        if params.get("n", 1) != (self.num_samples or 1):
+            raise ValueError(f"n={params['n']} differs from the wrapper's num_samples={self.num_samples}")
+        completions = self.model.generate(
+            prompt_token_ids=ids,
+            sampling_params=params,
+            use_tqdm=self.use_tqdm,
+            timeout_seconds=self.timeout_seconds,
+            return_routed_experts=self.return_routed_experts,
+        )
+        assert isinstance(completions, list)  # a list of prompts was passed
+        aborted = [completion.request_id for completion in completions if completion.aborted]
+        if aborted:
+            raise EngineError(f"{len(aborted)} of {len(completions)} requests were aborted ({aborted[0]!r}, ...)")
+        return completions
+
+    def _answers(
+        self, samples: LazyStackedTensorDict, prompts: reading.Prompts, completions: Sequence[Completion]
+    ) -> list[TensorDictBase]:
+        """Return the TensorDicts of all answers, prompt by prompt."""
+        layout = self.model.routing_layout if self.return_routed_experts else None
+        earlier = samples.unbind(0)
+        answers = []
+        for i, completion in enumerate(completions):
+            for output in completion.outputs:
+                answer = answer_tensordict(completion, output, layout, self.keys, earlier[i])
+                if self.input_mode != "tokens":
+                    self._add_text(answer, prompts, i)
+                answers.append(answer)
+        return answers
+
+    def _add_text(self, answer: TensorDictBase, prompts: reading.Prompts, i: int) -> None:
+        ids = answer.get((self.tokens_key, "response")).tolist()
+        response = self.tokenizer.decode(ids, skip_special_tokens=False)
+        answer.set(self.text_key, reading.text_entry(prompts.texts[i], response))
+        if self.input_mode == "history":
+            # the template writes the end-of-turn token after the content: it is no part of it
+            if ids and ids[-1] == self.tokenizer.eos_token_id:
+                response = self.tokenizer.decode(ids[:-1], skip_special_tokens=False)
+            answer.set(self.history_key, reading.history_entry(prompts.histories[i], response))
+
+    def _write(self, source: TensorDictBase, target: TensorDictBase | None, out: TensorDictBase) -> TensorDictBase:
+        if target is None:
+            if self.inplace is False:
+                return out
+            target = source.empty() if self.inplace == "empty" else source
+        target = target.exclude(*self.out_keys, inplace=True)
+        return target.update(out, keys_to_update=self.out_keys)
+
+
+def _refuse(arguments: dict[str, Any]) -> None:
+    """Refuse what cannot be meant, before an engine is started."""
+    if not arguments["generate"]:
+        raise ValueError("vLLMWrapper(generate=False): it only generates. TransformersWrapper scores.")
+    if arguments["input_mode"] not in INPUT_MODES:
+        raise ValueError(f"input_mode must be one of {INPUT_MODES}, got {arguments['input_mode']!r}")
+    if arguments["pad_model_input"] is not None:
+        raise ValueError("pad_model_input must be None: vLLM takes prompts without padding")
+    if arguments["batching"] or arguments["min_batch_size"] or arguments["max_batch_size"]:
+        raise ValueError("batching is the engine's: it batches the requests of all threads as they come; leave it out")
+    if arguments["layout"] not in (None, torch.strided):
+        raise ValueError(f"layout must be None or torch.strided, got {arguments['layout']}")
+    num_samples = arguments["num_samples"]
+    if num_samples is not None and num_samples < 1:
+        raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+
+
+def _engine_of(model: Any) -> GenerationService:
+    if isinstance(model, str | os.PathLike):
+        return AsyncVLLM.from_pretrained(model)
+    if not isinstance(model, GenerationService):
+        raise TypeError(f"model must be an AsyncVLLM, a folder or a hub name, got {type(model).__name__}")
+    return model
+
+
+def _tokenizer_of(tokenizer: Any, engine: GenerationService) -> Any:
+    if tokenizer is None:
+        return engine.get_tokenizer()
+    if isinstance(tokenizer, str):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(tokenizer)
+    return tokenizer
+
+
+def _keeps_routes(wanted: bool | None, engine: GenerationService) -> bool:
+    captured = engine.routing_layout is not None
+    if wanted and not captured:
+        raise ValueError(
+            "return_routed_experts=True, but the engine captures no routes: its model is dense, or it was started "
+            "with enable_return_routed_experts=False"
+        )
+    return captured if wanted is None else wanted

@@ -1,0 +1,183 @@
+"""``AsyncVLLM``: the generation service over vLLM replicas, under the names that TorchRL gives it.
+
+The replicas are child processes of the driver and die with it. Route capture is on if and only if the model has
+experts; log-probs are those of the distribution that was sampled from; prefix caching is on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from typing import Any, Literal, Self
+
+import torch
+from tqdm.auto import tqdm
+
+from torchrl_moe.modules.serving.devices import device_sets, visible_devices
+from torchrl_moe.modules.serving.service import CALL_SECONDS, GenerationService
+from torchrl_moe.modules.serving.states import ReplicaState
+
+__all__ = ["AsyncVLLM", "make_async_vllm_engine"]
+
+TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"  # TorchRL's name
+DEFAULT_TIMEOUT_SECONDS = 600.0
+
+
+class AsyncVLLM(GenerationService):
+    """vLLM replicas behind one ``generate``.
+
+    Args:
+        engine_args: ``vllm.AsyncEngineArgs`` or a mapping of its fields; it names the model.
+        num_replicas: how many engines, each with weights of its own.
+        backend: ``"local"``: child processes of this one, without Ray; each has a set of GPUs of its own.
+        sampling_params: the default of :meth:`generate`.
+        enable_prefix_caching: overrides the engine argument of that name.
+        verbose: whether vLLM logs its start-up and throughput, into the replica's log.
+
+    Example::
+
+        with AsyncVLLM.from_pretrained("path/to/model", num_replicas=2) as engine:
+            completion = engine.generate("Hello", {"max_tokens": 16, "logprobs": 0})
+            completion.outputs[0].routed_experts.shape  # [P + G - 1, L, K]
+    """
+
+    def __init__(
+        self,
+        engine_args: Any,
+        num_replicas: int = 1,
+        *,
+        backend: Literal["local"] = "local",
+        sampling_params: Any = None,
+        enable_prefix_caching: bool | None = None,
+        verbose: bool = False,
+    ) -> None:
+        # here and not at the top: this room is imported without vLLM's side
+        from torchrl_moe.modules.backends.vllm.engine_args import arguments_of, tensor_parallel_size
+        from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica, engine_environment
+
+        if backend != "local":
+            raise ValueError(f"backend must be 'local' (child processes of this one), got {backend!r}")
+        if num_replicas < 1:
+            raise ValueError(f"num_replicas must be at least 1, got {num_replicas}")
+        arguments = arguments_of(engine_args)
+        if enable_prefix_caching is not None:
+            arguments["enable_prefix_caching"] = enable_prefix_caching
+        self.engine_args = arguments
+        sets = device_sets(visible_devices(), num_replicas, tensor_parallel_size(arguments))
+        replicas = [
+            LocalReplica(index, arguments, engine_environment(devices, num_replicas, verbose))
+            for index, devices in enumerate(sets)
+        ]
+        super().__init__(replicas, sampling_params)
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    def start(self, timeout_seconds: float | None = None) -> Self:
+        """Start all replicas and wait until they serve. A failure, or Ctrl-C, leaves no process behind.
+
+        Args:
+            timeout_seconds: for all of them; default: the environment's ``TORCHRL_VLLM_TIMEOUT_SECONDS``, or 600.
+
+        Raises:
+            ReplicaDiedError: an engine did not come up; the message ends with its own last words.
+            EngineError: not in time.
+        """
+        if self._running:
+            warnings.warn("the service is already running; start() does nothing", stacklevel=2)
+            return self
+        if any(entry.state is not ReplicaState.STARTING for entry in self.roster):
+            raise RuntimeError("start: the service was shut down. Make a new one.")
+        seconds = float(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_SECONDS))
+        deadline = time.monotonic() + (seconds if timeout_seconds is None else timeout_seconds)
+        try:
+            self._start_all(deadline)
+        except BaseException:
+            self.shutdown()
+            raise
+        self._running = True
+        return self
+
+    def _start_all(self, deadline: float) -> None:
+        for entry in self.roster:
+            entry.replica.start()
+        # disable=None: a bar on a terminal, silence in a log file
+        for entry in tqdm(self.roster, desc="starting vLLM", total=self.num_replicas, leave=False, disable=None):
+            self.infos.append(entry.replica.wait_ready(max(deadline - time.monotonic(), 0.0)))
+            self.roster.set_state(entry.index, ReplicaState.SERVING)
+
+    @classmethod
+    def launch(cls, engine_args: Any, num_replicas: int = 1, **kwargs: Any) -> Self:
+        """Make a service and start it; arguments as in the constructor."""
+        return cls(engine_args, num_replicas, **kwargs).start()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | os.PathLike[str],
+        num_replicas: int = 1,
+        *,
+        num_devices: int | None = None,
+        backend: Literal["local"] = "local",
+        sampling_params: Any = None,
+        verbose: bool = False,
+        compile: bool = True,
+        **vllm_engine_args: Any,
+    ) -> Self:
+        """Start replicas of a model.
+
+        Args:
+            path: a folder, or a hub name.
+            num_replicas: how many engines.
+            num_devices: GPUs per replica, another name of ``tensor_parallel_size``.
+            backend: see the constructor.
+            sampling_params: see the constructor.
+            verbose: see the constructor.
+            compile: whether vLLM may compile the model; false sets ``enforce_eager``.
+            **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``.
+
+        Raises:
+            ValueError: ``num_devices`` and ``tensor_parallel_size`` differ, or a folder holds no model.
+            ReplicaDiedError: an engine did not come up; the message ends with its own last words.
+        """
+        model = _check_model(os.fspath(path))
+        tensor_parallel = vllm_engine_args.pop("tensor_parallel_size", None)
+        if num_devices is not None and tensor_parallel not in (None, num_devices):
+            raise ValueError(f"num_devices={num_devices} and tensor_parallel_size={tensor_parallel} differ: pass one")
+        size = tensor_parallel or num_devices or 1
+        if not compile:
+            vllm_engine_args.setdefault("enforce_eager", True)
+        return cls.launch(
+            {"model": model, "tensor_parallel_size": size, **vllm_engine_args},
+            num_replicas,
+            backend=backend,
+            sampling_params=sampling_params,
+            verbose=verbose,
+        )
+
+    # -- what the weight sync asks ----------------------------------------------------------------------------------
+
+    def get_tp_size(self) -> int:
+        """Return over how many devices one replica spans its tensors."""
+        self._check_running("get_tp_size")
+        return self.infos[0].tensor_parallel_size
+
+    def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Return checkpoint name -> (dtype, shape) of every tensor, experts one by one, as the checkpoint has them."""
+        self._check_running("get_model_metadata")
+        metadata: dict[str, tuple[torch.dtype, torch.Size]] = self._alive()[0].replica.call("metadata", CALL_SECONDS)
+        return metadata
+
+
+def _check_model(path: str) -> str:
+    """Refuse a folder without a model before any process is started; a hub name is vLLM's business."""
+    looks_local = os.path.isabs(path) or path.startswith(".") or os.path.isdir(path)
+    if looks_local and not os.path.isfile(os.path.join(path, "config.json")):
+        state = "has no config.json" if os.path.isdir(path) else "does not exist"
+        raise ValueError(f"no model at {path!r}: the folder {state}. Save one with model.save_pretrained(path).")
+    return path
+
+
+def make_async_vllm_engine(*, model_name: str | os.PathLike[str], num_replicas: int = 1, **kwargs: Any) -> AsyncVLLM:
+    """Start replicas of a model, under TorchRL's name; arguments as in :meth:`AsyncVLLM.from_pretrained`."""
+    return AsyncVLLM.from_pretrained(model_name, num_replicas, **kwargs)

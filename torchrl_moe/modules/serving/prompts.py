@@ -1,0 +1,82 @@
+"""What ``generate`` accepts, brought to one form: a list of prompts, each text or token ids.
+
+vLLM and TorchRL users pass strings, token lists, arrays, tensors, ``TextPrompt``/``TokensPrompt`` dictionaries, and
+lists of each; the rules for what counts as one prompt are here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Prompt", "PromptBatch", "normalise_prompts"]
+
+Prompt = str | NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBatch:
+    """Prompts in input order. ``single`` says that the caller passed one prompt, not a list, and gets one answer."""
+
+    prompts: list[Prompt]
+    single: bool
+
+
+def normalise_prompts(prompts: Any = None, prompt_token_ids: Any = None) -> PromptBatch:
+    """Bring the two ways of passing prompts to one form. A list of ints is one prompt.
+
+    Raises:
+        ValueError: neither or both are given, nothing is in the list, or a prompt is empty.
+        TypeError: something that is no prompt.
+
+    >>> normalise_prompts("hi").single, normalise_prompts([1, 2]).single, normalise_prompts([[1, 2]]).single
+    (True, True, False)
+    """
+    if prompts is not None and prompt_token_ids is not None:
+        raise ValueError("cannot specify both prompts and prompt_token_ids: pass one of them")
+    source = prompts if prompts is not None else prompt_token_ids
+    name = "prompts" if prompts is not None else "prompt_token_ids"
+    if source is None:
+        raise ValueError("must specify either prompts or prompt_token_ids")
+    if _is_one(source):
+        return PromptBatch([_prompt(source, name)], single=True)
+    if not isinstance(source, Sequence) and getattr(source, "ndim", 0) < 1:
+        raise TypeError(f"{name} must be text, token ids or a list of these, got {type(source).__name__}")
+    items = list(source)
+    if not items:
+        raise ValueError(f"{name} cannot be empty")
+    return PromptBatch([_prompt(item, f"{name}[{i}]") for i, item in enumerate(items)], single=False)
+
+
+def _is_one(source: Any) -> bool:
+    if isinstance(source, str | Mapping):
+        return True
+    if hasattr(source, "ndim"):
+        return bool(source.ndim == 1)
+    return isinstance(source, Sequence) and len(source) > 0 and isinstance(source[0], int | np.integer)
+
+
+def _prompt(item: Any, name: str) -> Prompt:
+    if isinstance(item, Mapping):
+        keys = [key for key in ("prompt_token_ids", "prompt") if item.get(key) is not None]
+        if not keys:
+            raise TypeError(f"{name} has neither 'prompt_token_ids' nor 'prompt'; its keys are {sorted(item)}")
+        return _prompt(item[keys[0]], f"{name}[{keys[0]!r}]")
+    if isinstance(item, str):
+        if not item:
+            raise ValueError(f"{name} is an empty prompt")
+        return item
+    if not hasattr(item, "ndim") and not isinstance(item, Sequence):
+        raise TypeError(f"{name} must be text or token ids, got {type(item).__name__}")
+    ids = np.asarray(item)
+    if ids.size == 0:
+        raise ValueError(f"{name} is an empty prompt")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be a flat list of integer token ids, got shape {ids.shape} of {ids.dtype}")
+    if ids.min() < 0:
+        raise ValueError(f"{name} holds the negative token id {ids.min()}; take padding out first")
+    return ids.astype(np.int32)

@@ -1,0 +1,387 @@
+"""The generation service: prompts in, completions out, over any set of replicas.
+
+It knows replicas only by the :class:`~torchrl_moe.modules.backends.replica.Replica` protocol. What vLLM adds (engine
+arguments, devices, start-up) is in :class:`AsyncVLLM`; the fake engine of ``testing`` is this class over fake replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+from torchrl_moe._errors import NoReplicaError, ReplicaDiedError, StaleReplicaError
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.replica import Completion, PauseMode, Replica, ReplicaInfo, ReplicaStats, Request
+from torchrl_moe.modules.serving.dispatch import Dispatch, Placement
+from torchrl_moe.modules.serving.load_balancer import LoadBalancer
+from torchrl_moe.modules.serving.prompts import Prompt, normalise_prompts
+from torchrl_moe.modules.serving.roster import Roster
+from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.strategies import Strategy
+
+__all__ = ["GenerationService"]
+
+DEFAULT_SAMPLING_PARAMS = {"logprobs": 0}  # the sampled token's own log-prob, which RL always needs
+CALL_SECONDS = 60.0
+
+
+class GenerationService:
+    """Generation over N replicas; safe to call from any thread.
+
+    Args:
+        replicas: not started yet.
+        sampling_params: used where a call passes none: a mapping of vLLM's ``SamplingParams`` fields or such an
+            object; by default vLLM's own defaults, with log-probs.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], sampling_params: Any = None) -> None:
+        self.sampling_params = DEFAULT_SAMPLING_PARAMS if sampling_params is None else sampling_params
+        self.roster = Roster(replicas)
+        self.load_balancer = LoadBalancer(self)
+        self.infos: list[ReplicaInfo] = []
+        self._running = False
+        self._tokenizer: Any = None
+        self._ids = itertools.count()
+        self._id_prefix = uuid.uuid4().hex[:8]
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas the service has, serving or not."""
+        return len(self.roster)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the service was started and not shut down."""
+        return self._running
+
+    @property
+    def routing_layout(self) -> RoutingLayout | None:
+        """What the model's routers look like; ``None`` if routes are not captured (a dense model, say)."""
+        self._check_running("routing_layout")
+        return self.infos[0].layout
+
+    def _check_running(self, what: str) -> None:
+        if not self._running:
+            raise RuntimeError(f"{what}: the service is not running. Start it first; after shutdown() make a new one.")
+
+    def shutdown(self) -> None:
+        """End every replica, at the same time. Idempotent; whatever still waits fails with ``ReplicaDiedError``."""
+        self._running = False
+        for entry in self.roster:
+            self.roster.mark_dead(entry.index)
+        with ThreadPoolExecutor(max_workers=max(self.num_replicas, 1)) as pool:
+            list(pool.map(lambda entry: entry.replica.shutdown(), self.roster))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        model = self.infos[0].model if self.infos else "not started"
+        return f"{type(self).__name__}({model!r}, {', '.join(map(repr, self.roster))})"
+
+    # -- generation -------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Any = None,
+        sampling_params: Any = None,
+        *,
+        prompt_token_ids: Any = None,
+        use_tqdm: bool = True,
+        lora_request: Any = None,
+        prompt_adapter_request: Any = None,
+        guided_options_request: Any = None,
+        timeout_seconds: float | None = None,
+        actor_index: int | None = None,
+        session_ids: str | Sequence[str] | None = None,
+        request_ids: str | Sequence[str] | None = None,
+        priority: int = 0,
+        min_version: int | None = None,
+        return_routed_experts: bool = True,
+    ) -> Completion | list[Completion]:
+        """Generate for one prompt or many, and wait.
+
+        Args:
+            prompts: text, token ids (a list of ints is one prompt), ``TextPrompt``, ``TokensPrompt``, or a list.
+            sampling_params: a mapping of vLLM's ``SamplingParams`` fields or such an object; default: the service's.
+            prompt_token_ids: the same as ``prompts``, for token ids.
+            use_tqdm: whether to show a progress bar.
+            lora_request: vLLM's ``LoRARequest``.
+            prompt_adapter_request: must be ``None``; vLLM has dropped prompt adapters.
+            guided_options_request: fields of vLLM's ``StructuredOutputsParams`` (``regex``, ``json``, ``choice``, ...).
+            timeout_seconds: per request, from this call on; late requests are aborted.
+            actor_index: the replica to use, instead of the balancer's choice.
+            session_ids: one per prompt, the same for all turns of a rollout.
+            request_ids: one per prompt, to :meth:`abort` by; made up if not given.
+            priority: vLLM's request priority.
+            min_version: the oldest weight version that will do.
+            return_routed_experts: whether to bring the routes back; evaluation does not need them.
+
+        Returns:
+            One :class:`~torchrl_moe.modules.backends.replica.Completion` for one prompt, else a list in input order.
+
+        Raises:
+            RuntimeError: the service is not running.
+            ValueError: bad prompts, or a request that the engine refuses.
+            GenerationTimeout: some requests were late; ``.partial`` holds the others.
+            NoReplicaError: no replica serves.
+            ReplicaDiedError: a replica died under a request.
+        """
+        self._check_running("generate")
+        batch = normalise_prompts(prompts, prompt_token_ids)
+        count = len(batch.prompts)
+        ids = _one_each(request_ids, count, "request_ids") or [self._new_id() for _ in batch.prompts]
+        common = self._request_fields(
+            sampling_params, lora_request, prompt_adapter_request, guided_options_request, priority
+        )
+        requests = [
+            _request(prompt, request_id=request_id, return_routed_experts=return_routed_experts, **common)
+            for request_id, prompt in zip(ids, batch.prompts, strict=True)
+        ]
+        placement = Placement(
+            actor_index=actor_index,
+            session_ids=_one_each(session_ids, count, "session_ids"),
+            min_version=min_version,
+        )
+        dispatch = Dispatch(self.load_balancer, requests, placement, _check_timeout(timeout_seconds))
+        dispatch.send()
+        completions = self._noting_deaths(dispatch, use_tqdm)
+        return completions[0] if batch.single else completions
+
+    def _noting_deaths(self, dispatch: Dispatch, use_tqdm: bool) -> list[Completion]:
+        try:
+            return dispatch.wait(use_tqdm)
+        except ReplicaDiedError:
+            self._note_deaths()
+            raise
+
+    def _note_deaths(self) -> None:
+        for entry in self.roster:
+            if not entry.replica.is_alive():
+                self.roster.mark_dead(entry.index)
+
+    def _new_id(self) -> str:
+        return f"{self._id_prefix}-{next(self._ids)}"
+
+    def _request_fields(
+        self, sampling_params: Any, lora_request: Any, prompt_adapter: Any, guided: Any, priority: int
+    ) -> dict[str, Any]:
+        if prompt_adapter is not None:
+            raise ValueError(
+                "prompt_adapter_request must be None: vLLM has dropped prompt adapters. Use a LoRA request."
+            )
+        return {
+            "sampling_params": self.sampling_params if sampling_params is None else sampling_params,
+            "lora_request": lora_request,
+            "guided_options": guided,
+            "priority": priority,
+        }
+
+    async def agenerate(
+        self,
+        prompt: Any = None,
+        sampling_params: Any = None,
+        *,
+        prompt_token_ids: Any = None,
+        lora_request: Any = None,
+        guided_options_request: Any = None,
+        timeout_seconds: float | None = None,
+        actor_index: int | None = None,
+        session_id: str | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        min_version: int | None = None,
+        return_routed_experts: bool = True,
+    ) -> Completion:
+        """Generate for one prompt without blocking the event loop; arguments as in :meth:`generate`.
+
+        Cancelling the task aborts the request. A request aborted by :meth:`abort` returns what it had, with
+        ``finish_reason="abort"``.
+        """
+        self._check_running("agenerate")
+        batch = normalise_prompts(prompt, prompt_token_ids)
+        if not batch.single:
+            raise ValueError(f"agenerate takes one prompt, got a list of {len(batch.prompts)}: await one call for each")
+        (item,) = batch.prompts
+        request = _request(
+            item,
+            request_id=request_id or self._new_id(),
+            return_routed_experts=return_routed_experts,
+            **self._request_fields(sampling_params, lora_request, None, guided_options_request, priority),
+        )
+        placement = Placement(
+            actor_index=actor_index,
+            session_ids=None if session_id is None else [session_id],
+            min_version=min_version,
+        )
+        timeout = _check_timeout(timeout_seconds)
+        dispatch = Dispatch(self.load_balancer, [request], placement, timeout)
+        try:
+            dispatch.send(wait=False)
+        except (
+            NoReplicaError,
+            StaleReplicaError,
+        ):  # every replica is busy with a sync, perhaps: wait, but not in this loop
+            await asyncio.to_thread(dispatch.send)
+        return await self._await_one(dispatch, timeout)
+
+    async def _await_one(self, dispatch: Dispatch, timeout: float | None) -> Completion:
+        (future,) = dispatch.futures
+        try:
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), timeout)
+        except ReplicaDiedError:
+            self._note_deaths()
+            raise
+        except TimeoutError:
+            raise await asyncio.to_thread(dispatch.late) from None
+        except asyncio.CancelledError:
+            dispatch.abort(wait=False)
+            raise
+
+    def abort(self, request_ids: str | Sequence[str]) -> None:
+        """Cut requests short, wherever they run; unknown ids are ignored, since a request may just have finished."""
+        self._check_running("abort")
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        for entry in self._alive():
+            entry.replica.abort(ids)
+
+    # -- commands to all replicas -----------------------------------------------------------------------------------
+
+    def _alive(self) -> list[Any]:
+        return [entry for entry in self.roster if entry.state is not ReplicaState.DEAD]
+
+    def call_all(self, command: str, timeout_seconds: float = CALL_SECONDS, **kwargs: Any) -> list[Any]:
+        """Run a named command on every living replica at the same time and return the values in replica order.
+
+        Raises:
+            EngineError: a replica failed, or did not answer in time.
+        """
+        self._check_running(command)
+        alive = self._alive()
+        with ThreadPoolExecutor(max_workers=max(len(alive), 1)) as pool:
+            futures: list[Future[Any]] = [
+                pool.submit(entry.replica.call, command, timeout_seconds, **kwargs) for entry in alive
+            ]
+        return [future.result() for future in futures]
+
+    def pause(
+        self, mode: PauseMode = "keep", *, clear_cache: bool = False, timeout_seconds: float = CALL_SECONDS
+    ) -> None:
+        """Stop scheduling on all replicas.
+
+        Args:
+            mode: of requests in flight: ``keep`` freezes them until :meth:`resume`, ``wait`` lets them finish first,
+                ``abort`` cuts them short.
+            clear_cache: whether to drop the KV cache too; frozen requests are then recomputed.
+            timeout_seconds: deadline per replica.
+        """
+        if mode not in ("keep", "wait", "abort"):
+            raise ValueError(f"mode must be 'keep', 'wait' or 'abort', got {mode!r}")
+        self.call_all("pause", timeout_seconds, mode=mode, clear_cache=clear_cache)
+
+    def resume(self, *, timeout_seconds: float = CALL_SECONDS) -> None:
+        """Go on scheduling on all replicas."""
+        self.call_all("resume", timeout_seconds)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; false if some replica could not, because requests are running."""
+        return all(self.call_all("reset_prefix_cache"))
+
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None
+    ) -> list[Any]:
+        """Call a method of every vLLM worker of every replica; one list of results per replica. Plain data only."""
+        seconds = CALL_SECONDS if timeout is None else timeout
+        return self.call_all("collective_rpc", seconds, method=method, args=tuple(args), kwargs=kwargs)
+
+    # -- figures ----------------------------------------------------------------------------------------------------
+
+    def _stats_of(self, index: int | None) -> list[ReplicaStats]:
+        entries = list(self.roster) if index is None else [self.roster[index]]
+        return [entry.replica.stats(CALL_SECONDS) for entry in entries]
+
+    def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
+        """Requests in flight as the service counts them, of one replica or a list of all."""
+        self._check_running("get_num_unfinished_requests")
+        if actor_index is not None:
+            return self.roster[actor_index].inflight
+        return [entry.inflight for entry in self.roster]
+
+    def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
+        """Share of KV-cache blocks in use, 0 to 1, of one replica or a list of all: the engine's own figure."""
+        self._check_running("get_cache_usage")
+        usage = [stats.cache_usage for stats in self._stats_of(actor_index)]
+        return usage if actor_index is None else usage[0]
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Return one flat dictionary per replica: state, version, and its engine's counts since it started."""
+        self._check_running("stats")
+        rows = []
+        for entry in self.roster:
+            row = {
+                "replica": entry.index,
+                "state": entry.state.name,
+                "version": entry.version,
+                "inflight": entry.inflight,
+            }
+            if entry.state is not ReplicaState.DEAD:
+                figures = entry.replica.stats(CALL_SECONDS)
+                row |= {name: getattr(figures, name) for name in ReplicaStats.__slots__}
+            rows.append(row)
+        return rows
+
+    def to_pandas(self) -> Any:
+        """Return :meth:`stats` as a pandas ``DataFrame``."""
+        import pandas
+
+        return pandas.DataFrame(self.stats())
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer, loaded by the first replica and kept."""
+        self._check_running("get_tokenizer")
+        if self._tokenizer is None:
+            self._tokenizer = self._alive()[0].replica.call("tokenizer", CALL_SECONDS)
+        return self._tokenizer
+
+    def create_load_balancer(
+        self, strategy: str | Strategy | Sequence[str | Strategy] = "requests", **kwargs: Any
+    ) -> LoadBalancer:
+        """Make a balancer for this service, and use it from now on."""
+        self._check_running("create_load_balancer")
+        self.load_balancer = LoadBalancer(self, strategy, **kwargs)
+        return self.load_balancer
+
+
+def _request(prompt: Prompt, **fields: Any) -> Request:
+    if isinstance(prompt, str):
+        return Request(prompt=prompt, **fields)
+    return Request(prompt_token_ids=prompt, **fields)
+
+
+def _one_each(values: str | Sequence[str] | None, count: int, name: str) -> list[str] | None:
+    if values is None:
+        return None
+    listed = [values] if isinstance(values, str) else list(values)
+    if len(listed) != count:
+        raise ValueError(f"{name} must have one entry per prompt: got {len(listed)} for {count} prompts")
+    if name == "request_ids" and len(set(listed)) != count:
+        raise ValueError("request_ids must differ from each other: an abort names a request by its id")
+    return listed
+
+
+def _check_timeout(seconds: float | None) -> float | None:
+    if seconds is not None and seconds <= 0:
+        raise ValueError(f"timeout_seconds must be positive or None, got {seconds:g}")
+    return seconds

@@ -1,0 +1,22 @@
+"""What a test needs of an MoE stack, small enough for a CPU (namesake: ``torchrl.testing``).
+
+Part of the library, for users' tests as well as ours. Nothing in the library outside this room imports it.
+"""
+
+from typing import TYPE_CHECKING
+
+from torchrl_moe._lazy import attach
+
+if TYPE_CHECKING:
+    from torchrl_moe.testing.byte_tokenizer import ByteTokenizer as ByteTokenizer
+    from torchrl_moe.testing.fake_engine import FakeAsyncVLLM as FakeAsyncVLLM
+    from torchrl_moe.testing.tiny_moe import make_tiny_moe as make_tiny_moe
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "ByteTokenizer": ".byte_tokenizer",
+            "FakeAsyncVLLM": ".fake_engine",
+            "make_tiny_moe": ".tiny_moe",
+        },
+    )

@@ -1,0 +1,290 @@
+"""A fake engine behind the real service: for tests whose subject is not the engine.
+
+:class:`FakeReplica` honours the replica protocol: tokens, log-probs and routes are a pure function of seed, version and
+token prefix, so a resumed or repeated request gets what the first one got; delays and failures are injected by hand.
+Nothing here learns or scores: no model is behind it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrl_moe._errors import EngineError, ReplicaDiedError
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.replica import (
+    Completion,
+    CompletionMetrics,
+    CompletionOutput,
+    PauseMode,
+    ReplicaInfo,
+    ReplicaStats,
+    Request,
+)
+from torchrl_moe.modules.serving.service import GenerationService
+from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
+
+__all__ = ["FakeAsyncVLLM", "FakeReplica"]
+
+LAYOUT = RoutingLayout(num_layers=4, moe_layers=(1, 2, 3), top_k=2, num_experts=8)
+MAX_TOKENS = 16  # vLLM's default
+
+
+@dataclass(slots=True)
+class _Running:
+    request: Request
+    future: Future[Completion]
+    started: float
+    tokens: int = 0
+    aborted: bool = False
+
+
+class FakeReplica:
+    """One fake engine; see :class:`~torchrl_moe.modules.backends.replica.Replica`.
+
+    Args:
+        index: place in the service.
+        seed: changes every token, log-prob and route.
+        layout: the routers it pretends to have; ``None`` for a dense model.
+        token_seconds: how long a token takes; 0 answers within ``submit``.
+        refuse: a function of the request that returns a reason to refuse it, or ``None``.
+    """
+
+    def __init__(
+        self,
+        index: int = 0,
+        *,
+        seed: int = 0,
+        layout: RoutingLayout | None = LAYOUT,
+        token_seconds: float = 0.0,
+        refuse: Callable[[Request], str | None] | None = None,
+    ) -> None:
+        self.index = index
+        self.seed = seed
+        self.layout = layout
+        self.token_seconds = token_seconds
+        self.refuse = refuse
+        self.version = 0
+        self.submitted: list[Request] = []
+        self._running: dict[str, _Running] = {}
+        self._changed = threading.Condition()
+        self._paused = False
+        self._dead: str | None = None
+        self._generated = 0
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Do nothing: there is no process."""
+
+    def wait_ready(self, timeout: float) -> ReplicaInfo:
+        """Serve at once."""
+        del timeout
+        return ReplicaInfo(model="fake", layout=self.layout, max_model_len=1 << 20, engine_version="fake")
+
+    def is_alive(self) -> bool:
+        """Whether :meth:`die` and :meth:`shutdown` were not called."""
+        return self._dead is None
+
+    def die(self, reason: str = "injected death") -> None:
+        """Fail everything that runs and all that comes, as a killed engine does."""
+        with self._changed:
+            self._dead = self._dead or f"replica {self.index} died: {reason}"
+            running = list(self._running.values())
+            self._running.clear()
+            self._changed.notify_all()
+        for entry in running:
+            entry.future.set_exception(ReplicaDiedError(self._dead))
+
+    def shutdown(self) -> None:
+        """Die of old age."""
+        self.die("shut down")
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+        """Answer at once, or in a thread per request if tokens take time or the replica is paused."""
+        futures = []
+        for request in requests:
+            future: Future[Completion] = Future()
+            futures.append(future)
+            self.submitted.append(request)
+            reason = self.refuse(request) if self.refuse else None
+            if self._dead is not None:
+                future.set_exception(ReplicaDiedError(self._dead))
+            elif reason is not None:
+                future.set_exception(ValueError(reason))
+            else:
+                self._begin(_Running(request, future, time.monotonic()))
+        return futures
+
+    def _begin(self, entry: _Running) -> None:
+        with self._changed:
+            self._running[entry.request.request_id] = entry
+        if self.token_seconds or self._paused:
+            threading.Thread(target=self._generate, args=(entry,), daemon=True).start()
+        else:
+            self._generate(entry)
+
+    def _generate(self, entry: _Running) -> None:
+        limit = _max_tokens(entry.request)
+        with self._changed:
+            while not entry.aborted and self._dead is None and (self._paused or entry.tokens < limit):
+                if self._paused:
+                    self._changed.wait()
+                    continue
+                if self.token_seconds:
+                    self._changed.wait(self.token_seconds)
+                entry.tokens += 1
+            if self._running.pop(entry.request.request_id, None) is None:
+                return  # died
+            self._generated += entry.tokens
+        entry.future.set_result(self._complete(entry))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Cut requests short; what they have so far comes back with ``finish_reason="abort"``."""
+        with self._changed:
+            for request_id in request_ids:
+                if request_id in self._running:
+                    self._running[request_id].aborted = True
+            self._changed.notify_all()
+
+    # -- commands ---------------------------------------------------------------------------------------------------
+
+    def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
+        """Stop making tokens."""
+        del clear_cache
+        with self._changed:
+            if mode == "wait" and not self._changed.wait_for(lambda: not self._running, timeout):
+                raise EngineError(f"replica {self.index} was not idle within {timeout:g} s")
+            self._paused = True
+        if mode == "abort":
+            self.abort(list(self._running))
+
+    def resume(self, timeout: float) -> None:
+        """Go on making tokens."""
+        del timeout
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
+        """Answer the commands that an engine without weights can answer."""
+        if self._dead is not None:
+            raise ReplicaDiedError(self._dead)
+        if command == "tokenizer":
+            return ByteTokenizer()
+        if command in ("pause", "resume", "stats"):
+            return getattr(self, command)(timeout=timeout, **kwargs)
+        if command == "reset_prefix_cache":
+            return not self._running
+        raise EngineError(f"the fake engine has no command {command!r}")
+
+    def stats(self, timeout: float) -> ReplicaStats:
+        """Count what was done."""
+        del timeout
+        return ReplicaStats(running=len(self._running), requests=len(self.submitted), generated_tokens=self._generated)
+
+    # -- what it makes up -------------------------------------------------------------------------------------------
+
+    def _complete(self, entry: _Running) -> Completion:
+        request = entry.request
+        if request.prompt_token_ids is not None:
+            prompt = request.prompt_token_ids.astype(np.int64)
+        else:
+            prompt = np.array(ByteTokenizer()(request.prompt)["input_ids"], np.int64)
+        samples = _field(request, "n", 1)
+        now = time.monotonic() - entry.started
+        return Completion(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=prompt,
+            num_cached_tokens=0,
+            outputs=[self._output(entry, prompt, index) for index in range(samples)],
+            metrics=CompletionMetrics(total_seconds=now, replica=self.index),
+        )
+
+    def _output(self, entry: _Running, prompt: NDArray[np.int64], index: int) -> CompletionOutput:
+        ids = list(prompt)
+        log_probs = []
+        for _ in range(entry.tokens):
+            rng = self._rng("token", index, ids)
+            ids.append(int(rng.integers(32, 127)))  # printable ASCII
+            log_probs.append(-float(rng.exponential()))
+        token_ids = np.array(ids[len(prompt) :], np.int64)
+        return CompletionOutput(
+            index=index,
+            token_ids=token_ids,
+            text=bytes(token_ids.tolist()).decode(),
+            finish_reason="abort" if entry.aborted else "length",
+            policy_versions=np.full(len(token_ids), self.version, np.int32),
+            logprobs=np.array(log_probs, np.float32) if _field(entry.request, "logprobs", None) is not None else None,
+            routed_experts=self._routes(ids) if self.layout and entry.request.return_routed_experts else None,
+        )
+
+    def _routes(self, ids: list[int]) -> NDArray[np.uint8]:
+        layout = self.layout
+        assert layout is not None
+        rows = np.zeros((len(ids) - 1, layout.num_layers, layout.top_k), np.uint8)
+        for token in range(len(rows)):
+            rng = self._rng("route", 0, ids[: token + 1])
+            for layer in layout.moe_layers:
+                rows[token, layer] = rng.permutation(layout.num_experts)[: layout.top_k]
+        return rows
+
+    def _rng(self, what: str, index: int, ids: Sequence[int]) -> np.random.Generator:
+        key = repr((what, self.seed, self.version, index, [int(i) for i in ids])).encode()
+        return np.random.default_rng(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little"))
+
+
+def _field(request: Request, name: str, default: Any) -> Any:
+    params = request.sampling_params
+    value = params.get(name) if isinstance(params, Mapping) else getattr(params, name, None)
+    return default if value is None else value
+
+
+def _max_tokens(request: Request) -> int:
+    return int(_field(request, "max_tokens", MAX_TOKENS))
+
+
+class FakeAsyncVLLM(GenerationService):
+    """An engine of fake replicas, accepted wherever an engine is; it serves on construction.
+
+    Args:
+        num_replicas: how many.
+        seed: see :class:`FakeReplica`, as is every other argument.
+
+    >>> with FakeAsyncVLLM(num_replicas=2, seed=1) as engine:
+    ...     completion = engine.generate("1+1=", {"max_tokens": 4, "logprobs": 0}, use_tqdm=False)
+    >>> completion.outputs[0].routed_experts.shape
+    (7, 4, 2)
+    """
+
+    def __init__(
+        self,
+        num_replicas: int = 1,
+        seed: int = 0,
+        *,
+        sampling_params: Any = None,
+        layout: RoutingLayout | None = LAYOUT,
+        token_seconds: float = 0.0,
+        refuse: Callable[[Request], str | None] | None = None,
+    ) -> None:
+        self.replicas = [
+            FakeReplica(index, seed=seed, layout=layout, token_seconds=token_seconds, refuse=refuse)
+            for index in range(num_replicas)
+        ]
+        super().__init__(self.replicas, sampling_params)
+        for replica in self.replicas:
+            self.infos.append(replica.wait_ready(0.0))
+            self.roster.set_state(replica.index, ReplicaState.SERVING)
+        self._running = True
