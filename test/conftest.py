@@ -1,17 +1,62 @@
-"""What the markers of pyproject.toml mean at run time."""
+"""What the markers of pyproject.toml mean at run time, and the engine that tests share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import pytest
+
+if TYPE_CHECKING:
+    from engines import EngineShelf, EngineSpec
+
+    from torchrl_moe.modules import AsyncVLLM
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips ``gpu`` tests where there is no CUDA device. Torch is asked only if such a test was collected."""
+    """Puts engine tests last, those of one engine together, and skips ``gpu`` tests where there is no CUDA device."""
+    items.sort(key=_engine_order)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
         return
-    import torch
+    import torch  # asked only if such a test was collected
 
     if not torch.cuda.is_available():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _engine_order(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("engine")
+    return "" if marker is None else f"engine {marker.args} {sorted(marker.kwargs.items())}"
+
+
+def _spec(request: pytest.FixtureRequest) -> EngineSpec:
+    from engines import EngineSpec
+
+    marker = request.node.get_closest_marker("engine")
+    assert marker is not None, "mark the test: @pytest.mark.engine(family, num_replicas=..., **engine_arguments)"
+    return EngineSpec.of(*marker.args, **marker.kwargs)
+
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineShelf]:
+    """The holder of the shared engine and of the models' folders."""
+    from engines import EngineShelf
+
+    shelf = EngineShelf(tmp_path_factory.mktemp)
+    yield shelf
+    shelf.clear()
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, shelf: EngineShelf) -> AsyncVLLM:
+    """The shared engine that the test's ``engine`` marker describes. Leave it as you found it."""
+    return shelf.get(_spec(request))
+
+
+@pytest.fixture
+def no_engine(shelf: EngineShelf) -> EngineShelf:
+    """For a test that starts engines of its own: no shared one is alive."""
+    shelf.clear()
+    return shelf

@@ -66,6 +66,9 @@ class vLLMWrapper(LLMWrapperBase):
         td[0]["routed_experts", "full"]  # [T, L, K]
     """
 
+    history_key: str
+    routed_experts_key: str
+
     def __init__(
         self,
         model: Any,
@@ -109,34 +112,40 @@ class vLLMWrapper(LLMWrapperBase):
         self._arguments = {**arguments, "model": model}
         self.tokenizer = _tokenizer_of(tokenizer, model)
         self.input_mode, self.generate, self.prefer_tokens = input_mode, True, prefer_tokens
-        self.input_key = (input_mode, "prompt") if input_key is None else input_key
-        self.attention_mask_key = attention_mask_key
-        self.tokenizer_kwargs = dict(tokenizer_kwargs or {})
+        self.attention_mask_key, self.tokenizer_kwargs = attention_mask_key, dict(tokenizer_kwargs or {})
         self.chat_template, self.chat_template_name = chat_template, chat_template_name
         self.pad_output, self.layout = pad_output, layout
         self._device = None if device is None else torch.device(device)
         self.timeout_seconds, self.use_tqdm = timeout_seconds, use_tqdm
-        self.history_key, self.text_key, self.tokens_key = history_key, text_key, tokens_key
-        self.masks_key, self.log_probs_key, self.routed_experts_key = masks_key, log_probs_key, routed_experts_key
         self.return_log_probs = return_log_probs
         self.return_routed_experts = _keeps_routes(return_routed_experts, model)
-        self.keys = RolloutKeys(
-            tokens=tokens_key,
-            masks=masks_key,
-            log_probs=log_probs_key if return_log_probs else None,
-            routed_experts=routed_experts_key if self.return_routed_experts else None,
-        )
         self.sampling_params = self._sampling_params(generate_kwargs, num_samples)
         self.num_samples = num_samples or (self.sampling_params["n"] if self.sampling_params.get("n", 1) > 1 else None)
         self.inplace = (self.num_samples is None) if inplace is None else inplace
         if self.num_samples is not None and self.inplace is not False:
             raise ValueError(f"{NO_SAMPLES}, got inplace={inplace!r}")
-        self.in_keys = [self.input_key]
-        self.out_keys = self._out_keys()
+        self._set_keys()
         # what TorchRL's base class reads; batching is the engine's
         self._min_batch_size = self._max_batch_size = self._batching_lock = None
-        self._batch_queue: list[Any] = []
-        self._futures: list[Any] = []
+        self._batch_queue, self._futures = [], []
+
+    def _set_keys(self) -> None:
+        """Set every key, and what is read and written."""
+        for name in ("history_key", "text_key", "tokens_key", "masks_key", "log_probs_key", "routed_experts_key"):
+            setattr(self, name, self._arguments[name])
+        self.keys = RolloutKeys(
+            tokens=self.tokens_key,
+            masks=self.masks_key,
+            log_probs=self.log_probs_key if self.return_log_probs else None,
+            routed_experts=self.routed_experts_key if self.return_routed_experts else None,
+        )
+        self.input_key = self._arguments["input_key"] or (self.input_mode, "prompt")
+        self.in_keys = [self.input_key]
+        self.out_keys = [self.text_key] if self.input_mode != "tokens" else []
+        self.out_keys += [self.masks_key, self.tokens_key]
+        self.out_keys += [key for key in (self.keys.log_probs, self.keys.routed_experts) if key is not None]
+        self.out_keys += [self.history_key] if self.input_mode == "history" else []
+        self.out_keys += ["policy_versions", "policy_version", "finish_reason", "num_cached_tokens"]
 
     def _sampling_params(self, generate_kwargs: dict[str, Any] | None, num_samples: int | None) -> dict[str, Any]:
         params = sampling_params_of(generate_kwargs)
@@ -149,14 +158,6 @@ class vLLMWrapper(LLMWrapperBase):
         params.setdefault("include_stop_str_in_output", True)
         params.setdefault("skip_special_tokens", False)
         return params
-
-    def _out_keys(self) -> list[NestedKey]:
-        keys: list[NestedKey] = [self.text_key] if self.input_mode != "tokens" else []
-        keys += [self.masks_key, self.tokens_key]
-        keys += [key for key in (self.keys.log_probs, self.keys.routed_experts) if key is not None]
-        if self.input_mode == "history":
-            keys.append(self.history_key)
-        return [*keys, "policy_versions", "policy_version", "finish_reason", "num_cached_tokens"]
 
     @property
     def device(self) -> torch.device | None:
