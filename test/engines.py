@@ -1,5 +1,8 @@
-"""The one real vLLM engine that tests share. Starting one takes twenty seconds and two gigabytes, so there is never more
-than one alive, and tests that ask for the same engine run one after another (``conftest.py`` sorts them)."""
+"""The one real vLLM engine that tests share.
+
+Starting one takes twenty seconds and two gigabytes, so there is never more than one alive, and tests that ask for the
+same engine run one after another (``conftest.py`` sorts them).
+"""
 
 from __future__ import annotations
 

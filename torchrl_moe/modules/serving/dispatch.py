@@ -2,10 +2,14 @@
 
 Requests bound for one replica travel in one message. Each holds one lease, given back when its future resolves, and
 every future resolves: with a completion, with what an abort left of it, or with its replica's death.
+
+Sending and waiting come in two kinds, for threads and for event loops; neither holds a thread of the other.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, as_completed
@@ -61,7 +65,7 @@ class Dispatch:
     # -- placing ----------------------------------------------------------------------------------------------------
 
     def send(self, wait: bool = True) -> None:
-        """Place all requests and hand them over.
+        """Place all requests and hand them over: all, or none.
 
         Args:
             wait: whether to wait, to the deadline, for replicas that are about to serve again.
@@ -69,24 +73,50 @@ class Dispatch:
         Raises:
             NoReplicaError: no replica serves, and none will in time.
             StaleReplicaError: none holds the version asked for, and none will in time.
+            ValueError: a request id is in flight already.
         """
+        self._roster.open_ids(request.request_id for request in self._requests)
         leases: list[Lease] = []
+        handed: dict[int, Future[Completion]] = {}
         try:
             for position in range(len(self._requests)):
                 leases.append(self._lease(position, wait))
+            self._where = [lease.index for lease in leases]
+            for index in dict.fromkeys(self._where):
+                positions = [i for i, where in enumerate(self._where) if where == index]
+                futures = self._roster[index].replica.submit([self._requests[i] for i in positions])
+                for i, future in zip(positions, futures, strict=True):
+                    future.add_done_callback(lambda _, i=i: self._over(i, leases[i]))
+                    handed[i] = future
         except BaseException:
-            for lease in leases:
-                lease.release()
+            self._take_back(leases, handed)
             raise
-        self._where = [lease.index for lease in leases]
-        slots: list[Future[Completion] | None] = [None] * len(leases)
-        for index in dict.fromkeys(self._where):
-            positions = [i for i, where in enumerate(self._where) if where == index]
-            futures = self._roster[index].replica.submit([self._requests[i] for i in positions])
-            for i, future in zip(positions, futures, strict=True):
-                future.add_done_callback(lambda _, lease=leases[i]: lease.release())
-                slots[i] = future
-        self.futures = [future for future in slots if future is not None]
+        self.futures = [handed[i] for i in range(len(leases))]
+
+    async def send_async(self) -> None:
+        """:meth:`send`, waiting in the event loop; a cancelled wait leaves nothing behind."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed under its own tasks
+                loop.call_soon_threadsafe(changed.set)
+
+        with self._roster.listening(wake):
+            while True:
+                changed.clear()
+                try:
+                    return self.send(wait=False)
+                except (NoReplicaError, StaleReplicaError):
+                    if not self._is_worth_waiting():
+                        raise
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), self._seconds_left())
+
+    def _seconds_left(self) -> float | None:
+        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+
+    def _is_worth_waiting(self) -> bool:
+        return self._seconds_left() != 0.0 and any(entry.state in COMING_BACK for entry in self._roster)
 
     def _lease(self, position: int, wait: bool) -> Lease:
         with self._roster.changed:
@@ -94,11 +124,9 @@ class Dispatch:
                 try:
                     return self._acquire(position)
                 except (NoReplicaError, StaleReplicaError):
-                    left = None if self._deadline is None else self._deadline - time.monotonic()
-                    coming = any(entry.state in COMING_BACK for entry in self._roster)
-                    if not wait or not coming or (left is not None and left <= 0):
+                    if not wait or not self._is_worth_waiting():
                         raise
-                    self._roster.changed.wait(left)
+                    self._roster.changed.wait(self._seconds_left())
 
     def _acquire(self, position: int) -> Lease:
         where = self._placement
@@ -108,6 +136,19 @@ class Dispatch:
         prompt = request.prompt if request.prompt_token_ids is None else request.prompt_token_ids
         session = None if where.session_ids is None else where.session_ids[position]
         return self._balancer.acquire(prompt, session, where.min_version)
+
+    def _over(self, position: int, lease: Lease) -> None:
+        lease.release()
+        self._roster.close_ids([self._requests[position].request_id])
+
+    def _take_back(self, leases: Sequence[Lease], handed: dict[int, Future[Completion]]) -> None:
+        """Undo half a :meth:`send`. A message may have left before its futures came back: abort by id, everywhere."""
+        for index in dict.fromkeys(self._where):
+            ids = [r.request_id for r, where in zip(self._requests, self._where, strict=True) if where == index]
+            self._roster[index].replica.abort(ids)
+        for lease in leases:
+            lease.release()
+        self._roster.close_ids(r.request_id for i, r in enumerate(self._requests) if i not in handed)
 
     # -- awaiting ---------------------------------------------------------------------------------------------------
 
@@ -119,57 +160,36 @@ class Dispatch:
             ValueError: the engine refused a request; the message names its position.
             EngineError: a replica failed a request.
         """
-        left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
         try:
             with tqdm(total=len(self.futures), desc="generate", unit="req", disable=not use_tqdm) as bar:
-                tokens, started = 0, time.monotonic()
-                for future in as_completed(self.futures, left):
-                    if future.exception() is None and use_tqdm:
-                        tokens += sum(len(output.token_ids) for output in future.result().outputs)
-                        bar.set_postfix_str(f"{tokens / (time.monotonic() - started):.0f} tok/s", refresh=False)
-                    bar.update()
+                tokens = 0
+                for future in as_completed(self.futures, self._seconds_left()):
                     if future.exception() is not None:
                         break
+                    if use_tqdm:
+                        tokens += sum(len(output.token_ids) for output in future.result().outputs)
+                        bar.set_postfix_str(f"{tokens} tok", refresh=False)
+                    bar.update()
         except FutureTimeout:
-            raise self.late() from None
+            done = self._done()
+            self.abort()
+            self._check_late(done)
         except BaseException:
             self.abort()
             raise
         return self._results()
 
-    def _results(self) -> list[Completion]:
-        failed = [(i, f.exception()) for i, f in enumerate(self.futures) if f.done() and f.exception() is not None]
-        if not failed:
-            return [future.result() for future in self.futures]
-        self.abort()
-        position, error = failed[0]
-        if isinstance(error, ValueError):
-            raise ValueError(f"request {position} was refused: {error}") from error
-        assert error is not None
-        raise error
-
-    def late(self) -> GenerationTimeout:
-        """Abort what is not finished and return the error that says so."""
-        done = [future.done() for future in self.futures]
-        self.abort()
-        partial = [
-            future.result() if finished and future.exception() is None else None
-            for future, finished in zip(self.futures, done, strict=True)
-        ]
-        count = sum(entry is None for entry in partial)
-        return GenerationTimeout(
-            f"{count} of {len(partial)} requests were not finished within {self._timeout:g} s and were aborted; "
-            "what had finished is in .partial. Raise timeout_seconds or lower max_tokens.",
-            partial,
-        )
-
-    def abort(self, wait: bool = True) -> None:
-        """Abort what is not finished; ``wait`` a moment for the replicas to have let go of it."""
-        open_ids: dict[int, list[str]] = {}
-        for request, where, future in zip(self._requests, self._where, self.futures, strict=False):
-            if not future.done():
-                open_ids.setdefault(where, []).append(request.request_id)
-        for index, ids in open_ids.items():
-            self._roster[index].replica.abort(ids)
-        if wait:
-            wait_futures(self.futures, ABORT_GRACE_SECONDS)
+    async def wait_async(self) -> list[Completion]:
+        """:meth:`wait` in the event loop; cancelling it aborts the requests."""
+        awaited = [asyncio.wrap_future(future) for future in self.futures]
+        try:
+            _, late = await asyncio.wait(awaited, timeout=self._seconds_left(), return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            self.abort(wait=False)
+            raise
+        if late:
+            done = self._done()
+            self.abort(wait=False)
+            await asyncio.wait(awaited, timeout=ABORT_GRACE_SECONDS)
+            self._check_late(done)
+        return self._results()

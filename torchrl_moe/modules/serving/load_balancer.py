@@ -36,9 +36,13 @@ class Lease:
 
     def release(self) -> None:
         """Give the place back."""
-        roster, self._roster = self._roster, None
-        if roster is not None:
-            roster.give_back(self.index)
+        roster = self._roster
+        if roster is None:
+            return
+        with roster.changed:  # two threads may both have come this far
+            if self._roster is not None:
+                self._roster = None
+                roster.give_back(self.index)
 
     def __enter__(self) -> Lease:
         return self

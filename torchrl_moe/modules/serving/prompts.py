@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 __all__ = ["Prompt", "PromptBatch", "normalise_prompts"]
 
 Prompt = str | NDArray[np.int32]
+LARGEST_ID = int(np.iinfo(np.int32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ def normalise_prompts(prompts: Any = None, prompt_token_ids: Any = None) -> Prom
     """Bring the two ways of passing prompts to one form. A list of ints is one prompt.
 
     Raises:
-        ValueError: neither or both are given, nothing is in the list, or a prompt is empty.
+        ValueError: neither or both are given, nothing is in the list, a prompt is empty, or an id is none.
         TypeError: something that is no prompt.
 
     >>> normalise_prompts("hi").single, normalise_prompts([1, 2]).single, normalise_prompts([[1, 2]]).single
@@ -72,11 +74,20 @@ def _prompt(item: Any, name: str) -> Prompt:
         return item
     if not hasattr(item, "ndim") and not isinstance(item, Sequence):
         raise TypeError(f"{name} must be text or token ids, got {type(item).__name__}")
-    ids = np.asarray(item)
+    ids = _array(item, name)
     if ids.size == 0:
         raise ValueError(f"{name} is an empty prompt")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise TypeError(f"{name} must be a flat list of integer token ids, got shape {ids.shape} of {ids.dtype}")
     if ids.min() < 0:
         raise ValueError(f"{name} holds the negative token id {ids.min()}; take padding out first")
+    if ids.max() > LARGEST_ID:
+        raise ValueError(f"{name} holds the token id {ids.max()}; the largest possible one is {LARGEST_ID}")
     return ids.astype(np.int32)
+
+
+def _array(item: Any, name: str) -> NDArray[Any]:
+    try:
+        return np.asarray(item.cpu() if isinstance(item, torch.Tensor) else item)
+    except (TypeError, ValueError) as error:  # a dtype that numpy has not, or rows of different lengths
+        raise TypeError(f"{name} must be a flat list of integer token ids: {error}") from error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,8 @@ class Roster:
         self.changed = threading.Condition()
         self._entries = [RosterEntry(index, replica, state) for index, replica in enumerate(replicas)]
         self._clock = 0
+        self._open_ids: set[str] = set()
+        self._listeners: list[Callable[[], None]] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -51,6 +54,8 @@ class Roster:
             raise IndexError(f"actor index {index} out of range [0, {len(self._entries)})")
         return self._entries[index]
 
+    # -- states -----------------------------------------------------------------------------------------------------
+
     def set_state(self, index: int, state: ReplicaState) -> None:
         """Move a replica to another state; see :func:`check_transition` for what is refused."""
         with self.changed:
@@ -58,12 +63,27 @@ class Roster:
             check_transition(entry.state, state)
             entry.state = state
             self.changed.notify_all()
+            for listener in self._listeners:
+                listener()
 
     def mark_dead(self, index: int) -> None:
         """Note that a replica's process is gone; more than one caller may find that out."""
         with self.changed:
             if self[index].state is not ReplicaState.DEAD:
                 self.set_state(index, ReplicaState.DEAD)
+
+    @contextmanager
+    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Call ``listener`` at every change of state, from the thread that makes it; it must return at once."""
+        with self.changed:
+            self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._listeners.remove(listener)
+
+    # -- requests ---------------------------------------------------------------------------------------------------
 
     def reserve(self, index: int) -> None:
         """Count one more request in flight. The caller holds ``changed``, having chosen under it."""
@@ -77,6 +97,23 @@ class Roster:
         with self.changed:
             self[index].inflight -= 1
             self.changed.notify_all()
+
+    def open_ids(self, ids: Iterable[str]) -> None:
+        """Note that requests of these names are about to be in flight.
+
+        Raises:
+            ValueError: one of them is already; a replica could not tell the two apart.
+        """
+        with self.changed:
+            wanted = set(ids)
+            if taken := sorted(wanted & self._open_ids):
+                raise ValueError(f"request ids are in flight already: {', '.join(taken)}. Use an id once at a time.")
+            self._open_ids |= wanted
+
+    def close_ids(self, ids: Iterable[str]) -> None:
+        """Note that requests are over; closing twice does nothing."""
+        with self.changed:
+            self._open_ids.difference_update(ids)
 
     def __repr__(self) -> str:
         return f"Roster({', '.join(map(repr, self._entries))})"

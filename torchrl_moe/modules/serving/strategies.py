@@ -76,13 +76,17 @@ def make_strategy(strategy: str | Strategy) -> Strategy:
 
     Raises:
         ValueError: the name is not one of ours.
-        TypeError: neither a name nor an object with ``choose``.
+        TypeError: neither a name nor an object with ``name`` and ``choose``.
     """
     if isinstance(strategy, str):
         maker = STRATEGIES.get(strategy.replace("_", "-"))
         if maker is None:
             raise ValueError(f"unknown strategy {strategy!r}; valid strategies: {', '.join(sorted(STRATEGIES))}")
         return maker()
-    if not callable(getattr(strategy, "choose", None)):
-        raise TypeError(f"a strategy is a name or an object with choose(candidates, context), got {strategy!r}")
+    is_strategy = callable(getattr(strategy, "choose", None)) and isinstance(getattr(strategy, "name", None), str)
+    if isinstance(strategy, type) or not is_strategy:
+        raise TypeError(
+            f"a strategy is a name ({', '.join(sorted(STRATEGIES))}) or an object with a name and "
+            f"choose(candidates, context), got {strategy!r}"
+        )
     return strategy

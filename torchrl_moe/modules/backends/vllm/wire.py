@@ -2,33 +2,38 @@
 
 Many requests travel in one message. Their token ids, log-probs and routes are concatenated into one array per kind,
 pickled out of band (PEP 574), so no Python object exists per token on either side. This file knows neither vLLM nor
-processes; it only packs, unpacks and frames.
+processes; it only packs, unpacks, frames and writes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
-from collections.abc import Sequence
+import queue
+import socket
+import threading
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
 
-__all__ = ["pack_completions", "pack_requests", "receive", "send", "unpack_completions", "unpack_requests"]
+__all__ = ["Outbox", "encode", "pack_completions", "pack_requests", "receive", "unpack_completions", "unpack_requests"]
 
 Packed = dict[str, Any]
+Frames: TypeAlias = "list[bytes | memoryview]"
+"""One message as it is written: a pickle that counts its large buffers, then the buffers as they lie in memory."""
 
 
-def send(connection: Connection, message: Any) -> None:
-    """Send one message: a pickle that names its large buffers, then the buffers as they lie in memory."""
+def encode(message: Any) -> Frames:
+    """Return the frames of one message; its arrays are not copied, so leave them as they are until it is written."""
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-    connection.send_bytes(pickle.dumps((head, len(buffers))))
-    for buffer in buffers:
-        connection.send_bytes(buffer.raw())
+    return [pickle.dumps((head, len(buffers))), *(buffer.raw() for buffer in buffers)]
 
 
 def receive(connection: Connection) -> Any:
@@ -39,6 +44,64 @@ def receive(connection: Connection) -> Any:
     """
     head, count = pickle.loads(connection.recv_bytes())
     return pickle.loads(head, buffers=[connection.recv_bytes() for _ in range(count)])
+
+
+class Outbox:
+    """Writes messages from a thread of its own, so that nobody who sends waits for a reader that is stuck.
+
+    If it fails to make or write a message, it hangs up: the other side then sees the end of the file, and so does the
+    reader on this side. A message that is lost in silence would be waited for.
+
+    Args:
+        connection: where to.
+        frame: turns what :meth:`put` got since the last write, one item or more, into messages.
+    """
+
+    def __init__(self, connection: Connection, frame: Callable[[list[Any]], list[Frames]]) -> None:
+        self._connection = connection
+        self._frame = frame
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, item: Any) -> None:
+        """Have an item written; never waits."""
+        self._queue.put(item)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Write what was put so far and end the thread."""
+        self._queue.put(None)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            with contextlib.suppress(OSError):  # the other side is gone, as the reader finds too
+                self._write_all()
+        finally:
+            self._queue = queue.SimpleQueue()  # nobody reads it: what was put meanwhile need not be kept
+
+    def _write_all(self) -> None:
+        closing = False
+        while not closing:
+            batch = [self._queue.get()]
+            while not self._queue.empty():
+                batch.append(self._queue.get())
+            closing = any(item is None for item in batch)
+            items = [item for item in batch if item is not None]
+            try:
+                messages = self._frame(items) if items else []
+            except BaseException:
+                hang_up(self._connection)
+                raise
+            for frames in messages:
+                for part in frames:
+                    self._connection.send_bytes(part)
+
+
+def hang_up(connection: Connection) -> None:
+    """End the traffic both ways without closing the descriptor, which another thread may be reading."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
+        duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def _concatenate(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:

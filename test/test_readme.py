@@ -1,0 +1,30 @@
+"""The README's first example runs as it stands, and prints the routes that it shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engines import EngineShelf
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.engine
+def test_the_first_example_runs_as_it_stands(no_engine: EngineShelf, tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert block is not None
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-c", block[1]], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 0, run.stderr
+    assert "RoutedExperts(shape=[T=36, L=4, K=4], dtype=int8, coverage=97.2%, nbytes=576)" in run.stdout
+    # the prompt's routes do not depend on what was sampled
+    for row in ("    0  2,15,4,13   5,2,15,7    1,14,7,6", "   35          ·          ·           ·"):
+        assert row.split() in [line.split() for line in run.stdout.splitlines()]
