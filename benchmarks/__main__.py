@@ -20,7 +20,9 @@ def main(names: list[str]) -> int:
     if unknown:
         print(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
         return 2
-    failed = [name for name in names or known if subprocess.run([sys.executable, "-m", f"benchmarks.{name}"]).returncode]
+    failed = [
+        name for name in names or known if subprocess.run([sys.executable, "-m", f"benchmarks.{name}"]).returncode
+    ]
     sections = [f"# Benchmarks\n\nWritten by `make bench`. {describe_machine()}\n"]
     for name in known:
         file = RESULTS / f"{name}.json"

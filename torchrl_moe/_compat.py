@@ -6,9 +6,17 @@ why there is no public way.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
-__all__ = ["plain_tokenizer", "router_layer_ids", "vllm_client_errors"]
+__all__ = [
+    "plain_tokenizer",
+    "register_weight_engine",
+    "restore_moe_kernels",
+    "router_layer_ids",
+    "take_moe_kernels",
+    "vllm_client_errors",
+]
 
 
 def router_layer_ids(model: Any) -> list[int]:
@@ -34,9 +42,51 @@ def vllm_client_errors() -> tuple[type[Exception], ...]:
 def plain_tokenizer(tokenizer: Any) -> Any:
     """Return the transformers tokenizer inside vLLM's caching and pooling proxies, so that it unpickles without vLLM.
 
-    The proxies' classes are made on the fly; the original is found only in what they tell pickle.
+    A proxy is a shallow copy under a subclass that is made on the fly and has no public way back. A tokenizer that is
+    vLLM's own (Mistral's) is returned as it is.
     """
-    while type(tokenizer).__module__.startswith("vllm."):
-        _, arguments = tokenizer.__reduce__()[:2]
-        tokenizer = arguments[0]
+    not_a_tokenizer = {"builtins", "typing", "typing_extensions"}
+    for kind in type(tokenizer).__mro__:
+        if kind.__module__.startswith("vllm.") or kind.__module__ in not_a_tokenizer:
+            continue
+        plain = object.__new__(kind)
+        plain.__dict__.update(vars(tokenizer))
+        return plain
     return tokenizer
+
+
+WEIGHT_BACKEND = "torchrl_moe"
+
+
+def register_weight_engine() -> None:
+    """Make our weight engine known to vLLM, in a worker process; more than once does no harm.
+
+    The factory has no way to ask for a name but to register it.
+    """
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    with contextlib.suppress(ValueError):  # registered already
+        WeightTransferEngineFactory.register_engine(
+            WEIGHT_BACKEND, "torchrl_moe.modules.backends.vllm.weight_engine", "WeightEngine"
+        )
+
+
+def take_moe_kernels(model: Any) -> list[tuple[Any, Any]]:
+    """Take the packed expert kernel off every MoE layer; return the owners and their kernels.
+
+    vLLM 0.30 packs the experts for the CPU only while there is no kernel: reloaded weights would stay unpacked, and be
+    read in the wrong layout.
+    """
+    methods = {id(m.quant_method): m.quant_method for m in model.modules() if hasattr(m, "quant_method")}
+    taken = [(method, getattr(method, "moe_kernel", None)) for method in methods.values()]
+    taken = [(method, kernel) for method, kernel in taken if kernel is not None]
+    for method, _ in taken:
+        method.moe_kernel = None
+    return taken
+
+
+def restore_moe_kernels(taken: list[tuple[Any, Any]]) -> None:
+    """Give kernels back to the layers that were not reloaded, and so did not make new ones."""
+    for method, kernel in taken:
+        if method.moe_kernel is None:
+            method.moe_kernel = kernel

@@ -102,7 +102,19 @@ class StaleReplicaError(EngineError):
 
 
 class WeightSyncError(TorchRLMoEError):
-    """A weight update did not take effect."""
+    """A weight update did not take effect.
+
+    Args:
+        message: what failed.
+        report: the ``SyncReport`` of an update that too few replicas took, else ``None``.
+    """
+
+    def __init__(self, message: str, report: Any = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.report)
 
 
 class ManifestMismatch(WeightSyncError, ValueError):

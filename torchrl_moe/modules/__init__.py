@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING
 from torchrl_moe._lazy import attach
 
 if TYPE_CHECKING:
+    from torchrl_moe._errors import UnsupportedRouterError as UnsupportedRouterError
+    from torchrl_moe.modules.policies.probe import probe_replay as probe_replay
+    from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper as TransformersWrapper
     from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper as vLLMWrapper
+    from torchrl_moe.modules.replay.router_replay import RouterReplay as RouterReplay
     from torchrl_moe.modules.serving.async_vllm import AsyncVLLM as AsyncVLLM
     from torchrl_moe.modules.serving.async_vllm import make_async_vllm_engine as make_async_vllm_engine
     from torchrl_moe.modules.serving.load_balancer import Lease as Lease
@@ -21,7 +25,11 @@ else:
             "AsyncVLLM": ".serving.async_vllm",
             "Lease": ".serving.load_balancer",
             "LoadBalancer": ".serving.load_balancer",
+            "RouterReplay": ".replay.router_replay",
+            "TransformersWrapper": ".policies.transformers_wrapper",
+            "UnsupportedRouterError": ".._errors",
             "make_async_vllm_engine": ".serving.async_vllm",
+            "probe_replay": ".policies.probe",
             "vLLMWrapper": ".policies.vllm_wrapper",
         },
     )

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ class FakeReplica:
         index: place in the service.
         seed: changes every token, log-prob and route.
         layout: the routers it pretends to have; ``None`` for a dense model.
-        token_seconds: how long a token takes; 0 answers within ``submit``.
+        token_seconds: how long a token takes, or a function of the request that says so; 0 answers within ``submit``.
         refuse: a function of the request that returns a reason to refuse it, or ``None``.
     """
 
@@ -65,7 +66,7 @@ class FakeReplica:
         *,
         seed: int = 0,
         layout: RoutingLayout | None = LAYOUT,
-        token_seconds: float = 0.0,
+        token_seconds: float | Callable[[Request], float] = 0.0,
         refuse: Callable[[Request], str | None] | None = None,
     ) -> None:
         self.index = index
@@ -79,7 +80,7 @@ class FakeReplica:
         self._changed = threading.Condition()
         self._paused = False
         self._dead: str | None = None
-        self._generated = 0
+        self._counts: Counter[str] = Counter()
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -89,6 +90,7 @@ class FakeReplica:
     def wait_ready(self, timeout: float) -> ReplicaInfo:
         """Serve at once."""
         del timeout
+        self._check_alive()
         return ReplicaInfo(model="fake", layout=self.layout, max_model_len=1 << 20, engine_version="fake")
 
     def is_alive(self) -> bool:
@@ -109,45 +111,53 @@ class FakeReplica:
         """Die of old age."""
         self.die("shut down")
 
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise ReplicaDiedError(self._dead)
+
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
         """Answer at once, or in a thread per request if tokens take time or the replica is paused."""
-        futures = []
-        for request in requests:
-            future: Future[Completion] = Future()
-            futures.append(future)
-            self.submitted.append(request)
-            reason = self.refuse(request) if self.refuse else None
-            if self._dead is not None:
-                future.set_exception(ReplicaDiedError(self._dead))
-            elif reason is not None:
-                future.set_exception(ValueError(reason))
-            else:
-                self._begin(_Running(request, future, time.monotonic()))
-        return futures
+        return [self._begin(request) for request in requests]
 
-    def _begin(self, entry: _Running) -> None:
+    def _begin(self, request: Request) -> Future[Completion]:
+        future: Future[Completion] = Future()
+        future.set_running_or_notify_cancel()  # an engine's request is aborted; its future cannot be cancelled
+        entry = _Running(request, future, time.monotonic())
+        seconds = self.token_seconds(request) if callable(self.token_seconds) else self.token_seconds
+        reason = self.refuse(request) if self.refuse else None
         with self._changed:
-            self._running[entry.request.request_id] = entry
-        if self.token_seconds or self._paused:
-            threading.Thread(target=self._generate, args=(entry,), daemon=True).start()
+            self.submitted.append(request)
+            taken = request.request_id in self._running
+            dead, at_once = self._dead, not seconds and not self._paused
+            if dead is None and reason is None and not taken and not at_once:
+                self._running[request.request_id] = entry
+        if dead is not None:
+            future.set_exception(ReplicaDiedError(dead))
+        elif reason is not None or taken:
+            future.set_exception(ValueError(reason or f"request id {request.request_id!r} is in flight already"))
+        elif at_once:
+            entry.tokens = _max_tokens(request)
+            future.set_result(self._complete(entry))
         else:
-            self._generate(entry)
+            threading.Thread(target=self._generate, args=(entry, seconds), daemon=True).start()
+        return future
 
-    def _generate(self, entry: _Running) -> None:
+    def _generate(self, entry: _Running, seconds: float) -> None:
+        def is_disturbed() -> bool:
+            return entry.aborted or self._paused or self._dead is not None
+
         limit = _max_tokens(entry.request)
         with self._changed:
-            while not entry.aborted and self._dead is None and (self._paused or entry.tokens < limit):
+            while not entry.aborted and self._dead is None and entry.tokens < limit:
                 if self._paused:
                     self._changed.wait()
-                    continue
-                if self.token_seconds:
-                    self._changed.wait(self.token_seconds)
-                entry.tokens += 1
+                elif not self._changed.wait_for(is_disturbed, seconds):
+                    entry.tokens += 1
             if self._running.pop(entry.request.request_id, None) is None:
                 return  # died
-            self._generated += entry.tokens
+            self._changed.notify_all()
         entry.future.set_result(self._complete(entry))
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -179,8 +189,7 @@ class FakeReplica:
 
     def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
         """Answer the commands that an engine without weights can answer."""
-        if self._dead is not None:
-            raise ReplicaDiedError(self._dead)
+        self._check_alive()
         if command == "tokenizer":
             return ByteTokenizer()
         if command in ("pause", "resume", "stats"):
@@ -192,7 +201,8 @@ class FakeReplica:
     def stats(self, timeout: float) -> ReplicaStats:
         """Count what was done."""
         del timeout
-        return ReplicaStats(running=len(self._running), requests=len(self.submitted), generated_tokens=self._generated)
+        self._check_alive()
+        return ReplicaStats(running=len(self._running), **self._counts)
 
     # -- what it makes up -------------------------------------------------------------------------------------------
 
@@ -202,48 +212,66 @@ class FakeReplica:
             prompt = request.prompt_token_ids.astype(np.int64)
         else:
             prompt = np.array(ByteTokenizer()(request.prompt)["input_ids"], np.int64)
-        samples = _field(request, "n", 1)
-        now = time.monotonic() - entry.started
+        outputs = [self._output(entry, prompt, index) for index in range(_field(request, "n", 1))]
+        tokens = sum(len(output.token_ids) for output in outputs)
+        with self._changed:
+            self._counts.update(
+                requests=1, completions=len(outputs), prompt_tokens=len(prompt), generated_tokens=tokens
+            )
         return Completion(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=prompt,
             num_cached_tokens=0,
-            outputs=[self._output(entry, prompt, index) for index in range(samples)],
-            metrics=CompletionMetrics(total_seconds=now, replica=self.index),
+            outputs=outputs,
+            metrics=CompletionMetrics(total_seconds=time.monotonic() - entry.started, replica=self.index),
         )
 
     def _output(self, entry: _Running, prompt: NDArray[np.int64], index: int) -> CompletionOutput:
-        ids = list(prompt)
+        ids = prompt.tolist()
         log_probs = []
+        prefix = self._hash("token", index, ids)
         for _ in range(entry.tokens):
-            rng = self._rng("token", index, ids)
+            rng = _rng(prefix)
             ids.append(int(rng.integers(32, 127)))  # printable ASCII
             log_probs.append(-float(rng.exponential()))
+            _extend(prefix, ids[-1:])
         token_ids = np.array(ids[len(prompt) :], np.int64)
         return CompletionOutput(
             index=index,
             token_ids=token_ids,
             text=bytes(token_ids.tolist()).decode(),
-            finish_reason="abort" if entry.aborted else "length",
+            finish_reason="length" if entry.tokens >= _max_tokens(entry.request) else "abort",
             policy_versions=np.full(len(token_ids), self.version, np.int32),
             logprobs=np.array(log_probs, np.float32) if _field(entry.request, "logprobs", None) is not None else None,
             routed_experts=self._routes(ids) if self.layout and entry.request.return_routed_experts else None,
         )
 
-    def _routes(self, ids: list[int]) -> NDArray[np.uint8]:
+    def _routes(self, ids: Sequence[int]) -> NDArray[np.unsignedinteger[Any]]:
         layout = self.layout
         assert layout is not None
-        rows = np.zeros((len(ids) - 1, layout.num_layers, layout.top_k), np.uint8)
-        for token in range(len(rows)):
-            rng = self._rng("route", 0, ids[: token + 1])
+        dtype = np.uint8 if layout.num_experts <= 256 else np.uint16  # as vLLM does
+        rows = np.zeros((len(ids) - 1, layout.num_layers, layout.top_k), dtype)
+        prefix = self._hash("route")
+        for row, token in zip(rows, ids, strict=False):  # the last token has no row
+            _extend(prefix, [token])
+            rng = _rng(prefix)
             for layer in layout.moe_layers:
-                rows[token, layer] = rng.permutation(layout.num_experts)[: layout.top_k]
+                row[layer] = rng.permutation(layout.num_experts)[: layout.top_k]
         return rows
 
-    def _rng(self, what: str, index: int, ids: Sequence[int]) -> np.random.Generator:
-        key = repr((what, self.seed, self.version, index, [int(i) for i in ids])).encode()
-        return np.random.default_rng(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little"))
+    def _hash(self, what: str, index: int = 0, ids: Iterable[int] = ()) -> hashlib.blake2b:
+        prefix = hashlib.blake2b(repr((what, self.seed, self.version, index)).encode(), digest_size=8)
+        _extend(prefix, ids)
+        return prefix
+
+
+def _extend(prefix: hashlib.blake2b, ids: Iterable[int]) -> None:
+    prefix.update(np.fromiter(ids, "<i8").tobytes())
+
+
+def _rng(prefix: hashlib.blake2b) -> np.random.Generator:
+    return np.random.default_rng(int.from_bytes(prefix.digest(), "little"))
 
 
 def _field(request: Request, name: str, default: Any) -> Any:
@@ -276,7 +304,7 @@ class FakeAsyncVLLM(GenerationService):
         *,
         sampling_params: Any = None,
         layout: RoutingLayout | None = LAYOUT,
-        token_seconds: float = 0.0,
+        token_seconds: float | Callable[[Request], float] = 0.0,
         refuse: Callable[[Request], str | None] | None = None,
     ) -> None:
         self.replicas = [

@@ -28,6 +28,8 @@ __all__ = [
     "ReplicaInfo",
     "ReplicaStats",
     "Request",
+    "StageReport",
+    "SwapReport",
 ]
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -142,6 +144,25 @@ class ReplicaStats:
     cached_tokens: int = 0
     generated_tokens: int = 0
     generation_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageReport:
+    """A version that a replica checked and may load: seconds it took, bytes, digest of names, dtypes, shapes, bytes."""
+
+    seconds: float
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapReport:
+    """How far a replica came with a version: seconds pausing, loading, and paused in all; or why it failed."""
+
+    pausing_seconds: float = 0.0
+    loading_seconds: float = 0.0
+    paused_seconds: float = 0.0
+    error: str | None = None
 
 
 @runtime_checkable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["sampling_params_of"]
+__all__ = ["overridden", "sampling_params_of"]
 
 # Common name -> vLLM's. Where both are given vLLM's own wins, as in TorchRL.
 RENAMED = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "stop_sequences": "stop"}
@@ -36,3 +36,16 @@ def sampling_params_of(generate_kwargs: Mapping[str, Any] | None) -> dict[str, A
     if isinstance(params.get("logprobs"), bool):
         params["logprobs"] = 0 if params["logprobs"] else None
     return params
+
+
+def overridden(params: Mapping[str, Any], generate_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sampling parameters as the ``generate_kwargs`` of one call change them.
+
+    >>> overridden({"max_tokens": 8, "temperature": 0.0}, {"do_sample": True, "max_new_tokens": 4})
+    {'max_tokens': 4}
+    """
+    changes = sampling_params_of(generate_kwargs)
+    merged = {**params, **changes}
+    if generate_kwargs.get("do_sample") and "temperature" not in changes and not params.get("temperature", 1.0):
+        del merged["temperature"]  # what made the others greedy
+    return merged

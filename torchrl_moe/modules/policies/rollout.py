@@ -5,12 +5,13 @@ Letters: P prompt tokens, G response tokens, T = P + G, L decoder layers, K expe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
@@ -61,7 +62,7 @@ def answer_tensordict(
     full = torch.cat([prompt, response])
     per_token = _per_token(output, len(prompt), len(full), layout, keys)
     if earlier is not None:
-        _keep_earlier(earlier, full, per_token, keys)
+        _keep_earlier(earlier, prompt, per_token, keys)
     assistant = _mask(len(prompt), len(full))
     versions = per_token["policy_versions"]
     source: dict[str, Any] = {
@@ -98,27 +99,37 @@ def _per_token(
     return values
 
 
-def _keep_earlier(earlier: TensorDictBase, full: Tensor, per_token: dict[str, Tensor], keys: RolloutKeys) -> None:
+def _keep_earlier(earlier: TensorDictBase, prompt: Tensor, per_token: dict[str, Tensor], keys: RolloutKeys) -> None:
+    """Let an earlier turn's values stand, if ``prompt`` begins with all of that turn, prompt and response.
+
+    A response that merely comes out the same again, on the same input or after a reset, is this turn's own.
+    """
     ids = earlier.get((keys.tokens, "full"), None)
-    if ids is None or shared_prefix(ids, full) == 0:
+    if ids is None:
+        return
+    mask = earlier.get((keys.masks, "all_attention_mask"), None)
+    real = mask.bool() if mask is not None and mask.shape == ids.shape else torch.ones_like(ids, dtype=torch.bool)
+    if shared_prefix(ids[real].cpu(), prompt) == 0:
         return
     for key, later in per_token.items():
         known = earlier.get((key, "full"), None)
         if known is not None and len(known) == len(ids):
-            per_token[key] = first_writer_wins(known.to(later.dtype), later)
+            per_token[key] = first_writer_wins(known[real].to(later), later)
 
 
-def stack_answers(answers: Sequence[TensorDictBase], num_samples: int | None) -> LazyStackedTensorDict:
-    """Stack answers lazily: ``[B]``, or ``[B, n]`` if each prompt has ``n`` of them, in order."""
-    if num_samples is None:
-        return lazy_stack(list(answers))
-    return lazy_stack([lazy_stack(list(answers[i : i + num_samples])) for i in range(0, len(answers), num_samples)])
+def stack_answers(answers: Sequence[TensorDictBase], shape: Sequence[int]) -> TensorDictBase:
+    """Stack answers lazily to batch size ``shape``, the last dimension first; ``()`` is the one answer itself."""
+    if not shape:
+        (answer,) = answers
+        return answer
+    step = math.prod(shape[1:])
+    return lazy_stack([stack_answers(answers[i : i + step], shape[1:]) for i in range(0, len(answers), step)])
 
 
 def pad_answers(
-    answers: Sequence[TensorDictBase], pad_token_id: int, keys: RolloutKeys, num_samples: int | None
+    answers: Sequence[TensorDictBase], pad_token_id: int, keys: RolloutKeys, shape: Sequence[int]
 ) -> TensorDict:
-    """Stack answers densely: prompts padded on the left, responses on the right, ``full`` on both sides."""
+    """Stack answers densely to batch size ``shape``: prompts padded left, responses right, ``full`` on both sides."""
     # a padded log-prob is 0, as in TorchRL: NaN there would poison a masked mean
     pads = {
         keys.tokens: pad_token_id,
@@ -143,7 +154,9 @@ def pad_answers(
             batch_size=batch,
         )
         padded.set(key, _typed(values[0], entry))
-    return padded if num_samples is None else padded.unflatten(0, (len(answers) // num_samples, num_samples))
+    if len(shape) == 1:
+        return padded
+    return padded.unflatten(0, shape) if shape else padded[0]
 
 
 def _tensors(value: Any) -> list[str]:
@@ -161,7 +174,7 @@ def _typed(example: Any, entry: TensorDict) -> Any:
 
 def _pad(leaf: str, rows: Sequence[Tensor], prompts: Sequence[int], value: Any) -> Tensor:
     """Pad ``[T, ...]`` rows to ``[B, T, ...]`` around the border between prompt and response."""
-    split = {"prompt": [len(row) for row in rows], "response": [0] * len(rows)}.get(leaf, list(prompts))
+    split = [0] * len(rows) if leaf == "response" else prompts
     left = max(split)
     right = max(len(row) - cut for row, cut in zip(rows, split, strict=True))
     padded = rows[0].new_full((len(rows), left + right, *rows[0].shape[1:]), value)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack, set_list_to_stack
+from tensordict import NestedKey, TensorDictBase, lazy_stack, set_list_to_stack
 from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies import prompts as reading
-from torchrl_moe.modules.policies.generate_kwargs import sampling_params_of
+from torchrl_moe.modules.policies.generate_kwargs import overridden, sampling_params_of
 from torchrl_moe.modules.policies.rollout import RolloutKeys, answer_tensordict, pad_answers, stack_answers
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.modules.serving.service import GenerationService
@@ -39,7 +40,7 @@ class vLLMWrapper(LLMWrapperBase):
         attention_mask_key: of padded token prompts, if there is one.
         generate: must be true; :class:`TransformersWrapper` scores.
         generate_kwargs: TorchRL's common names (``max_new_tokens``, ``temperature``, ...) or vLLM's own.
-        tokenizer_kwargs: for text prompts.
+        tokenizer_kwargs: for text prompts; padding and tensors are not asked for, whatever they say.
         pad_output: dense output, prompts padded left and responses right, instead of a lazy stack.
         pad_model_input: must be ``None``; vLLM takes no padding.
         inplace: write into the input (default), a new TensorDict (``False``), or an empty one like it (``"empty"``).
@@ -53,7 +54,8 @@ class vLLMWrapper(LLMWrapperBase):
         history_key, text_key, tokens_key, masks_key, log_probs_key, routed_experts_key: where to write.
         batching, min_batch_size, max_batch_size, batching_timeout: accepted if they ask for nothing: the engine
             batches the requests of all threads as they come.
-        prefer_tokens: in history mode, take ``("tokens", "prompt")``, or ``"full"``, instead of encoding anew.
+        prefer_tokens: in history mode, take the ids in ``"tokens"`` instead of encoding anew: those of an earlier
+            turn as far as they go, else the caller's own ``("tokens", "prompt")``, or ``"full"``, as they are.
         timeout_seconds: per request; a late batch raises :class:`GenerationTimeout`.
         use_tqdm: whether to show a progress bar.
 
@@ -127,7 +129,8 @@ class vLLMWrapper(LLMWrapperBase):
         self._set_keys()
         # what TorchRL's base class reads; batching is the engine's
         self._min_batch_size = self._max_batch_size = self._batching_lock = None
-        self._batch_queue, self._futures = [], []
+        self._batch_queue: list[Any] = []
+        self._futures: list[Any] = []
 
     def _set_keys(self) -> None:
         """Set every key, and what is read and written."""
@@ -153,8 +156,6 @@ class vLLMWrapper(LLMWrapperBase):
             raise ValueError(f"num_samples={num_samples} differs from generate_kwargs['n']={params['n']}")
         if self.return_log_probs:
             params.setdefault("logprobs", 0)
-        # text is decoded here from the ids; the engine needs it only to find a stop string
-        params.setdefault("detokenize", bool(params.get("stop")))
         params.setdefault("include_stop_str_in_output", True)
         params.setdefault("skip_special_tokens", False)
         return params
@@ -175,73 +176,82 @@ class vLLMWrapper(LLMWrapperBase):
 
     @set_list_to_stack(True)  # type: ignore[untyped-decorator]
     def forward(
-        self, tensordict: TensorDictBase, *, tensordict_out: TensorDictBase | None = None, **generate_kwargs: Any
+        self,
+        tensordict: TensorDictBase,
+        *,
+        tensordict_out: TensorDictBase | None = None,
+        return_routed_experts: bool = True,
+        **generate_kwargs: Any,
     ) -> TensorDictBase:
         """Generate for every sample of ``tensordict``, of any batch size.
 
         Args:
             tensordict: holds the prompts at ``input_key``.
             tensordict_out: where to write, instead of what ``inplace`` says.
+            return_routed_experts: false leaves the routes of this call out; evaluation does not need them.
             **generate_kwargs: change the constructor's for this call.
 
         Raises:
             KeyError: there is no prompt at ``input_key``.
+            ValueError: the batch or a prompt is empty, or an argument makes no sense.
             EngineError: a request failed, or was aborted: a cut answer is never passed on as a whole one.
         """
-        if tensordict.ndim != 1:
-            if tensordict_out is not None:
-                raise ValueError(f"tensordict_out needs an input of one batch dimension, got {tensordict.ndim}")
-            if not tensordict.ndim:
-                return self.forward(lazy_stack([tensordict]), **generate_kwargs)[0]
-            return self.forward(tensordict.reshape(-1), **generate_kwargs).view(tensordict.shape)
-        samples = tensordict if isinstance(tensordict, LazyStackedTensorDict) else tensordict.to_lazystack(0)
+        samples = _samples(tensordict)
+        if not samples:
+            raise ValueError(f"the input has no samples: its batch size is {list(tensordict.batch_size)}")
+        keys = self.keys if return_routed_experts else replace(self.keys, routed_experts=None)
         prompts = self._read(samples)
-        completions = self._generate(prompts.ids, generate_kwargs)
-        answers = self._answers(samples, prompts, completions)
-        n = self.num_samples
+        completions = self._generate(prompts.ids, overridden(self.sampling_params, generate_kwargs), keys)
+        answers = self._answers(samples, prompts, completions, keys)
+        shape = (*tensordict.batch_size, *(() if self.num_samples is None else (self.num_samples,)))
         out: TensorDictBase
         if self.pad_output:
-            out = pad_answers(answers, self._pad_token_id() or 0, self.keys, n)
+            out = pad_answers(answers, self._pad_token_id() or 0, keys, shape)
         else:
-            out = stack_answers(answers, n)
+            out = stack_answers(answers, shape)
         return self._write(tensordict, tensordict_out, out if self._device is None else out.to(self._device))
 
     def _pad_token_id(self) -> int | None:
         pad = getattr(self.tokenizer, "pad_token_id", None)
         return getattr(self.tokenizer, "eos_token_id", None) if pad is None else pad
 
-    def _read(self, samples: LazyStackedTensorDict) -> reading.Prompts:
-        # asking one sample is enough, and much cheaper than asking the stack
-        if samples[0].get(self.input_key, None) is None:
-            raise KeyError(
-                f"no {self.input_key!r} in the input, whose keys are {sorted(map(str, samples.keys(True, True)))}; "
-                f"input_mode={self.input_mode!r} reads it there"
-            )
+    def _read(self, samples: Sequence[TensorDictBase]) -> reading.Prompts:
+        for i, sample in enumerate(samples):
+            if sample.get(self.input_key, None) is None:
+                raise KeyError(
+                    f"no {self.input_key!r} in sample {i} of the input, whose keys are "
+                    f"{sorted(map(str, sample.keys(True)))}; input_mode={self.input_mode!r} reads it there"
+                )
+        stack = lazy_stack(list(samples))
+        pad = self._pad_token_id()
         if self.input_mode == "tokens":
-            return reading.prompts_from_tokens(samples, self.input_key, self.attention_mask_key, self._pad_token_id())
+            return reading.prompts_from_tokens(stack, self.input_key, self.attention_mask_key, pad)
         if self.input_mode == "text":
-            return reading.prompts_from_text(samples.get(self.input_key), self.tokenizer, self.tokenizer_kwargs)
+            return reading.prompts_from_text(stack.get(self.input_key), self.tokenizer, self.tokenizer_kwargs)
         known = None
         if self.prefer_tokens:
-            leaves = ((self.tokens_key, "prompt"), (self.tokens_key, "full"))
-            known = next((ids for leaf in leaves if (ids := samples.get(leaf, None, as_list=True)) is not None), None)
+            mask_key = (self.masks_key, "all_attention_mask")
+            known = [reading.known_ids(one, self.tokens_key, one.get(mask_key, None), pad) for one in samples]
         template = self.chat_template
         if template is None and self.chat_template_name is None:
             # else TorchRL guesses one from words in the path that the tokenizer was loaded from
             template = getattr(self.tokenizer, "chat_template", None)
-        history = samples.get(self.input_key)
+        history = stack.get(self.input_key)
         return reading.prompts_from_history(history, self.tokenizer, template, self.chat_template_name, known)
 
-    def _generate(self, ids: list[list[int]], generate_kwargs: dict[str, Any]) -> list[Completion]:
-        params = {**self.sampling_params, **sampling_params_of(generate_kwargs)}
+    def _generate(self, ids: list[list[int]], params: dict[str, Any], keys: RolloutKeys) -> list[Completion]:
         if params.get("n", 1) != (self.num_samples or 1):
             raise ValueError(f"n={params['n']} differs from the wrapper's num_samples={self.num_samples}")
+        if keys.log_probs is not None and params.get("logprobs") is None:
+            raise ValueError("logprobs is off, but return_log_probs=True: leave logprobs out, or set it to 0")
+        # text is decoded here from the ids; the engine needs it only to find a stop string
+        params.setdefault("detokenize", bool(params.get("stop")))
         completions = self.model.generate(
             prompt_token_ids=ids,
             sampling_params=params,
             use_tqdm=self.use_tqdm,
             timeout_seconds=self.timeout_seconds,
-            return_routed_experts=self.return_routed_experts,
+            return_routed_experts=keys.routed_experts is not None,
         )
         assert isinstance(completions, list)  # a list of prompts was passed
         aborted = [completion.request_id for completion in completions if completion.aborted]
@@ -250,15 +260,18 @@ class vLLMWrapper(LLMWrapperBase):
         return completions
 
     def _answers(
-        self, samples: LazyStackedTensorDict, prompts: reading.Prompts, completions: Sequence[Completion]
+        self,
+        samples: Sequence[TensorDictBase],
+        prompts: reading.Prompts,
+        completions: Sequence[Completion],
+        keys: RolloutKeys,
     ) -> list[TensorDictBase]:
         """Return the TensorDicts of all answers, prompt by prompt."""
-        layout = self.model.routing_layout if self.return_routed_experts else None
-        earlier = samples.unbind(0)
+        layout = self.model.routing_layout
         answers = []
         for i, completion in enumerate(completions):
             for output in completion.outputs:
-                answer = answer_tensordict(completion, output, layout, self.keys, earlier[i])
+                answer = answer_tensordict(completion, output, layout, keys, samples[i])
                 if self.input_mode != "tokens":
                     self._add_text(answer, prompts, i)
                 answers.append(answer)
@@ -280,7 +293,16 @@ class vLLMWrapper(LLMWrapperBase):
                 return out
             target = source.empty() if self.inplace == "empty" else source
         target = target.exclude(*self.out_keys, inplace=True)
-        return target.update(out, keys_to_update=self.out_keys)
+        return target.update(out)
+
+
+def _samples(tensordict: TensorDictBase) -> list[TensorDictBase]:
+    """Return every sample, whatever the batch size, in order; writing to one of a lazy stack writes to the stack."""
+    if not tensordict.ndim:
+        return [tensordict]
+    if tensordict.ndim == 1:
+        return list(tensordict.unbind(0))
+    return [sample for part in tensordict.unbind(0) for sample in _samples(part)]
 
 
 def _refuse(arguments: dict[str, Any]) -> None:

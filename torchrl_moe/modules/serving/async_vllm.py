@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 import torch
 from tqdm.auto import tqdm
 
+from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.serving.devices import device_sets, visible_devices
 from torchrl_moe.modules.serving.service import CALL_SECONDS, GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
@@ -88,22 +89,30 @@ class AsyncVLLM(GenerationService):
             return self
         if any(entry.state is not ReplicaState.STARTING for entry in self.roster):
             raise RuntimeError("start: the service was shut down. Make a new one.")
-        seconds = float(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_SECONDS))
-        deadline = time.monotonic() + (seconds if timeout_seconds is None else timeout_seconds)
+        seconds = _default_timeout() if timeout_seconds is None else timeout_seconds
         try:
-            self._start_all(deadline)
+            self._start_all(seconds)
         except BaseException:
             self.shutdown()
             raise
         self._running = True
         return self
 
-    def _start_all(self, deadline: float) -> None:
+    def _start_all(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         for entry in self.roster:
             entry.replica.start()
         # disable=None: a bar on a terminal, silence in a log file
         for entry in tqdm(self.roster, desc="starting vLLM", total=self.num_replicas, leave=False, disable=None):
-            self.infos.append(entry.replica.wait_ready(max(deadline - time.monotonic(), 0.0)))
+            try:
+                self.infos.append(entry.replica.wait_ready(max(deadline - time.monotonic(), 0.0)))
+            except ReplicaDiedError:
+                raise
+            except EngineError as error:
+                raise EngineError(
+                    f"{error}\nAll replicas together had {seconds:g} s: raise timeout_seconds, or the environment's "
+                    f"{TIMEOUT_VARIABLE}."
+                ) from error
             self.roster.set_state(entry.index, ReplicaState.SERVING)
 
     @classmethod
@@ -167,6 +176,14 @@ class AsyncVLLM(GenerationService):
         self._check_running("get_model_metadata")
         metadata: dict[str, tuple[torch.dtype, torch.Size]] = self._alive()[0].replica.call("metadata", CALL_SECONDS)
         return metadata
+
+
+def _default_timeout() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_SECONDS))
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"the environment's {TIMEOUT_VARIABLE} must be a number of seconds, got {text!r}") from None
 
 
 def _check_model(path: str) -> str:

@@ -3,7 +3,7 @@
 Requests bound for one replica travel in one message. Each holds one lease, given back when its future resolves, and
 every future resolves: with a completion, with what an abort left of it, or with its replica's death.
 
-Sending and waiting come in two kinds, for threads and for event loops; neither holds a thread of the other.
+Sending and waiting come in two kinds, for threads and for event loops; the latter hold no thread.
 """
 
 from __future__ import annotations
@@ -38,6 +38,25 @@ class Placement:
     actor_index: int | None = None
     session_ids: Sequence[str] | None = None
     min_version: int | None = None
+
+
+class _Bell:
+    """Wakes a task of this event loop from any thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._rung = asyncio.Event()
+
+    def ring(self, *_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed under its own tasks
+            self._loop.call_soon_threadsafe(self._rung.set)
+
+    async def wait(self, seconds: float | None) -> None:
+        """Wait until it rings, or for so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._rung.wait()
+        self._rung.clear()
 
 
 class Dispatch:
@@ -86,37 +105,34 @@ class Dispatch:
                 positions = [i for i, where in enumerate(self._where) if where == index]
                 futures = self._roster[index].replica.submit([self._requests[i] for i in positions])
                 for i, future in zip(positions, futures, strict=True):
-                    future.add_done_callback(lambda _, i=i: self._over(i, leases[i]))
                     handed[i] = future
+                    future.add_done_callback(lambda _, i=i: self._over(i, leases[i]))
         except BaseException:
             self._take_back(leases, handed)
+            if wait:
+                wait_futures(handed.values(), ABORT_GRACE_SECONDS)
             raise
         self.futures = [handed[i] for i in range(len(leases))]
 
     async def send_async(self) -> None:
         """:meth:`send`, waiting in the event loop; a cancelled wait leaves nothing behind."""
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed under its own tasks
-                loop.call_soon_threadsafe(changed.set)
-
-        with self._roster.listening(wake):
+        bell = _Bell()
+        with self._roster.listening(bell.ring):
             while True:
-                changed.clear()
                 try:
                     return self.send(wait=False)
                 except (NoReplicaError, StaleReplicaError):
                     if not self._is_worth_waiting():
                         raise
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), self._seconds_left())
+                await bell.wait(self._seconds_left())
 
     def _seconds_left(self) -> float | None:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     def _is_worth_waiting(self) -> bool:
-        return self._seconds_left() != 0.0 and any(entry.state in COMING_BACK for entry in self._roster)
+        named = self._placement.actor_index
+        entries = self._roster if named is None else [self._roster[named]]
+        return self._seconds_left() != 0.0 and any(entry.state in COMING_BACK for entry in entries)
 
     def _lease(self, position: int, wait: bool) -> Lease:
         with self._roster.changed:
@@ -142,13 +158,14 @@ class Dispatch:
         self._roster.close_ids([self._requests[position].request_id])
 
     def _take_back(self, leases: Sequence[Lease], handed: dict[int, Future[Completion]]) -> None:
-        """Undo half a :meth:`send`. A message may have left before its futures came back: abort by id, everywhere."""
+        """Undo half a :meth:`send`. A message may have left without its futures having come back: abort by id."""
+        for i, lease in enumerate(leases):
+            if i not in handed:
+                lease.release()
+        self._roster.close_ids(request.request_id for i, request in enumerate(self._requests) if i not in handed)
         for index in dict.fromkeys(self._where):
             ids = [r.request_id for r, where in zip(self._requests, self._where, strict=True) if where == index]
             self._roster[index].replica.abort(ids)
-        for lease in leases:
-            lease.release()
-        self._roster.close_ids(r.request_id for i, r in enumerate(self._requests) if i not in handed)
 
     # -- awaiting ---------------------------------------------------------------------------------------------------
 
@@ -161,15 +178,7 @@ class Dispatch:
             EngineError: a replica failed a request.
         """
         try:
-            with tqdm(total=len(self.futures), desc="generate", unit="req", disable=not use_tqdm) as bar:
-                tokens = 0
-                for future in as_completed(self.futures, self._seconds_left()):
-                    if future.exception() is not None:
-                        break
-                    if use_tqdm:
-                        tokens += sum(len(output.token_ids) for output in future.result().outputs)
-                        bar.set_postfix_str(f"{tokens} tok", refresh=False)
-                    bar.update()
+            self._watch(use_tqdm)
         except FutureTimeout:
             done = self._done()
             self.abort()
@@ -179,17 +188,71 @@ class Dispatch:
             raise
         return self._results()
 
-    async def wait_async(self) -> list[Completion]:
-        """:meth:`wait` in the event loop; cancelling it aborts the requests."""
-        awaited = [asyncio.wrap_future(future) for future in self.futures]
+    def _watch(self, use_tqdm: bool) -> None:
+        """Wait for all, or for the first that fails."""
+        with tqdm(total=len(self.futures), desc="generate", unit="req", disable=not use_tqdm) as bar:
+            tokens, started = 0, time.monotonic()
+            for future in as_completed(self.futures, self._seconds_left()):
+                if future.exception() is not None:
+                    return
+                if use_tqdm:
+                    tokens += sum(len(output.token_ids) for output in future.result().outputs)
+                    seconds = max(time.monotonic() - started, 1e-9)
+                    bar.set_postfix_str(f"{tokens / seconds:.0f} tok/s", refresh=False)
+                bar.update()
+
+    async def wait_async(self) -> Completion:
+        """:meth:`wait` in the event loop, for the only request of a call; cancelling the wait aborts the request."""
+        (future,) = self.futures
+        bell = _Bell()
+        future.add_done_callback(bell.ring)
         try:
-            _, late = await asyncio.wait(awaited, timeout=self._seconds_left(), return_when=asyncio.FIRST_EXCEPTION)
+            await bell.wait(self._seconds_left())
         except asyncio.CancelledError:
             self.abort(wait=False)
             raise
-        if late:
-            done = self._done()
+        done = self._done()
+        if not future.done():
             self.abort(wait=False)
-            await asyncio.wait(awaited, timeout=ABORT_GRACE_SECONDS)
-            self._check_late(done)
-        return self._results()
+            await bell.wait(ABORT_GRACE_SECONDS)
+        self._check_late(done)
+        return future.result()
+
+    def _done(self) -> list[bool]:
+        return [future.done() for future in self.futures]
+
+    def _check_late(self, done: Sequence[bool]) -> None:
+        """Raise if requests were not ``done`` at the deadline."""
+        if all(done):
+            return
+        partial = [
+            future.result() if was_done and future.exception() is None else None
+            for future, was_done in zip(self.futures, done, strict=True)
+        ]
+        raise GenerationTimeout(
+            f"{done.count(False)} of {len(done)} requests were not finished within {self._timeout:g} s and were "
+            "aborted; what had finished is in .partial. Raise timeout_seconds or lower max_tokens.",
+            partial,
+        ) from None
+
+    def _results(self) -> list[Completion]:
+        failed = [(i, f.exception()) for i, f in enumerate(self.futures) if f.done() and f.exception() is not None]
+        if not failed:
+            return [future.result() for future in self.futures]
+        self.abort()
+        position, error = failed[0]
+        if isinstance(error, ValueError):
+            raise ValueError(f"request {position} was refused: {error}") from error
+        assert error is not None
+        raise error
+
+    def abort(self, wait: bool = True) -> None:
+        """Abort what is not finished; ``wait`` a moment for the replicas to have let go of it."""
+        open_ids: dict[int, list[str]] = {}
+        for request, where, future in zip(self._requests, self._where, self.futures, strict=False):
+            if not future.done():
+                open_ids.setdefault(where, []).append(request.request_id)
+        for index, ids in open_ids.items():
+            self._roster[index].replica.abort(ids)
+        if wait:
+            wait_futures(self.futures, ABORT_GRACE_SECONDS)

@@ -66,6 +66,12 @@ class Roster:
             for listener in self._listeners:
                 listener()
 
+    def set_version(self, index: int, version: int) -> None:
+        """Note which weights a replica holds."""
+        with self.changed:
+            self[index].version = version
+            self.changed.notify_all()
+
     def mark_dead(self, index: int) -> None:
         """Note that a replica's process is gone; more than one caller may find that out."""
         with self.changed:

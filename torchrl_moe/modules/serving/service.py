@@ -6,21 +6,22 @@ arguments, devices, start-up) is in :class:`AsyncVLLM`; the fake engine of ``tes
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import itertools
+import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
-from torchrl_moe._errors import NoReplicaError, ReplicaDiedError, StaleReplicaError
+from torchrl_moe._errors import NoReplicaError, ReplicaDiedError
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.replica import Completion, PauseMode, Replica, ReplicaInfo, ReplicaStats, Request
 from torchrl_moe.modules.serving.dispatch import Dispatch, Placement
 from torchrl_moe.modules.serving.load_balancer import LoadBalancer
 from torchrl_moe.modules.serving.prompts import Prompt, normalise_prompts
-from torchrl_moe.modules.serving.roster import Roster
+from torchrl_moe.modules.serving.roster import Roster, RosterEntry
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.modules.serving.strategies import Strategy
 
@@ -34,12 +35,14 @@ class GenerationService:
     """Generation over N replicas; safe to call from any thread.
 
     Args:
-        replicas: not started yet.
+        replicas: at least one, not started yet.
         sampling_params: used where a call passes none: a mapping of vLLM's ``SamplingParams`` fields or such an
             object; by default vLLM's own defaults, with log-probs.
     """
 
     def __init__(self, replicas: Sequence[Replica], sampling_params: Any = None) -> None:
+        if not replicas:
+            raise ValueError("a service needs at least one replica, got none")
         self.sampling_params = DEFAULT_SAMPLING_PARAMS if sampling_params is None else sampling_params
         self.roster = Roster(replicas)
         self.load_balancer = LoadBalancer(self)
@@ -124,7 +127,7 @@ class GenerationService:
             timeout_seconds: per request, from this call on; late requests are aborted.
             actor_index: the replica to use, instead of the balancer's choice.
             session_ids: one per prompt, the same for all turns of a rollout.
-            request_ids: one per prompt, to :meth:`abort` by; made up if not given.
+            request_ids: one per prompt, to :meth:`abort` by, and not in flight already; made up if not given.
             priority: vLLM's request priority.
             min_version: the oldest weight version that will do.
             return_routed_experts: whether to bring the routes back; evaluation does not need them.
@@ -156,20 +159,22 @@ class GenerationService:
             min_version=min_version,
         )
         dispatch = Dispatch(self.load_balancer, requests, placement, _check_timeout(timeout_seconds))
-        dispatch.send()
-        completions = self._noting_deaths(dispatch, use_tqdm)
+        with self._noting_deaths():
+            dispatch.send()
+            completions = dispatch.wait(use_tqdm)
         return completions[0] if batch.single else completions
 
-    def _noting_deaths(self, dispatch: Dispatch, use_tqdm: bool) -> list[Completion]:
+    @contextlib.contextmanager
+    def _noting_deaths(self) -> Iterator[None]:
         try:
-            return dispatch.wait(use_tqdm)
+            yield
         except ReplicaDiedError:
             self._note_deaths()
             raise
 
     def _note_deaths(self) -> None:
         for entry in self.roster:
-            if not entry.replica.is_alive():
+            if entry.state is not ReplicaState.STARTING and not entry.replica.is_alive():
                 self.roster.mark_dead(entry.index)
 
     def _new_id(self) -> str:
@@ -226,29 +231,10 @@ class GenerationService:
             session_ids=None if session_id is None else [session_id],
             min_version=min_version,
         )
-        timeout = _check_timeout(timeout_seconds)
-        dispatch = Dispatch(self.load_balancer, [request], placement, timeout)
-        try:
-            dispatch.send(wait=False)
-        except (
-            NoReplicaError,
-            StaleReplicaError,
-        ):  # every replica is busy with a sync, perhaps: wait, but not in this loop
-            await asyncio.to_thread(dispatch.send)
-        return await self._await_one(dispatch, timeout)
-
-    async def _await_one(self, dispatch: Dispatch, timeout: float | None) -> Completion:
-        (future,) = dispatch.futures
-        try:
-            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), timeout)
-        except ReplicaDiedError:
-            self._note_deaths()
-            raise
-        except TimeoutError:
-            raise await asyncio.to_thread(dispatch.late) from None
-        except asyncio.CancelledError:
-            dispatch.abort(wait=False)
-            raise
+        dispatch = Dispatch(self.load_balancer, [request], placement, _check_timeout(timeout_seconds))
+        with self._noting_deaths():
+            await dispatch.send_async()
+            return await dispatch.wait_async()
 
     def abort(self, request_ids: str | Sequence[str]) -> None:
         """Cut requests short, wherever they run; unknown ids are ignored, since a request may just have finished."""
@@ -259,8 +245,13 @@ class GenerationService:
 
     # -- commands to all replicas -----------------------------------------------------------------------------------
 
-    def _alive(self) -> list[Any]:
-        return [entry for entry in self.roster if entry.state is not ReplicaState.DEAD]
+    def _alive(self) -> list[RosterEntry]:
+        """The replicas that can answer; one that has died unnoticed is noted here."""
+        self._note_deaths()
+        alive = [entry for entry in self.roster if entry.state is not ReplicaState.DEAD]
+        if not alive:
+            raise NoReplicaError(f"no replica is alive: {self.roster!r}. Make a new service.")
+        return alive
 
     def call_all(self, command: str, timeout_seconds: float = CALL_SECONDS, **kwargs: Any) -> list[Any]:
         """Run a named command on every living replica at the same time and return the values in replica order.
@@ -270,11 +261,12 @@ class GenerationService:
         """
         self._check_running(command)
         alive = self._alive()
-        with ThreadPoolExecutor(max_workers=max(len(alive), 1)) as pool:
+        with ThreadPoolExecutor(max_workers=len(alive)) as pool:
             futures: list[Future[Any]] = [
                 pool.submit(entry.replica.call, command, timeout_seconds, **kwargs) for entry in alive
             ]
-        return [future.result() for future in futures]
+        with self._noting_deaths():
+            return [future.result() for future in futures]
 
     def pause(
         self, mode: PauseMode = "keep", *, clear_cache: bool = False, timeout_seconds: float = CALL_SECONDS
@@ -308,10 +300,6 @@ class GenerationService:
 
     # -- figures ----------------------------------------------------------------------------------------------------
 
-    def _stats_of(self, index: int | None) -> list[ReplicaStats]:
-        entries = list(self.roster) if index is None else [self.roster[index]]
-        return [entry.replica.stats(CALL_SECONDS) for entry in entries]
-
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
         """Requests in flight as the service counts them, of one replica or a list of all."""
         self._check_running("get_num_unfinished_requests")
@@ -320,14 +308,21 @@ class GenerationService:
         return [entry.inflight for entry in self.roster]
 
     def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
-        """Share of KV-cache blocks in use, 0 to 1, of one replica or a list of all: the engine's own figure."""
+        """Share of KV-cache blocks in use, 0 to 1, of one replica or a list of all: the engine's own figure.
+
+        NaN stands for a dead replica in the list; to name one is a ``ReplicaDiedError``.
+        """
         self._check_running("get_cache_usage")
-        usage = [stats.cache_usage for stats in self._stats_of(actor_index)]
-        return usage if actor_index is None else usage[0]
+        if actor_index is not None:
+            return float(self.roster[actor_index].replica.stats(CALL_SECONDS).cache_usage)
+        self._note_deaths()
+        dead = ReplicaState.DEAD
+        return [math.nan if e.state is dead else e.replica.stats(CALL_SECONDS).cache_usage for e in self.roster]
 
     def stats(self) -> list[dict[str, Any]]:
         """Return one flat dictionary per replica: state, version, and its engine's counts since it started."""
         self._check_running("stats")
+        self._note_deaths()
         rows = []
         for entry in self.roster:
             row = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,33 +21,62 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+INDEX = "model.safetensors.index.json"
 
 
 def checkpoint_metadata(folder: str | Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
     """Return checkpoint name -> (dtype, shape) of every tensor in a folder of ``*.safetensors`` files.
 
     Raises:
-        EngineError: the folder holds no such file.
+        EngineError: the folder holds no such file, or one that cannot be read.
     """
-    files = sorted(Path(folder).glob("*.safetensors"))
+    metadata = {}
+    for file in _files(Path(folder)):
+        for name, entry in _header(file).items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] not in DTYPES:
+                raise EngineError(
+                    f"tensor {name!r} in {str(file)!r} has dtype {entry['dtype']!r}; known: {', '.join(DTYPES)}."
+                )
+            metadata[name] = (DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
+    return metadata
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files that make up the model: those of its index if it has one, as vLLM does, since a folder may hold
+    the same weights in another format too."""
+    if (folder / INDEX).is_file():
+        index = json.loads((folder / INDEX).read_text())
+        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    single = folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise EngineError(
             f"no *.safetensors in {str(folder)!r}: weight names are read from the checkpoint. "
             "Save the model with save_pretrained(), or pass the trainer's own metadata."
         )
-    metadata = {}
-    for file in files:
+    return files
+
+
+def _header(file: Path) -> dict[str, Any]:
+    try:
         with file.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(size))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                metadata[name] = (DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
-    return metadata
+            header: dict[str, Any] = json.loads(stream.read(min(size, file.stat().st_size)))
+    except (OSError, ValueError, struct.error) as error:
+        raise EngineError(
+            f"{str(file)!r} is not a readable safetensors file ({error}): a Git LFS pointer, or cut short?"
+        ) from error
+    return header

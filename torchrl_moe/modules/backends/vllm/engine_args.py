@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from torchrl_moe import _compat
+
 __all__ = ["WORKER_EXTENSION", "arguments_of", "build_engine_args", "tensor_parallel_size"]
 
 WORKER_EXTENSION = "torchrl_moe.modules.backends.vllm.worker_extension.WorkerExtension"
@@ -22,7 +24,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def arguments_of(engine_args: Any) -> dict[str, Any]:
-    """Return engine arguments as keywords: a mapping as it is, of an ``EngineArgs`` what differs from its defaults.
+    """Return engine arguments as keywords: a mapping as it is, of an ``EngineArgs`` its model and what is not default.
 
     Raises:
         TypeError: neither of the two.
@@ -34,7 +36,7 @@ def arguments_of(engine_args: Any) -> dict[str, Any]:
         arguments = {
             field.name: value
             for field in dataclasses.fields(engine_args)
-            if (value := getattr(engine_args, field.name)) != _default_of(field)
+            if (value := getattr(engine_args, field.name)) != _default_of(field) or field.name == "model"
         }
     else:
         raise TypeError(
@@ -66,6 +68,7 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
         ValueError: capture asked of a dense model, capture with pipeline parallelism, or a foreign worker extension.
     """
     from vllm import AsyncEngineArgs
+    from vllm.config.weight_transfer import WeightTransferConfig
 
     extension = arguments.get("worker_extension_cls") or WORKER_EXTENSION
     if extension != WORKER_EXTENSION:
@@ -86,4 +89,6 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
             "one pipeline stage only. Use tensor_parallel_size, or enable_return_routed_experts=False."
         )
     engine_args.enable_return_routed_experts = bool(capture)
+    # read by vLLM at start-up, long before a transport is chosen: ours dispatches
+    engine_args.weight_transfer_config = WeightTransferConfig(backend=_compat.WEIGHT_BACKEND)
     return engine_args

@@ -1,93 +1,87 @@
 """The process that owns one ``AsyncLLM``: it reads requests from a socket and writes completions to it.
 
-Started by :class:`LocalReplica` as ``python -m torchrl_moe.modules.backends.vllm.engine_process FD``. vLLM imports this
-module again in its own child processes, so its top level stays light. It never outlives its driver: end of file on the
-socket, or a new parent process, ends it.
+Started by :class:`LocalReplica` as ``python -m torchrl_moe.modules.backends.vllm.engine_process FD DRIVER_PID``, as the
+leader of a process group. vLLM imports this module again in its own child processes, so its top level stays light. The
+group never outlives the driver: end of file on the socket, or a new parent process, ends it.
 
 Messages in: ``("configure", arguments)``, ``("generate", packed)``, ``("abort", ids)``,
 ``("call", number, method, kwargs)``, ``("shutdown",)``.
-Messages out: ``("ready", info)``, ``("failed", text)``, ``("completions", packed)``,
-``("refused", [(id, kind, text)])``,
-``("result", number, value)``, ``("error", number, kind, text)``, ``("died", text)``.
+Messages out: ``("ready", info)``, ``("failed", text)``, ``("completions", packed)``, ``("refused", id, kind, text)``,
+``("result", number, pickle)``, ``("error", number, kind, text)``, ``("died", text)``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import queue
+import pickle
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 from torchrl_moe import _compat
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.replica import Completion, ReplicaInfo, ReplicaStats, Request
+from torchrl_moe.modules.backends.replica import (
+    Completion,
+    PauseMode,
+    ReplicaInfo,
+    ReplicaStats,
+    Request,
+    StageReport,
+    SwapReport,
+)
 from torchrl_moe.modules.backends.vllm import wire
 from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args
+from torchrl_moe.modules.backends.vllm.lifeline import Inbox, end_group, end_group_later
 from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
 from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder
+from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 
 WATCH_SECONDS = 0.5
-SHUTDOWN_SECONDS = 1.0
+ABORT_SECONDS = 0.01
+SHUTDOWN_SECONDS = 1.0  # that vLLM's own processes get to end
+IDLE = SimpleNamespace(running=0, waiting=0, cache_usage=0.0)
 
 
-class Outbox:
-    """Writes messages from a thread of its own, and puts completions that are ready together into one message."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._queue: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._write, name="outbox", daemon=True)
-        self._thread.start()
-
-    def put(self, *message: Any) -> None:
-        self._queue.put(message)
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join(timeout=5.0)
-
-    def _write(self) -> None:
-        while (message := self._queue.get()) is not None:
-            batch = [message]
-            while not self._queue.empty() and batch[-1] is not None:
-                batch.append(self._queue.get())  # type: ignore[arg-type]
-            try:
-                self._write_batch([item for item in batch if item is not None])
-            except OSError:  # the driver is gone: the reader sees it too and ends the process
-                return
-            if batch[-1] is None:
-                return
-
-    def _write_batch(self, batch: list[tuple[Any, ...]]) -> None:
-        completions = [message[1] for message in batch if message[0] == "completion"]
-        if completions:
-            wire.send(self._connection, ("completions", wire.pack_completions(completions)))
-        for message in batch:
-            if message[0] != "completion":
-                wire.send(self._connection, message)
+def _frame(messages: list[tuple[Any, ...]]) -> list[wire.Frames]:
+    """Put completions that are ready together into one message."""
+    completions = [message[1] for message in messages if message[0] == "completion"]
+    others = [wire.encode(message) for message in messages if message[0] != "completion"]
+    return [*([wire.encode(("completions", wire.pack_completions(completions)))] if completions else []), *others]
 
 
 class EngineProcess:
-    """One engine, its requests in flight, and the commands that the driver may call by name."""
+    """One engine, its requests in flight, and the commands that the driver may call by name.
 
-    def __init__(self, engine: Any, info: ReplicaInfo, outbox: Outbox, load: Any) -> None:
+    Args:
+        engine: the ``AsyncLLM``.
+        info: what the replica said of itself.
+        load: the engine's :class:`LoadLogger`.
+        inbox: what the driver sends.
+        send: takes a message to the driver.
+    """
+
+    def __init__(
+        self, engine: Any, info: ReplicaInfo, load: Any, inbox: Inbox, send: Callable[[tuple[Any, ...]], None]
+    ) -> None:
         self.engine = engine
         self.info = info
-        self.outbox = outbox
         self.load = load
-        self.version = 0
+        self.weights = EngineWeights(engine, lambda: checkpoint_metadata(_checkpoint_folder(info.model)))
         self.counts = dict.fromkeys(("requests", "completions", "prompt_tokens", "cached_tokens"), 0)
         self.counts["generated_tokens"] = 0
         self.seconds = 0.0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._inbox = inbox
+        self._send = send
+        self._open: set[str] = set()
+        self._death_reported = False
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._errors = _compat.vllm_client_errors()
         self._sampling = SamplingParamsBuilder()
 
@@ -96,31 +90,43 @@ class EngineProcess:
     def generate(self, packed: dict[str, Any]) -> None:
         """Start one task per request of a message."""
         for request in wire.unpack_requests(packed):
+            self._open.add(request.request_id)
             self._spawn(self._run(request), partial(self._send_completion, request, time.monotonic()))
 
-    def _spawn(self, coroutine: Any, on_done: Callable[[asyncio.Task[Any]], None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, Any], *on_done: Callable[[asyncio.Task[Any]], None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(on_done)
+        for callback in (self._tasks.discard, *on_done):
+            task.add_done_callback(callback)
 
     def _send_completion(self, request: Request, started: float, task: asyncio.Task[Completion]) -> None:
+        self._open.discard(request.request_id)
         if task.cancelled():  # the process is ending: the driver fails what is open
             return
         error = task.exception()
         if error is None:
             self._count(task.result(), time.monotonic() - started)
-            self.outbox.put("completion", task.result())
-        elif isinstance(error, self._errors):
-            self.outbox.put("refused", [(request.request_id, "value", str(error))])
-        else:
-            self.outbox.put("refused", [(request.request_id, "engine", repr(error.__cause__ or error))])
+            self._send(("completion", task.result()))
+        elif not self._report_death():
+            self._send(("refused", request.request_id, *self._described(error)))
+
+    def _described(self, error: BaseException) -> tuple[str, str]:
+        """Return whose fault an error is, and its words.
+
+        What vLLM did not expect in a request, it wraps in an error without words: then its cause says more.
+        """
+        cause = error if error.__cause__ is None or str(error) else error.__cause__
+        if isinstance(cause, self._errors):
+            return "value", str(cause)
+        return "engine", f"{type(cause).__name__}: {cause}"
 
     async def _run(self, request: Request) -> Completion:
         params = self._sampling(request.sampling_params, request.guided_options)
-        prompt: Any = request.prompt
-        if request.prompt_token_ids is not None:
-            prompt = {"prompt_token_ids": request.prompt_token_ids.tolist()}
+        prompt: dict[str, Any] = self.weights.salt()
+        if request.prompt_token_ids is None:
+            prompt["prompt"] = request.prompt
+        else:
+            prompt["prompt_token_ids"] = request.prompt_token_ids.tolist()
         final = None
         async for output in self.engine.generate(
             prompt, params, request.request_id, lora_request=request.lora_request, priority=request.priority
@@ -128,7 +134,7 @@ class EngineProcess:
             final = output
         if final is None:
             raise RuntimeError(f"vLLM ended request {request.request_id!r} without an output")
-        return completion_from_vllm(final, request, self.version)
+        return completion_from_vllm(final, request, self.weights.version)
 
     def _count(self, completion: Completion, seconds: float) -> None:
         self.counts["requests"] += 1
@@ -138,21 +144,37 @@ class EngineProcess:
         self.counts["generated_tokens"] += sum(len(output.token_ids) for output in completion.outputs)
         self.seconds += seconds
 
+    def abort(self, request_ids: list[str]) -> None:
+        """Cut requests short. Asked until they are gone: vLLM does not know a request whose prompt it still reads."""
+        self._spawn(self._abort(request_ids))
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        while still := [name for name in request_ids if name in self._open]:
+            await self.engine.abort(still)
+            await asyncio.sleep(ABORT_SECONDS)
+
     # -- commands ---------------------------------------------------------------------------------------------------
 
     def call(self, number: int, method: str, kwargs: dict[str, Any]) -> None:
         """Start a command; its value or its error is sent when it is done."""
-        self._spawn(getattr(self, f"command_{method}")(**kwargs), partial(self._send_result, number))
+        self._spawn(self._answer(method, kwargs), partial(self._send_result, number))
 
-    def _send_result(self, number: int, task: asyncio.Task[Any]) -> None:
+    async def _answer(self, method: str, kwargs: dict[str, Any]) -> bytes:
+        """Run a command. Its value is pickled here and unpickled by the caller, where a failure concerns only him."""
+        command = getattr(self, f"command_{method}", None)
+        if command is None:
+            known = sorted(name.removeprefix("command_") for name in dir(self) if name.startswith("command_"))
+            raise ValueError(f"an engine process has no command {method!r}; known: {', '.join(known)}")
+        return pickle.dumps(await command(**kwargs))
+
+    def _send_result(self, number: int, task: asyncio.Task[bytes]) -> None:
         if task.cancelled():
             return
         error = task.exception()
         if error is None:
-            self.outbox.put("result", number, task.result())
-        else:
-            kind = "value" if isinstance(error, self._errors) else "engine"
-            self.outbox.put("error", number, kind, f"{type(error).__name__}: {error}")
+            self._send(("result", number, task.result()))
+        elif not self._report_death():
+            self._send(("error", number, *self._described(error)))
 
     async def command_pause(self, mode: str, clear_cache: bool) -> None:
         await self.engine.pause_generation(mode=mode, clear_cache=clear_cache)
@@ -172,57 +194,54 @@ class EngineProcess:
     async def command_metadata(self) -> Any:
         return checkpoint_metadata(_checkpoint_folder(self.info.model))
 
+    async def command_init_weights(self, transport: str, folder: str) -> None:
+        await self.weights.init(transport, folder)
+
+    async def command_stage_weights(self, version: int) -> StageReport:
+        return await self.weights.stage(version)
+
+    async def command_swap_weights(self, version: int, pause: PauseMode, clear_cache: bool) -> SwapReport:
+        return await self.weights.swap(version, pause, clear_cache)
+
     async def command_stats(self) -> ReplicaStats:
+        # vLLM reports with each step, and an engine that has nothing to do makes none
+        load = self.load if self._open else IDLE
         return ReplicaStats(
-            running=self.load.running,
-            waiting=self.load.waiting,
-            cache_usage=self.load.cache_usage,
+            running=load.running,
+            waiting=load.waiting,
+            cache_usage=load.cache_usage,
             generation_seconds=self.seconds,
             **self.counts,
         )
 
     # -- life -------------------------------------------------------------------------------------------------------
 
-    async def serve(self, connection: Connection) -> None:
+    async def serve(self) -> None:
         """Handle messages until the driver says so, goes away, or the engine dies."""
-        loop = asyncio.get_running_loop()
-        inbox: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
-        reader = threading.Thread(target=_read, args=(connection, loop, inbox), name="inbox", daemon=True)
-        reader.start()
-        watch = loop.create_task(self._watch(inbox))
+        watch = asyncio.get_running_loop().create_task(self._watch_engine())
         while True:
-            kind, *rest = await inbox.get()
+            kind, *rest = await self._inbox.messages.get()
             if kind == "generate":
                 self.generate(*rest)
             elif kind == "abort":
-                await self.engine.abort(rest[0])
+                self.abort(*rest)
             elif kind == "call":
                 self.call(*rest)
             else:
-                if kind == "died":
-                    self.outbox.put("died", *rest)
                 watch.cancel()
                 return
 
-    async def _watch(self, inbox: asyncio.Queue[tuple[Any, ...]]) -> None:
-        parent = os.getppid()
-        while True:
+    async def _watch_engine(self) -> None:
+        while not self._report_death():
             await asyncio.sleep(WATCH_SECONDS)
-            if self.engine.errored:
-                inbox.put_nowait(("died", f"vLLM's engine core died: {self.engine.dead_error}"))
-            elif os.getppid() != parent:
-                inbox.put_nowait(("shutdown",))
 
-
-def _read(connection: Connection, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[tuple[Any, ...]]) -> None:
-    while True:
-        try:
-            message = wire.receive(connection)
-        except (EOFError, OSError):
-            message = ("shutdown",)
-        loop.call_soon_threadsafe(inbox.put_nowait, message)
-        if message[0] == "shutdown":
-            return
+    def _report_death(self) -> bool:
+        """Tell the driver if the engine is dead, and end: then every error is but a consequence of that."""
+        if self.engine.errored and not self._death_reported:
+            self._death_reported = True
+            self._send(("died", f"vLLM's engine core died: {self.engine.dead_error}"))
+            self._inbox.put("shutdown")
+        return self._death_reported
 
 
 def _checkpoint_folder(model: str) -> str:
@@ -262,29 +281,41 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, An
     return engine, info, load
 
 
-async def _main(connection: Connection) -> int:
-    outbox = Outbox(connection)
-    _, arguments = wire.receive(connection)
+async def _main(connection: Connection, driver: int) -> None:
+    outbox = wire.Outbox(connection, _frame)
+    inbox = Inbox(connection, driver, asyncio.get_running_loop())
+    _, arguments = await inbox.messages.get()
     started: tuple[Any, ReplicaInfo, Any] | BaseException
     (started,) = await asyncio.gather(_start_engine(arguments), return_exceptions=True)
     if isinstance(started, BaseException):
         traceback.print_exception(started)
-        outbox.put("failed", f"{type(started).__name__}: {started}")
+        outbox.put(("failed", f"{type(started).__name__}: {started}"))
         outbox.close()
-        return 1
+        return
     engine, info, load = started
+    inbox.serving = True
     try:
-        outbox.put("ready", info)
-        await EngineProcess(engine, info, outbox, load).serve(connection)
+        outbox.put(("ready", info))
+        await EngineProcess(engine, info, load, inbox, outbox.put).serve()
     finally:
+        end_group_later()
         outbox.close()
         engine.shutdown(timeout=SHUTDOWN_SECONDS)
-    return 0
+
+
+def main() -> None:
+    """Run to the end. Nothing may hold the exit back: vLLM leaves threads behind, and the driver waits."""
+    descriptor, driver = map(int, sys.argv[1:])
+    code = 1
+    try:
+        asyncio.run(_main(Connection(descriptor), driver))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        end_group(code)
 
 
 if __name__ == "__main__":
-    # Nothing may hold the exit back: vLLM leaves threads behind, and the driver waits for this process.
-    code = asyncio.run(_main(Connection(int(sys.argv[1]))))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    main()

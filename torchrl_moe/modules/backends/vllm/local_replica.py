@@ -1,8 +1,6 @@
 """A replica without Ray: a child process that owns an ``AsyncLLM``, reached over one socket.
 
-The child is a session leader of its own, so a Ctrl-C at the terminal reaches the driver only, and the whole group
-(vLLM starts two more processes) can be ended at once. The child is started by module name: the user's script is not
-imported again and needs no ``__main__`` guard.
+This file keeps what the driver waits for, and fails it when the child is gone; the process itself is in ``child.py``.
 """
 
 from __future__ import annotations
@@ -10,17 +8,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
+import pickle
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +21,11 @@ import torchrl_moe
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.replica import Completion, PauseMode, ReplicaInfo, ReplicaStats, Request
 from torchrl_moe.modules.backends.vllm import wire
+from torchrl_moe.modules.backends.vllm.child import Child
 
 __all__ = ["LocalReplica", "engine_environment"]
 
-MODULE = "torchrl_moe.modules.backends.vllm.engine_process"
-GRACE_SECONDS = 10.0
-SHOWN_LOG_LINES = 6
-SHOWN_LOG_COLUMNS = 400
+READY = -1  # the number of the one answer that is not asked for
 
 
 def engine_environment(devices: str | None = None, num_replicas: int = 1, verbose: bool = False) -> dict[str, str]:
@@ -49,6 +40,8 @@ def engine_environment(devices: str | None = None, num_replicas: int = 1, verbos
     root = str(Path(torchrl_moe.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     environment.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "WARNING")
+    # a forked engine core would hold our socket open, and threads of ours run when it is made
+    environment.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
         return environment
@@ -75,40 +68,31 @@ class LocalReplica:
         self._arguments = dict(arguments)
         self._environment = dict(environment)
         self._lock = threading.Lock()
-        self._send_lock = threading.Lock()
         self._numbers = itertools.count()
         self._ready: Future[ReplicaInfo] = Future()
         self._requests: dict[str, Future[Completion]] = {}
-        self._calls: dict[int, Future[Any]] = {}
+        self._calls: dict[int, Future[Any]] = {READY: self._ready}
         self._death: str | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-        self._log: Path | None = None
+        self._child: Child | None = None
 
     # -- life -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the child and send it its arguments."""
-        ours, theirs = socket.socketpair()
-        handle, path = tempfile.mkstemp(prefix=f"torchrl_moe-replica-{self.index}-", suffix=".log")
-        self._log = Path(path)
-        with theirs, os.fdopen(handle, "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._connection = Connection(ours.detach())
+        """Start the child and send it its arguments.
+
+        Raises:
+            RuntimeError: it was started before.
+        """
+        if self._child is not None:
+            raise RuntimeError(f"replica {self.index} was started before: make a new one")
+        configure = wire.encode(("configure", self._arguments))
+        self._child = child = Child(self.index, self._environment)
         # also runs at interpreter exit, whatever the user forgot
-        self._end = weakref.finalize(self, _end_process, self._process, self._connection, self._log)
+        self._end = weakref.finalize(self, child.end_and_forget)
         threading.Thread(
-            target=_receive, args=(weakref.ref(self), self._connection), name=f"replica-{self.index}", daemon=True
+            target=_receive, args=(weakref.ref(self), child), name=f"replica-{self.index}", daemon=True
         ).start()
-        self._send("configure", self._arguments)
+        child.outbox.put(configure)
 
     def wait_ready(self, timeout: float) -> ReplicaInfo:
         """Wait until the engine serves.
@@ -117,67 +101,78 @@ class LocalReplica:
             ReplicaDiedError: the engine did not come up; the message ends with its own last words.
             EngineError: it did not come up in time.
         """
+        self._started()
         try:
             return self._ready.result(timeout)
         except FutureTimeout:
             raise EngineError(
-                f"replica {self.index} was not ready within {timeout:.0f} s. Its log so far:\n{self.log_tail()}"
+                f"replica {self.index} was not ready within {timeout:.0f} s. Its log so far:\n{self._tail()}"
             ) from None
+
+    def _started(self) -> Child:
+        if self._child is None:
+            raise RuntimeError(f"replica {self.index} was not started: call start() first")
+        return self._child
 
     def is_alive(self) -> bool:
         """Whether the child runs and has not reported its engine's death."""
-        return self._process is not None and self._death is None and self._process.poll() is None
+        return self._child is not None and self._death is None and self._child.process.poll() is None
 
     def shutdown(self) -> None:
         """Ask the child to end, and end its whole process group after a grace period. Idempotent."""
-        if self._process is None:
+        if self._child is None:
             return
         self._fail_all(f"replica {self.index} was shut down")
+        self._child.end()
         self._end()
-
-    def log_tail(self, lines: int = SHOWN_LOG_LINES) -> str:
-        """Return the last errors that the child printed, or its last lines if it printed none."""
-        if self._log is None or not self._log.exists():
-            return "(no log)"
-        text = [line[:SHOWN_LOG_COLUMNS] for line in self._log.read_text(errors="replace").splitlines()]
-        errors = [line for line in text if "Error" in line and "See root cause above" not in line]
-        shown = errors or [line for line in text if "WARNING" not in line and "shards:" not in line]
-        return "\n".join(shown[-lines:]) or "(its log holds no error)"
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
-        """Send requests in one message; see the protocol."""
+        """Send requests in one message; see the protocol. A request id must not be in flight already."""
+        child = self._started()
         futures: list[Future[Completion]] = [Future() for _ in requests]
+        sent = []
         with self._lock:
-            if self._death is None:
-                for request, future in zip(requests, futures, strict=True):
+            for request, future in zip(requests, futures, strict=True):
+                if self._death is not None:
+                    future.set_exception(ReplicaDiedError(self._death))
+                elif request.request_id in self._requests:
+                    future.set_exception(
+                        ValueError(f"request id {request.request_id!r} is in flight already: give each one its own")
+                    )
+                else:
                     self._requests[request.request_id] = future
-        if self._death is not None:
-            for future in futures:
-                future.set_exception(ReplicaDiedError(self._death))
-            return futures
-        self._send("generate", wire.pack_requests(requests))
+                    sent.append(request)
+        try:
+            if sent:
+                child.outbox.put(wire.encode(("generate", wire.pack_requests(sent))))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            for request in sent:
+                refusal = ValueError(f"the request cannot be sent to the engine process: {error}")
+                self._resolve(self._requests, request.request_id, refusal)
         return futures
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests; their futures resolve with what they had."""
         if self._death is None:
-            self._send("abort", list(request_ids))
+            self._started().outbox.put(wire.encode(("abort", list(request_ids))))
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
     def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
         """Run a command of the child; see the protocol."""
+        child = self._started()
         number = next(self._numbers)
+        frames = wire.encode(("call", number, command, kwargs))
         future: Future[Any] = Future()
         with self._lock:
+            if self._death is not None:
+                raise ReplicaDiedError(self._death)
             self._calls[number] = future
-        if self._death is not None:
-            raise ReplicaDiedError(self._death)
-        self._send("call", number, command, kwargs)
+        child.outbox.put(frames)
         try:
-            return future.result(timeout)
+            return pickle.loads(future.result(timeout))
         except FutureTimeout:
             raise EngineError(f"replica {self.index} did not answer {command!r} within {timeout:g} s") from None
         finally:
@@ -199,33 +194,23 @@ class LocalReplica:
 
     # -- plumbing ---------------------------------------------------------------------------------------------------
 
-    def _send(self, *message: Any) -> None:
-        if self._connection is None:
-            raise RuntimeError(f"replica {self.index} was not started: call start() first")
-        try:
-            with self._send_lock:
-                wire.send(self._connection, message)
-        except OSError:
-            self._fail_all(self._why_dead())
-
     def _handle(self, kind: str, *rest: Any) -> None:
         """Act on one message of the child, in the receiver thread."""
         if kind == "completions":
             for completion in wire.unpack_completions(rest[0], self.index):
                 self._resolve(self._requests, completion.request_id, completion)
         elif kind == "refused":
-            for request_id, reason, text in rest[0]:
-                self._resolve(self._requests, request_id, _error(reason, text))
+            self._resolve(self._requests, rest[0], _error(*rest[1:]))
         elif kind == "result":
-            self._resolve(self._calls, rest[0], rest[1])
+            self._resolve(self._calls, *rest)
         elif kind == "error":
-            self._resolve(self._calls, rest[0], _error(rest[1], rest[2]))
+            self._resolve(self._calls, rest[0], _error(*rest[1:]))
         elif kind == "ready":
-            self._ready.set_result(rest[0])
+            self._resolve(self._calls, READY, rest[0])
         elif kind == "failed":
-            self._fail_all(f"replica {self.index} did not start: {rest[0]}\n{self.log_tail()}")
+            self._fail_all(f"replica {self.index} did not start: {rest[0]}\n{self._tail()}")
         else:
-            self._fail_all(f"replica {self.index} died: {rest[0]}\n{self.log_tail()}")
+            self._fail_all(f"replica {self.index} died: {rest[0]}\n{self._tail()}")
 
     def _resolve(self, table: dict[Any, Future[Any]], key: Any, value: Any) -> None:
         with self._lock:
@@ -236,55 +221,48 @@ class LocalReplica:
             else:
                 future.set_result(value)
 
-    def _why_dead(self) -> str:
-        code = None if self._process is None else self._process.poll()
-        how = "closed its socket" if code is None else f"ended with exit code {code}"
-        return f"replica {self.index} {how}. Its last log lines:\n{self.log_tail()}"
-
     def _fail_all(self, reason: str) -> None:
         """Fail everything that waits; the first reason stays."""
         with self._lock:
             if self._death is not None:
                 return
             self._death = reason
-            waiting: list[Future[Any]] = [*self._requests.values(), *self._calls.values(), self._ready]
+            waiting: list[Future[Any]] = [*self._requests.values(), *self._calls.values()]
             self._requests.clear()
             self._calls.clear()
         for future in waiting:
-            if not future.done() and future.set_running_or_notify_cancel():
+            if future.set_running_or_notify_cancel():
                 future.set_exception(ReplicaDiedError(reason))
+
+    def _tail(self) -> str:
+        return self._started().log_tail()
+
+    def _lost(self) -> None:
+        """Note that the child closed its socket, having said why or not."""
+        code = self._started().process.poll()
+        how = "closed its socket" if code is None else f"ended with exit code {code}"
+        self._fail_all(f"replica {self.index} {how}. Its last log lines:\n{self._tail()}")
 
 
 def _error(kind: str, text: str) -> Exception:
     return ValueError(text) if kind == "value" else EngineError(text)
 
 
-def _receive(reference: weakref.ref[LocalReplica], connection: Connection) -> None:
-    """Pass messages on until the child is gone. Holds the replica weakly, so that it can be collected."""
-    while True:
-        try:
-            message = wire.receive(connection)
-        except (EOFError, OSError):
-            message = None
-        replica = reference()
-        if replica is None:
-            return
-        if message is None:
-            if replica._process is not None:
-                replica._process.wait(GRACE_SECONDS)
-            replica._fail_all(replica._why_dead())
-            return
-        replica._handle(*message)
-        del replica
-
-
-def _end_process(process: subprocess.Popen[bytes], connection: Connection, log: Path) -> None:
-    """End a child and its whole group: politely, then for certain."""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        wire.send(connection, ("shutdown",))
-        process.wait(GRACE_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    connection.close()
-    log.unlink(missing_ok=True)
+def _receive(reference: weakref.ref[LocalReplica], child: Child) -> None:
+    """Pass messages on until the child is gone, then clear up. The replica is held weakly: it may be collected."""
+    try:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message = wire.receive(child.connection)
+                replica = reference()
+                if replica is None:
+                    break
+                replica._handle(*message)
+                del message, replica
+    finally:
+        # first the group, so that no one finds its memory in use after its death was told
+        child.end()
+        if (replica := reference()) is not None:
+            replica._lost()
+        child.outbox.close()
+        child.connection.close()

@@ -39,17 +39,20 @@ def _build(spec: Any, guided_options: Any) -> Any:
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    params = SamplingParams(**spec) if isinstance(spec, Mapping) else (spec or SamplingParams()).clone()
-    if not isinstance(params, SamplingParams):
+    if not isinstance(spec, SamplingParams | Mapping | None):
         raise ValueError(f"sampling_params must be vllm.SamplingParams or a mapping, got {type(spec).__name__}")
+    params = spec.clone() if isinstance(spec, SamplingParams) else SamplingParams(**(spec or {}))
     if params.seed is not None and current_platform.is_cpu():
         raise ValueError(
             f"SamplingParams(seed={params.seed}): a seed per request kills vLLM's CPU engine when a prompt is "
             "prefilled in chunks. Pass seed= to the engine instead."
         )
     if guided_options is not None:
-        options = dict(guided_options) if isinstance(guided_options, Mapping) else guided_options
-        params.structured_outputs = StructuredOutputsParams(**options) if isinstance(options, dict) else options
+        if not isinstance(guided_options, StructuredOutputsParams | Mapping):
+            kind = type(guided_options).__name__
+            raise ValueError(f"guided_options must be vLLM's StructuredOutputsParams or a mapping, got {kind}")
+        is_mapping = isinstance(guided_options, Mapping)
+        params.structured_outputs = StructuredOutputsParams(**guided_options) if is_mapping else guided_options
     params.output_kind = RequestOutputKind.FINAL_ONLY
     params.flat_logprobs = params.logprobs is not None
     return params

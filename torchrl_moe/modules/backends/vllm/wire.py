@@ -49,8 +49,7 @@ def receive(connection: Connection) -> Any:
 class Outbox:
     """Writes messages from a thread of its own, so that nobody who sends waits for a reader that is stuck.
 
-    If it fails to make or write a message, it hangs up: the other side then sees the end of the file, and so does the
-    reader on this side. A message that is lost in silence would be waited for.
+    When the thread ends, it hangs up, whatever ended it: a message that is lost in silence would be waited for.
 
     Args:
         connection: where to.
@@ -69,18 +68,19 @@ class Outbox:
         self._queue.put(item)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Write what was put so far and end the thread."""
+        """Write what was put so far, hang up and end the thread."""
         self._queue.put(None)
         self._thread.join(timeout)
 
     def _run(self) -> None:
         try:
-            with contextlib.suppress(OSError):  # the other side is gone, as the reader finds too
-                self._write_all()
+            self._write_until_closed()
+        except OSError:  # the other side is gone, as the reader on this side finds too
+            return
         finally:
-            self._queue = queue.SimpleQueue()  # nobody reads it: what was put meanwhile need not be kept
+            _hang_up(self._connection)
 
-    def _write_all(self) -> None:
+    def _write_until_closed(self) -> None:
         closing = False
         while not closing:
             batch = [self._queue.get()]
@@ -88,17 +88,12 @@ class Outbox:
                 batch.append(self._queue.get())
             closing = any(item is None for item in batch)
             items = [item for item in batch if item is not None]
-            try:
-                messages = self._frame(items) if items else []
-            except BaseException:
-                hang_up(self._connection)
-                raise
-            for frames in messages:
+            for frames in self._frame(items) if items else ():
                 for part in frames:
                     self._connection.send_bytes(part)
 
 
-def hang_up(connection: Connection) -> None:
+def _hang_up(connection: Connection) -> None:
     """End the traffic both ways without closing the descriptor, which another thread may be reading."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
         duplicate.shutdown(socket.SHUT_RDWR)
@@ -193,11 +188,11 @@ def unpack_completions(packed: Packed, replica: int) -> list[Completion]:
     outputs = iter(_unpack_outputs(packed))
     prompts = _split(packed["prompt_ids"].astype(np.int64), packed["prompt_lengths"])
     completions = []
-    for prompt_ids, (request_id, prompt, cached, count, queue, first, total) in zip(
+    for prompt_ids, (request_id, prompt, cached, count, queued, first, total) in zip(
         prompts, packed["rest"], strict=True
     ):
         metrics = CompletionMetrics(
-            queue_seconds=queue, first_token_seconds=first, total_seconds=total, replica=replica
+            queue_seconds=queued, first_token_seconds=first, total_seconds=total, replica=replica
         )
         completions.append(
             Completion(

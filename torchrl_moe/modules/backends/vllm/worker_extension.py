@@ -13,6 +13,11 @@ from torchrl_moe import _compat
 __all__ = ["WorkerExtension"]
 
 
+# vLLM imports this module in each worker before it makes the weight-transfer engine. Unlike an entry point, that needs
+# no installed package and cannot be filtered away by VLLM_PLUGINS.
+_compat.register_weight_engine()
+
+
 class WorkerExtension:
     """Mixed into vLLM's ``Worker``; ``model_runner`` is the worker's own."""
 

@@ -1,0 +1,108 @@
+"""Joining turns: a whole earlier turn or nothing, and the first writer wins."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchrl_moe.data.segments import first_writer_wins, shared_prefix
+
+NAN = float("nan")
+IDS = st.lists(st.integers(0, 2), max_size=6)
+
+
+def ids(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "shared"),
+    [
+        ([1, 2], [1, 2, 3], 2),
+        ([1, 2], [1, 2], 2),
+        ([1, 2, 3], [1, 2], 0),  # cut
+        ([1, 4], [1, 2, 3], 0),  # rendered anew
+        ([2, 1], [1, 2, 2, 1], 0),
+        ([], [1], 0),
+        ([0], [0], 1),
+    ],
+)
+def test_all_of_the_earlier_sequence_is_shared_or_none(earlier: list[int], later: list[int], shared: int) -> None:
+    assert shared_prefix(ids(earlier), ids(later)) == shared
+
+
+@given(IDS, IDS)
+def test_a_shared_prefix_is_a_prefix(earlier: list[int], later: list[int]) -> None:
+    assert shared_prefix(ids(earlier), ids(later)) == (len(earlier) if later[: len(earlier)] == earlier else 0)
+
+
+def test_numbers_by_hand() -> None:
+    kept = first_writer_wins(torch.tensor([NAN, -0.5, 0.0]), torch.tensor([-1.0, -2.0, -3.0, NAN]))
+    assert kept[:3].tolist() == [-1.0, -0.5, 0.0]  # 0 is a log-prob like any other
+    assert kept[3].isnan()
+
+
+def test_experts_by_hand() -> None:
+    earlier = torch.tensor([[[-1, -1], [0, 3]], [[-1, -1], [-1, -1]]], dtype=torch.int8)
+    later = torch.tensor([[[-1, -1], [1, 2]], [[-1, -1], [4, 0]], [[-1, -1], [-1, -1]]], dtype=torch.int8)
+    kept = first_writer_wins(earlier, later)
+    assert kept.dtype == torch.int8
+    assert kept.tolist() == [[[-1, -1], [0, 3]], [[-1, -1], [4, 0]], [[-1, -1], [-1, -1]]]  # 0 is an expert
+
+
+def test_nothing_earlier_leaves_the_later_turn_alone() -> None:
+    later = torch.tensor([3, -1], dtype=torch.int32)
+    kept = first_writer_wins(later[:0], later)
+    assert kept.tolist() == [3, -1]
+    assert kept.dtype == torch.int32
+
+
+def test_the_inputs_are_left_as_they_were() -> None:
+    earlier, later = torch.tensor([5, -1]), torch.tensor([7, 8])
+    kept = first_writer_wins(earlier, later)
+    kept.fill_(0)
+    assert earlier.tolist() == [5, -1]
+    assert later.tolist() == [7, 8]
+
+
+def join(turns: list[Tensor]) -> Tensor:
+    joined = turns[0]
+    for turn in turns[1:]:
+        joined = first_writer_wins(joined, turn)
+    return joined
+
+
+@st.composite
+def dialogues(draw: st.DrawFn) -> list[list[int]]:
+    """Values of every token that each turn knows of, -1 where it knows none; turns only grow."""
+    lengths = sorted(draw(st.lists(st.integers(0, 8), min_size=1, max_size=5)))
+    return [draw(st.lists(st.integers(-1, 3), min_size=n, max_size=n)) for n in lengths]
+
+
+def first_known(turns: list[list[int]]) -> list[int]:
+    """The reference, token by token."""
+    return [next((turn[t] for turn in turns if t < len(turn) and turn[t] != -1), -1) for t in range(len(turns[-1]))]
+
+
+@given(dialogues())
+def test_each_token_has_what_its_first_writer_wrote(turns: list[list[int]]) -> None:
+    assert join([ids(turn) for turn in turns]).tolist() == first_known(turns)
+
+
+@given(dialogues())
+def test_nan_is_to_numbers_what_unset_is_to_ids(turns: list[list[int]]) -> None:
+    joined = join([torch.tensor([NAN if v == -1 else float(v) for v in turn]) for turn in turns])
+    assert [-1 if math.isnan(v) else int(v) for v in joined.tolist()] == first_known(turns)
+
+
+@given(dialogues())
+def test_routes_are_joined_row_by_row(turns: list[list[int]]) -> None:
+    tables = [torch.tensor([[[-1] * 2, [v, v]] for v in turn], dtype=torch.int8).view(-1, 2, 2) for turn in turns]
+    joined = join(tables)
+    assert joined.dtype == torch.int8
+    assert joined.tolist() == [[[-1] * 2, [v, v]] for v in first_known(turns)]

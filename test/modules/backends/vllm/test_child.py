@@ -1,0 +1,154 @@
+"""The child process: its environment, its log, and that all of it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modules.backends.vllm.processes import group, toy_environment, until, use_toy_engine
+from torchrl_moe.modules.backends.vllm import child, wire
+from torchrl_moe.modules.backends.vllm.child import Child
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def one_with_log(text: str, temporary: Path) -> Child:
+    process = Child.__new__(Child)  # the log is all that is asked of it
+    process.log = temporary / "log"
+    process.log.write_text(text)
+    return process
+
+
+def test_the_tail_of_a_log_is_its_last_errors(temporary: Path) -> None:
+    lines = [*(f"Error {number}" for number in range(9)), "INFO ok", "RuntimeError: Failed. See root cause above."]
+    assert one_with_log("\n".join(lines), temporary).log_tail(2) == "Error 7\nError 8"
+
+
+def test_the_tail_of_a_log_without_errors_is_its_last_lines(temporary: Path) -> None:
+    lines = ["one", "WARNING two", "Loading shards: 3", "four", "five"]
+    assert one_with_log("\n".join(lines), temporary).log_tail(3) == "one\nfour\nfive"
+    assert one_with_log("", temporary).log_tail() == "(its log holds no error)"
+
+
+def test_the_tail_of_a_log_is_short_whatever_the_log_is(temporary: Path) -> None:
+    log = (
+        "Error at the start\n"
+        + "x" * (3 << 20)
+        + "\nError at the end "
+        + "y" * 1000
+        + "\nbytes \ud800".encode("utf-8", "surrogatepass").decode("latin-1")
+    )
+    tail = one_with_log(log, temporary).log_tail()
+    assert tail.startswith("Error at the end yyy")
+    assert len(tail) == child.SHOWN_LOG_COLUMNS
+
+
+def test_a_log_that_is_gone_has_no_tail(temporary: Path) -> None:
+    process = one_with_log("text", temporary)
+    process.log.unlink()
+    assert process.log_tail() == "(no log)"
+
+
+def test_a_child_that_cannot_be_started_leaves_no_log_and_no_socket(temporary: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(TypeError, match=r"expected str, bytes or os\.PathLike object, not int"):
+        Child(0, {"A": 1})  # type: ignore[dict-item]
+    assert list(temporary.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_child_leads_a_session_of_its_own_and_its_output_goes_to_its_log(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_toy_engine(monkeypatch)
+    process = Child(3, toy_environment())
+    try:
+        assert os.getsid(process.process.pid) == os.getpgid(process.process.pid) == process.process.pid
+        process.outbox.put(wire.encode(("configure", {"model": "toy", "start": {"print": "hello log"}})))
+        assert wire.receive(process.connection)[0] == "ready"
+        assert process.log.parent.parent == temporary
+        assert process.log.parent.name.startswith("torchrl_moe-replica-3-")
+        assert process.log_tail() == "hello log"
+    finally:
+        process.end_and_forget()
+    assert list(temporary.iterdir()) == []
+    assert group(process.process.pid) == []
+
+
+def test_whoever_ends_a_child_waits_until_it_has_ended(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "GRACE_SECONDS", 0.5)
+    use_toy_engine(monkeypatch)
+    process = Child(0, toy_environment())
+    process.outbox.put(wire.encode(("configure", {"model": "toy", "start": {"sleeper": True}})))
+    assert wire.receive(process.connection)[0] == "ready"
+    assert len(group(process.process.pid)) == 2
+    os.kill(process.process.pid, signal.SIGSTOP)  # it cannot end politely
+    ended = []
+
+    def end() -> None:
+        process.end()
+        ended.append(process.process.poll())
+
+    threads = [threading.Thread(target=end) for _ in range(3)]
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert ended == [-signal.SIGKILL] * 3
+    assert 0.5 <= time.monotonic() - started < 3
+    until(lambda: group(process.process.pid) == [], 5)
+    process.end_and_forget()
+
+
+def test_no_process_group_is_killed_twice(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_toy_engine(monkeypatch)
+    process = Child(0, toy_environment())
+    process.end()
+    # the number may be another group's by now
+    monkeypatch.setattr(child, "kill_group", lambda leader: pytest.fail("killed again"))
+    process.end()
+    process.end_and_forget()
+
+
+def test_vllms_sockets_lie_in_the_childs_folder_if_the_kernel_takes_their_names(tmp_path: Path) -> None:
+    name_bytes = 36  # vLLM calls them by a UUID
+    fits = Path("/" + "x" * (107 - name_bytes - 2))
+    assert child._place_for_sockets(fits) == {"VLLM_RPC_BASE_PATH": str(fits)}
+    assert child._place_for_sockets(Path(f"{fits}x")) == {}
+    for path, accepted in ((fits, True), (Path(f"{fits}x"), False)):
+        with socket.socket(socket.AF_UNIX) as asked:
+            # too long a name is refused before the folder is missed
+            with pytest.raises(FileNotFoundError if accepted else OSError) as caught:
+                asked.bind(f"{path}/{'u' * name_bytes}")
+            assert isinstance(caught.value, FileNotFoundError) == accepted
+
+
+def test_the_user_may_choose_the_place_of_vllms_sockets(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environments = []
+    real = subprocess.Popen
+
+    def popen(*arguments: Any, env: dict[str, str], **keywords: Any) -> Any:
+        environments.append(env)
+        return real(["true"], **keywords)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(child, "SOCKET_NAME_BYTES", 4096)  # however deep the tests' folder lies
+    for environment in ({}, {"VLLM_RPC_BASE_PATH": "theirs"}):
+        Child(0, environment).end_and_forget()
+    ours, theirs = (environment["VLLM_RPC_BASE_PATH"] for environment in environments)
+    assert Path(ours).parent == temporary
+    assert theirs == "theirs"

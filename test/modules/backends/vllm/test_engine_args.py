@@ -1,0 +1,147 @@
+"""Engine arguments: how they are passed, what is added, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.vllm.engine_args import (
+    WORKER_EXTENSION,
+    arguments_of,
+    build_engine_args,
+    tensor_parallel_size,
+)
+from torchrl_moe.testing.tiny_moe import save_tiny_moe
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_moe(tmp_path_factory.mktemp("moe"), "qwen3_moe"))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_moe(tmp_path_factory.mktemp("dense"), "qwen3"))
+
+
+# -- what users pass --------------------------------------------------------------------------------------------------
+
+
+def test_a_mapping_is_copied_as_it_is() -> None:
+    given = {"model": "m", "max_model_len": 8, "enable_prefix_caching": None}
+    arguments = arguments_of(given)
+    assert arguments == given
+    assert arguments is not given
+
+
+@pytest.mark.parametrize("kind", ["AsyncEngineArgs", "EngineArgs"])
+def test_of_vllms_own_object_only_what_differs_from_its_defaults(kind: str) -> None:
+    import vllm
+
+    given = getattr(vllm, kind)(model="m", max_model_len=8, enforce_eager=True, enable_return_routed_experts=False)
+    assert arguments_of(given) == {"model": "m", "max_model_len": 8, "enforce_eager": True}
+
+
+def test_vllms_default_model_can_be_named_in_its_object() -> None:
+    from vllm import AsyncEngineArgs
+
+    assert arguments_of(AsyncEngineArgs()) == {"model": AsyncEngineArgs.model}
+
+
+def test_an_object_and_its_arguments_build_the_same(moe: str) -> None:
+    from vllm import AsyncEngineArgs
+
+    given = AsyncEngineArgs(model=moe, max_model_len=64, compilation_config={"custom_ops": ["none"]})
+    built = build_engine_args(arguments_of(given))
+    assert (built.max_model_len, built.compilation_config.custom_ops) == (64, ["none"])
+
+
+@pytest.mark.parametrize("given", ["path", None, ["model"], RoutingLayout, SimpleNamespace(model="m")])
+def test_anything_else_is_a_type_error_that_names_the_other_way(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"must be a mapping or vllm\.AsyncEngineArgs, got .*from_pretrained"):
+        arguments_of(given)
+
+
+@pytest.mark.parametrize("given", [{}, {"max_model_len": 8}, {"model": None}, {"model": ""}])
+def test_a_model_must_be_named(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="names no model: set 'model'"):
+        arguments_of(given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "devices"),
+    [
+        ({}, 1),
+        ({"tensor_parallel_size": 2}, 2),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, 6),
+        ({"pipeline_parallel_size": "2"}, 2),
+    ],
+)
+def test_a_replica_spans_tensor_times_pipeline_devices(arguments: dict[str, Any], devices: int) -> None:
+    assert tensor_parallel_size(arguments) == devices
+
+
+# -- what the engine process builds -----------------------------------------------------------------------------------
+
+
+def test_defaults_of_ours(moe: str) -> None:
+    from vllm import AsyncEngineArgs
+
+    built = build_engine_args({"model": moe})
+    assert isinstance(built, AsyncEngineArgs)
+    assert built.logprobs_mode == "processed_logprobs"
+    assert built.enable_prefix_caching is True
+    assert built.distributed_executor_backend == "mp"
+    assert built.worker_extension_cls == WORKER_EXTENSION
+    assert built.enable_return_routed_experts is True
+
+
+def test_defaults_give_way_to_the_user(moe: str) -> None:
+    theirs = {"logprobs_mode": "raw_logprobs", "enable_prefix_caching": False, "enable_return_routed_experts": False}
+    built = build_engine_args({"model": moe, **theirs})
+    assert {name: getattr(built, name) for name in theirs} == theirs
+
+
+def test_the_worker_extension_is_where_the_argument_says() -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from torchrl_moe.modules.backends.vllm.worker_extension import WorkerExtension
+
+    assert resolve_obj_by_qualname(WORKER_EXTENSION) is WorkerExtension
+
+
+def test_a_dense_model_captures_nothing(dense: str) -> None:
+    assert build_engine_args({"model": dense}).enable_return_routed_experts is False
+
+
+def test_capture_asked_of_a_dense_model_is_refused(dense: str) -> None:
+    with pytest.raises(ValueError, match=r"enable_return_routed_experts=True, but .* has no experts"):
+        build_engine_args({"model": dense, "enable_return_routed_experts": True})
+
+
+def test_capture_with_pipeline_parallelism_is_refused_and_named(moe: str, dense: str) -> None:
+    with pytest.raises(ValueError, match="pipeline_parallel_size=2 with route capture"):
+        build_engine_args({"model": moe, "pipeline_parallel_size": 2})
+    for arguments in ({"model": moe, "enable_return_routed_experts": False}, {"model": dense}):
+        assert build_engine_args({**arguments, "pipeline_parallel_size": 2}).pipeline_parallel_size == 2
+
+
+def test_a_foreign_worker_extension_is_refused_and_ours_is_not(moe: str) -> None:
+    with pytest.raises(ValueError, match=r"worker_extension_cls='theirs\.Extension' is not supported"):
+        build_engine_args({"model": moe, "worker_extension_cls": "theirs.Extension"})
+    for same in (WORKER_EXTENSION, "", None):
+        assert build_engine_args({"model": moe, "worker_extension_cls": same}).worker_extension_cls == WORKER_EXTENSION
+
+
+def test_an_unknown_argument_is_vllms_type_error(moe: str) -> None:
+    with pytest.raises(TypeError, match="max_model_length"):
+        build_engine_args({"model": moe, "max_model_length": 8})
+
+
+def test_what_is_not_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"config\.json|Invalid repository ID"):
+        build_engine_args({"model": str(tmp_path)})

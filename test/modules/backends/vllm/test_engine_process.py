@@ -1,0 +1,558 @@
+"""One engine process from the inside, over the toy engine; and over the real one, what only vLLM can show."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import re
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from modules.backends.vllm import toy_engine
+from modules.backends.vllm.processes import until
+from torchrl_moe._errors import EngineError
+from torchrl_moe.modules.backends.replica import Completion, ReplicaInfo, ReplicaStats, Request
+from torchrl_moe.modules.backends.vllm import engine_process, wire
+from torchrl_moe.modules.backends.vllm.engine_process import EngineProcess
+from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica
+from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
+
+
+class Inbox:
+    """The driver's messages, put by hand."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+
+    def put(self, *message: Any) -> None:
+        self.messages.put_nowait(message)
+
+
+class Bench:
+    """An engine process around a toy engine, and what it sent."""
+
+    def __init__(self) -> None:
+        self.engine = toy_engine.ToyEngine()
+        self.inbox = Inbox()
+        self.sent: list[tuple[Any, ...]] = []
+        load = SimpleNamespace(running=3, waiting=2, cache_usage=0.5)
+        info = ReplicaInfo(model="toy", layout=None, max_model_len=8)
+        self.process = EngineProcess(self.engine, info, load, self.inbox, self.sent.append)
+
+    def generate(self, *requests: Request) -> None:
+        self.inbox.put("generate", wire.pack_requests(requests))
+
+    def call(self, number: int, command: str, **kwargs: Any) -> None:
+        self.inbox.put("call", number, command, kwargs)
+
+    async def until_sent(self, count: int) -> list[tuple[Any, ...]]:
+        async with asyncio.timeout(5):
+            while len(self.sent) < count:
+                await asyncio.sleep(0.001)
+        return self.sent
+
+
+Script = Callable[[Bench], Awaitable[None]]
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], Bench]:
+    """Run a script against a serving process, then shut it down."""
+    toy_engine.without_vllm(monkeypatch.setattr)
+    monkeypatch.setattr(engine_process, "WATCH_SECONDS", 0.01)
+
+    def run(script: Script) -> Bench:
+        async def main() -> Bench:
+            bench = Bench()
+            serving = asyncio.create_task(bench.process.serve())
+            await script(bench)
+            bench.inbox.put("shutdown")
+            await asyncio.wait_for(serving, 5)
+            return bench
+
+        return asyncio.run(main())
+
+    return run
+
+
+Serve = Callable[[Script], Bench]
+
+
+def by_ids(request_id: str, *ids: int, **params: Any) -> Request:
+    return Request(request_id=request_id, sampling_params=params, prompt_token_ids=np.array(ids or (1, 2), np.int32))
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_request_of_a_message_is_answered(serve: Serve) -> None:
+    async def script(bench: Bench) -> None:
+        text = Request(request_id="text", sampling_params=None, prompt="AB")
+        bench.generate(by_ids("ids", 5, 6, 7, seconds=0.05), text)
+        await bench.until_sent(2)
+
+    (first, text), (second, ids) = serve(script).sent
+    assert first == second == "completion"
+    assert (text.request_id, text.prompt, text.outputs[0].token_ids.tolist()) == ("text", "AB", [66, 67])
+    assert (ids.request_id, ids.prompt, ids.outputs[0].token_ids.tolist()) == ("ids", None, [6, 7, 8])
+
+
+@pytest.mark.parametrize(
+    ("params", "kind", "words"),
+    [
+        ({"refuse": "too long"}, "value", "too long"),
+        ({"wrap": TypeError("no such field")}, "value", "no such field"),  # vLLM's wrapper has no words
+        ({"wrap": KeyError("x")}, "engine", "KeyError: 'x'"),
+        ({"silent": True}, "engine", "RuntimeError: vLLM ended request 'r' without an output"),
+    ],
+)
+def test_a_refusal_says_whose_fault_it_is(serve: Serve, params: dict[str, Any], kind: str, words: str) -> None:
+    async def script(bench: Bench) -> None:
+        bench.generate(by_ids("r", **params), by_ids("good"))
+        await bench.until_sent(2)
+
+    sent = serve(script).sent
+    assert ("refused", "r", kind, words) in sent
+    assert [message[1].request_id for message in sent if message[0] == "completion"] == ["good"]
+
+
+def test_an_abort_cuts_its_requests_and_no_others(serve: Serve) -> None:
+    async def script(bench: Bench) -> None:
+        bench.generate(by_ids("a", seconds=9), by_ids("b", seconds=0.2))
+        await asyncio.sleep(0.05)
+        bench.inbox.put("abort", ["a", "unknown"])
+        await bench.until_sent(2)
+
+    reasons = [(item.request_id, item.outputs[0].finish_reason) for _, item in serve(script).sent]
+    assert reasons == [("a", "abort"), ("b", "stop")]
+
+
+def test_an_abort_right_behind_its_request_is_not_lost(serve: Serve) -> None:
+    async def script(bench: Bench) -> None:
+        bench.generate(by_ids("a", read_seconds=0.1, seconds=9))  # the engine does not know it yet
+        bench.inbox.put("abort", ["a"])
+        await bench.until_sent(1)
+        asked = len(bench.engine.aborts)
+        await asyncio.sleep(5 * engine_process.ABORT_SECONDS)
+        assert len(bench.engine.aborts) == asked  # and it does not go on asking
+
+    ((_, completion),) = serve(script).sent
+    assert completion.aborted
+
+
+def test_an_abort_of_what_is_done_asks_nothing(serve: Serve) -> None:
+    async def script(bench: Bench) -> None:
+        bench.inbox.put("abort", ["long gone"])
+        await asyncio.sleep(0.02)
+
+    assert serve(script).engine.aborts == []
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_commands_reach_the_engine_and_their_values_come_back_pickled(serve: Serve) -> None:
+    async def script(bench: Bench) -> None:
+        bench.call(1, "pause", mode="keep", clear_cache=False)
+        bench.call(2, "resume")
+        bench.call(3, "reset_prefix_cache")
+        bench.call(4, "collective_rpc", method="name", args=(1,), kwargs={"a": 2})
+        bench.call(5, "tokenizer")
+        await bench.until_sent(5)
+
+    bench = serve(script)
+    assert bench.engine.calls == [("pause", "keep", False), ("resume",)]
+    values = {number: pickle.loads(value) for kind, number, value in bench.sent if kind == "result"}
+    assert values == {1: None, 2: None, 3: True, 4: [["name", [1], {"a": 2}]], 5: "a tokenizer"}
+
+
+@pytest.mark.parametrize(
+    ("command", "kwargs", "kind", "words"),
+    [
+        ("stat", {}, "value", "an engine process has no command 'stat'; known: collective_rpc, "),
+        ("pause", {"mod": "keep"}, "value", "mod"),
+        ("collective_rpc", {"method": "fail", "args": ("boom",), "kwargs": None}, "engine", "RuntimeError: boom"),
+        ("collective_rpc", {"method": "unpicklable", "args": (), "kwargs": None}, "engine", "lambda"),
+        ("metadata", {}, "engine", "LocalEntryNotFoundError"),  # no such folder, no such model in the hub's cache
+    ],
+)
+def test_a_command_that_fails_answers_and_the_process_goes_on(
+    serve: Serve, command: str, kwargs: dict[str, Any], kind: str, words: str
+) -> None:
+    async def script(bench: Bench) -> None:
+        bench.call(1, command, **kwargs)
+        await bench.until_sent(1)
+        bench.call(2, "stats")
+        await bench.until_sent(2)
+
+    error, answer = serve(script).sent
+    assert error[:3] == ("error", 1, kind)
+    assert words in error[3]
+    assert answer[:2] == ("result", 2)
+
+
+def test_figures_count_what_was_done_and_an_idle_engine_has_no_load(serve: Serve) -> None:
+    async def script(bench: Bench) -> None:
+        bench.generate(by_ids("a", 1, 2, 3), by_ids("b", 1), by_ids("c", seconds=0.2), by_ids("bad", refuse="no"))
+        await bench.until_sent(3)
+        bench.call(1, "stats")
+        await bench.until_sent(4)
+        await bench.until_sent(5)
+        bench.call(2, "stats")
+        await bench.until_sent(6)
+
+    busy, idle = (pickle.loads(message[2]) for message in serve(script).sent if message[0] == "result")
+    assert isinstance(busy, ReplicaStats)
+    assert (busy.running, busy.waiting, busy.cache_usage) == (3, 2, 0.5)
+    assert (busy.requests, busy.completions, busy.prompt_tokens, busy.cached_tokens) == (2, 2, 4, 2)
+    assert busy.generated_tokens == 4
+    assert (idle.running, idle.waiting, idle.cache_usage) == (0, 0, 0.0)
+    assert (idle.requests, idle.generated_tokens) == (3, 6)
+    assert 0.2 <= idle.generation_seconds < 2
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_dies_is_reported_once_and_ends_the_process(serve: Serve) -> None:
+    async def script(bench: Bench) -> None:
+        bench.generate(by_ids("a", seconds=0.05), by_ids("b", seconds=0.05))
+        await asyncio.sleep(0.01)
+        bench.engine.errored = True
+        await bench.until_sent(1)
+
+    assert serve(script).sent == [("died", "vLLM's engine core died: the toy is broken")]
+
+
+def test_a_request_that_fails_of_a_death_reports_the_death(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "WATCH_SECONDS", 60)  # nobody else looks
+
+    async def script(bench: Bench) -> None:
+        bench.generate(by_ids("a", seconds=0.05))
+        bench.call(1, "collective_rpc", method="die", args=(), kwargs=None)
+        await bench.until_sent(2)
+
+    kinds = [message[0] for message in serve(script).sent]
+    assert kinds == ["result", "died"]
+
+
+def test_completions_that_are_ready_together_share_a_message() -> None:
+    toy = toy_engine.ToyEngine()
+
+    async def two() -> list[Any]:
+        outputs = [output async for output in toy.generate({"prompt": "A"}, None, "r", lora_request=None, priority=0)]
+        return [engine_process.completion_from_vllm(output, by_ids("r"), 0) for output in outputs * 2]
+
+    one, other = asyncio.run(two())
+    messages = [("completion", one), ("ready", "info"), ("completion", other), ("result", 1, b"")]
+    frames = engine_process._frame(messages)
+    assert len(frames) == 3
+    kinds = [pickle.loads(pickle.loads(first)[0], buffers=rest)[0] for first, *rest in frames]
+    assert kinds == ["completions", "ready", "result"]
+    assert engine_process._frame([("ready", "info")]) == [wire.encode(("ready", "info"))]
+
+
+# -- what only vLLM can show ------------------------------------------------------------------------------------------
+
+
+def replica_of(engine: Any) -> LocalReplica:
+    replica = engine.roster[0].replica
+    assert isinstance(replica, LocalReplica)
+    return replica
+
+
+def generate(engine: Any, *requests: Request) -> list[Completion]:
+    return [future.result(60) for future in replica_of(engine).submit(requests)]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Bytes that no other test has asked about, so that no cached prefix is met by chance."""
+    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+
+
+def check_rows(completion: Completion, layers: int = 4, top_k: int = 4, experts: int = 16) -> None:
+    """A row per token except the last; the dense layer 0 is all zeros, the others hold distinct experts."""
+    for output in completion.outputs:
+        tokens = len(completion.prompt_token_ids) + len(output.token_ids)
+        assert output.routed_experts is not None
+        assert output.routed_experts.shape == (tokens - 1, layers, top_k)
+        assert output.routed_experts.dtype == np.uint8
+        assert not output.routed_experts[:, 0].any()
+        rows = np.sort(output.routed_experts[:, 1:], -1)
+        assert (np.diff(rows, axis=-1) > 0).all()
+        assert rows.max() < experts
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_generation_from_ids_brings_tokens_logprobs_routes_and_times(engine: Any) -> None:
+    ids = prompt(0, 20)
+    (completion,) = generate(engine, by_ids("ids", *ids, max_tokens=6, logprobs=0, ignore_eos=True))
+    assert completion.prompt_token_ids.tolist() == ids
+    (output,) = completion.outputs
+    assert len(output.token_ids) == 6
+    assert output.finish_reason == "length"
+    assert output.policy_versions.shape == (6,)
+    assert output.logprobs is not None
+    assert output.logprobs.shape == (6,)
+    assert (output.logprobs < 0).all()
+    check_rows(completion)
+    metrics = completion.metrics
+    assert 0 <= metrics.queue_seconds < metrics.first_token_seconds < 10
+    assert metrics.total_seconds > 0
+    assert metrics.replica == 0
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_text_is_generated_from_as_its_ids_are(engine: Any) -> None:
+    text = "A text of its own: é"
+    greedy = {"max_tokens": 8, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
+    by_text = Request(request_id="text", sampling_params=greedy, prompt=text)
+    one, two = generate(engine, by_text, by_ids("ids", *text.encode(), **greedy))
+    assert one.prompt == text
+    assert one.prompt_token_ids.tolist() == two.prompt_token_ids.tolist() == list(text.encode())
+    assert one.outputs[0].token_ids.tolist() == two.outputs[0].token_ids.tolist()
+    np.testing.assert_allclose(one.outputs[0].logprobs, two.outputs[0].logprobs, atol=1e-5)
+    # vLLM keeps the bytes of an unfinished character at the end to itself
+    assert one.outputs[0].text
+    assert ByteTokenizer().decode(one.outputs[0].token_ids.tolist()).startswith(one.outputs[0].text)
+    np.testing.assert_array_equal(one.outputs[0].routed_experts, two.outputs[0].routed_experts)
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_every_one_of_n_answers_comes_back_with_its_rows(engine: Any) -> None:
+    (completion,) = generate(
+        engine, by_ids("n", *prompt(1, 17), n=3, max_tokens=9, logprobs=0, temperature=1.0, ignore_eos=True)
+    )
+    assert [output.index for output in completion.outputs] == [0, 1, 2]
+    assert len({tuple(output.token_ids.tolist()) for output in completion.outputs}) == 3
+    check_rows(completion)
+    prompts = [output.routed_experts[:17] for output in completion.outputs]
+    np.testing.assert_array_equal(prompts[0], prompts[1])
+    np.testing.assert_array_equal(prompts[0], prompts[2])
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_routes_and_logprobs_stay_behind_where_they_were_not_asked_for(engine: Any) -> None:
+    request = Request(request_id="bare", sampling_params={"max_tokens": 2}, prompt="hi", return_routed_experts=False)
+    ((output,),) = [completion.outputs for completion in generate(engine, request)]
+    assert output.routed_experts is None
+    assert output.logprobs is None
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_the_sampled_distributions_logprobs_come_back_not_the_raw_ones(engine: Any) -> None:
+    greedy = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0}
+    cold = {"max_tokens": 1, "temperature": 0.01, "logprobs": 0}
+    plain, sharp = generate(engine, by_ids("plain", *prompt(2, 8), **greedy), by_ids("cold", *prompt(2, 8), **cold))
+    assert plain.outputs[0].logprobs[0] < -0.1
+    assert sharp.outputs[0].logprobs[0] > -0.1  # at this temperature the best token has all the mass
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt_token_ids": np.zeros(513, np.int32)}, r"513 .*512|512.* 513"),
+        ({"prompt_token_ids": np.array([1, 300], np.int32)}, r"out of vocabulary"),
+        ({"prompt_token_ids": np.zeros(0, np.int32)}, r"empty"),
+        ({"prompt": "hi", "sampling_params": {"max_token": 3}}, "max_token"),
+        ({"prompt": "hi", "sampling_params": {"temperature": -1.0}}, "temperature"),
+        ({"prompt": "hi", "sampling_params": {"seed": 3}}, "Pass seed= to the engine"),
+        ({"prompt": "hi", "sampling_params": {}, "guided_options": {"regex": "("}}, r"regex|grammar"),
+    ],
+)
+def test_a_bad_request_is_refused_in_vllms_words_and_the_engine_goes_on(
+    engine: Any, fields: dict[str, Any], message: str
+) -> None:
+    bad = Request(request_id="bad", **{"sampling_params": {"max_tokens": 2}, **fields})
+    refused, good = replica_of(engine).submit([bad, by_ids("good", 1, 2, 3, max_tokens=2)])
+    with pytest.raises(ValueError, match=message):
+        refused.result(30)
+    assert good.result(30).outputs[0].finish_reason in ("length", "stop")
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_structured_outputs_are_obeyed(engine: Any) -> None:
+    requests = [
+        Request(
+            request_id=str(i), sampling_params={"max_tokens": 12}, prompt="hi", guided_options={"regex": "[ab]{3,6}"}
+        )
+        for i in range(4)
+    ]
+    for completion in generate(engine, *requests):
+        assert re.fullmatch("[ab]{3,6}", completion.outputs[0].text)
+        check_rows(completion)
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_priority_is_no_error_for_an_engine_that_serves_in_order_of_arrival(engine: Any) -> None:
+    first = Request(request_id="first", sampling_params={"max_tokens": 2}, prompt="hi", priority=1)
+    (future,) = replica_of(engine).submit([first])
+    assert future.result(30).outputs[0].finish_reason in ("length", "stop")
+
+
+LONG = {"max_tokens": 480, "ignore_eos": True, "logprobs": 0}
+
+
+def running(engine: Any, request: Request) -> Future[Completion]:
+    """Submit a request and wait until it runs; its first tokens follow within milliseconds, its last in a second."""
+    replica = replica_of(engine)
+    (future,) = replica.submit([request])
+    until(lambda: replica.stats(10).running or future.done(), 20)
+    time.sleep(0.02)
+    assert not future.done(), "the engine is too fast for this test: ask for more tokens"
+    return future
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_aborted_request_returns_what_it_has_with_a_row_for_each_token_but_the_last(engine: Any, n: int) -> None:
+    future = running(engine, by_ids("cut", *prompt(3 + n, 12), n=n, **LONG))
+    replica_of(engine).abort(["cut"])
+    completion = future.result(10)
+    assert completion.aborted
+    assert len(completion.outputs) == n
+    for output in completion.outputs:
+        assert output.finish_reason == "abort"
+        assert 0 < len(output.token_ids) < 480
+        assert output.logprobs is not None
+        assert output.logprobs.shape == output.token_ids.shape
+    check_rows(completion)
+    assert replica_of(engine).stats(10).running == 0
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_an_abort_on_the_heels_of_its_request_ends_it(engine: Any) -> None:
+    replica = replica_of(engine)
+    (future,) = replica.submit([Request(request_id="heels", sampling_params=LONG, prompt="a new text" * 30)])
+    replica.abort(["heels"])
+    completion = future.result(5)
+    assert completion.aborted
+    assert len(completion.outputs[0].token_ids) < 20
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_a_pause_freezes_requests_and_a_resume_lets_them_go_on(engine: Any, clear_cache: bool) -> None:
+    replica = replica_of(engine)
+    greedy = {**LONG, "temperature": 0.0}
+    (whole,) = generate(engine, by_ids("whole", *prompt(6, 12), **greedy))
+    future = running(engine, by_ids("frozen", *prompt(6, 12), **greedy))
+    replica.pause("keep", clear_cache, 20)
+    time.sleep(1.5 * whole.metrics.total_seconds)
+    assert not future.done()
+    replica.resume(20)
+    completion = future.result(30)
+    assert completion.outputs[0].token_ids.tolist() == whole.outputs[0].token_ids.tolist()
+    np.testing.assert_allclose(completion.outputs[0].logprobs, whole.outputs[0].logprobs, atol=1e-4)
+    check_rows(completion)
+    np.testing.assert_array_equal(
+        np.sort(completion.outputs[0].routed_experts, -1), np.sort(whole.outputs[0].routed_experts, -1)
+    )
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_pause_that_aborts_returns_what_there_is_and_a_resume_serves_again(engine: Any) -> None:
+    replica = replica_of(engine)
+    future = running(engine, by_ids("cut", *prompt(7, 12), n=2, **LONG))
+    replica.pause("abort", False, 20)
+    completion = future.result(10)
+    assert completion.outputs[0].finish_reason == "abort"
+    check_rows(completion)
+    (held,) = replica.submit([by_ids("held", *prompt(8, 4), max_tokens=2)])
+    time.sleep(0.5)
+    assert not held.done()
+    replica.resume(20)
+    assert held.result(20).outputs[0].finish_reason in ("length", "stop")
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_paused_engine_lets_a_frozen_request_be_aborted(engine: Any) -> None:
+    replica = replica_of(engine)
+    future = running(engine, by_ids("frozen", *prompt(9, 12), n=2, **LONG))
+    replica.pause("keep", False, 20)
+    try:
+        replica.abort(["frozen"])
+        completion = future.result(10)
+    finally:
+        replica.resume(20)
+    assert completion.outputs[0].finish_reason == "abort"
+    check_rows(completion)
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_figures_are_true(engine: Any) -> None:
+    replica = replica_of(engine)
+    assert replica.call("reset_prefix_cache", 20) is True
+    before = replica.stats(10)
+    assert (before.running, before.waiting, before.cache_usage) == (0, 0, 0.0)
+    ids = prompt(10, 300)
+    for name in ("first", "second"):
+        (completion,) = generate(engine, by_ids(name, *ids, max_tokens=5, n=2, ignore_eos=True))
+    after = replica.stats(10)
+    assert completion.num_cached_tokens == 256  # two whole blocks of 128
+    assert after.requests - before.requests == 2
+    assert after.completions - before.completions == 4
+    assert after.prompt_tokens - before.prompt_tokens == 600
+    assert 256 <= after.cached_tokens - before.cached_tokens <= 512
+    assert after.generated_tokens - before.generated_tokens == 20
+    assert after.generation_seconds > before.generation_seconds
+
+    future = running(engine, by_ids("busy", *prompt(11, 300), **{**LONG, "n": 4, "max_tokens": 200}))
+    busy = replica.stats(10)
+    assert 1 <= busy.running <= 4
+    assert 0 < busy.cache_usage <= 1
+    assert replica.call("reset_prefix_cache", 20) is False
+    replica.abort(["busy"])
+    future.result(10)
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_an_rpc_to_the_workers_takes_arguments_and_tells_of_a_name_they_do_not_have(engine: Any) -> None:
+    replica = replica_of(engine)
+    rpc = {"args": (), "kwargs": None}
+    assert replica.call("collective_rpc", 20, method="torchrl_moe_router_layers", **rpc) == [[1, 2, 3]]
+    with pytest.raises((EngineError, ValueError), match="no_such_method"):
+        replica.call("collective_rpc", 20, method="no_such_method", **rpc)
+    assert replica.is_alive()
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_the_tokenizer_of_a_real_engine_is_transformers_own(engine: Any) -> None:
+    tokenizer = engine.roster[0].replica.call("tokenizer", 30)
+    expected = ByteTokenizer()
+    assert type(tokenizer).__module__.startswith("transformers.")
+    assert len(tokenizer) == len(expected) == 259
+    text = "é <|im_end|>"
+    assert tokenizer.encode(text) == expected.encode(text)
+    assert tokenizer.decode([72, 105]) == "Hi"
+    chat = [{"role": "user", "content": "1+1"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == expected.apply_chat_template(chat, tokenize=False)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.padding_side) == (256, 258, "left")
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_the_metadata_of_a_real_engine_is_that_of_its_folder(engine: Any, shelf: Any) -> None:
+    from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
+
+    assert engine.roster[0].replica.call("metadata", 30) == checkpoint_metadata(shelf.folder("qwen3_moe"))
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_real_engine_says_what_it_is(engine: Any, shelf: Any) -> None:
+    import vllm
+
+    (info,) = engine.infos
+    assert info.model == str(shelf.folder("qwen3_moe"))
+    assert info.layout.num_layers == 4
+    assert info.layout.moe_layers == (1, 2, 3)
+    assert info.layout.dense_layers == (0,)
+    assert (info.layout.top_k, info.layout.num_experts) == (4, 16)
+    assert (info.max_model_len, info.tensor_parallel_size) == (512, 1)
+    assert info.engine_version == vllm.__version__

@@ -1,0 +1,188 @@
+"""An engine process never outlives its driver: by messages, by the socket's end, by the parent's change."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from modules.backends.vllm.processes import group, until
+from torchrl_moe.modules.backends.vllm import lifeline, wire
+from torchrl_moe.modules.backends.vllm.lifeline import Inbox
+
+
+class Line:
+    """Both ends of a driver's socket, and how often the group would have been ended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ends = 0
+        monkeypatch.setattr(lifeline, "end_group", self.count)
+        monkeypatch.setattr(lifeline, "EXIT_SECONDS", 0.3)
+        monkeypatch.setattr(lifeline, "WATCH_SECONDS", 0.01)
+        self.driver, self.process = (Connection(end.detach()) for end in socket.socketpair())
+
+    def count(self) -> None:
+        self.ends += 1
+
+    def send(self, *message: Any) -> None:
+        for frame in wire.encode(message):
+            self.driver.send_bytes(frame)
+
+    def end(self, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The driver's end, in each of the ways in which it shows."""
+        if how == "message":
+            self.send("shutdown")
+        elif how == "end of file":
+            self.driver.close()
+        else:
+            monkeypatch.setattr(os, "getppid", lambda: 1)
+
+    def run(self, script: Callable[[Inbox], Awaitable[Any]]) -> Any:
+        async def main() -> Any:
+            inbox = Inbox(self.process, os.getppid(), asyncio.get_running_loop())
+            return await asyncio.wait_for(script(inbox), 5)
+
+        return asyncio.run(main())
+
+    def close(self) -> None:
+        """Before the real ``end_group`` is back in place, nobody may be left who would call it."""
+        self.driver.close()
+        for thread in threading.enumerate():
+            if thread.name == "inbox" or isinstance(thread, threading.Timer):
+                thread.join(5)
+                assert not thread.is_alive()
+
+
+@pytest.fixture
+def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
+    line = Line(monkeypatch)
+    yield line
+    line.close()
+
+
+async def served(inbox: Inbox, count: int) -> list[tuple[Any, ...]]:
+    inbox.serving = True
+    return [await inbox.messages.get() for _ in range(count)]
+
+
+def test_messages_come_in_order_from_the_driver_and_from_within(line: Line) -> None:
+    for number in range(3):
+        line.send("message", number)
+
+    async def script(inbox: Inbox) -> list[tuple[Any, ...]]:
+        found = await served(inbox, 3)
+        inbox.put("own", "words")
+        return found + await served(inbox, 1)
+
+    assert line.run(script) == [("message", 0), ("message", 1), ("message", 2), ("own", "words")]
+    assert line.ends == 0
+
+
+WAYS = pytest.mark.parametrize("how", ["message", "end of file", "another parent"])
+
+
+@WAYS
+def test_a_serving_process_is_told_to_end_and_made_to_if_it_does_not(
+    line: Line, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def script(inbox: Inbox) -> None:
+        inbox.serving = True
+        line.end(how, monkeypatch)
+        assert await inbox.messages.get() == ("shutdown",)
+        assert line.ends == 0
+        await asyncio.sleep(0.4)
+        assert line.ends == 1
+
+    line.run(script)
+
+
+@WAYS
+def test_a_process_that_still_starts_ends_at_once(line: Line, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def script(_inbox: Inbox) -> None:
+        time.sleep(0.1)  # the loop is the engine's
+        assert line.ends == 0
+        line.end(how, monkeypatch)
+        time.sleep(0.1)
+        assert line.ends == 1
+
+    line.run(script)
+
+
+def test_a_message_of_a_class_that_only_the_driver_has_ends_the_process_and_is_told(
+    line: Line, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line.driver.send_bytes(b"\x80\x05cno_such_module\nname\n.")
+    assert line.run(lambda inbox: served(inbox, 1)) == [("shutdown",)]
+    assert "No module named 'no_such_module'" in capsys.readouterr().err
+
+
+def test_what_is_said_after_the_loop_has_ended_is_dropped(line: Line) -> None:
+    async def script(inbox: Inbox) -> Inbox:
+        return inbox
+
+    line.run(script).put("nobody", "hears")
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+def leader(code: str) -> subprocess.Popen[bytes]:
+    """A process that leads a group of three: a child of its own and Python's resource tracker are in it."""
+    start = (
+        "import subprocess, sys; from multiprocessing import resource_tracker;"
+        "from torchrl_moe.modules.backends.vllm import lifeline;"
+        "subprocess.Popen(['sleep', '600']); resource_tracker.ensure_running(); print('up', end='');"
+    )
+    arguments = [sys.executable, "-c", f"{start} sys.stdin.read(); {code}"]
+    process = subprocess.Popen(arguments, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    until(lambda: len(group(process.pid)) == 3, 20)
+    return process
+
+
+def test_ending_the_group_ends_all_of_it_and_flushes_first() -> None:
+    process = leader("lifeline.end_group(7)")
+    output, _ = process.communicate(timeout=10)
+    assert output == b"up"
+    assert process.returncode == 7
+    until(lambda: not group(process.pid), 5)
+
+
+def test_a_group_that_is_killed_loses_all_but_the_tracker_which_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = []
+    kill = os.kill
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid) or kill(pid, number))
+    process = leader("")
+    members = {member.pid: member.cmdline() for member in group(process.pid)}
+    (tracker,) = [pid for pid, command in members.items() if "multiprocessing.resource_tracker" in command[-1]]
+    lifeline.kill_group(process.pid)
+    assert set(killed) == set(members) - {tracker}
+    until(lambda: not group(process.pid), 5)
+    process.communicate(timeout=5)
+
+
+def test_killing_a_group_that_is_gone_kills_nobody() -> None:
+    process = subprocess.Popen(["true"], start_new_session=True)
+    process.wait(5)
+    lifeline.kill_group(process.pid)
+
+
+def test_a_member_that_is_stopped_is_killed_too() -> None:
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    os.kill(process.pid, signal.SIGSTOP)
+    lifeline.kill_group(process.pid)
+    assert process.wait(5) == -signal.SIGKILL
+
+
+def test_ending_without_a_group_of_ones_own_ends_oneself_only() -> None:
+    code = "from torchrl_moe.modules.backends.vllm.lifeline import end_group; end_group()"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 1

@@ -1,0 +1,608 @@
+"""A replica as a driver sees it: what waits is answered or failed, and no process is ever left.
+
+Most tests run our real engine process over the toy engine, which starts in a second; the last ones start vLLM.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import torchrl_moe
+from modules.backends.vllm.processes import (
+    group,
+    ids_request,
+    process_of,
+    toy_environment,
+    toy_replica,
+    until,
+    use_toy_engine,
+)
+from torchrl_moe._errors import EngineError, ReplicaDiedError
+from torchrl_moe.modules.backends.replica import Request
+from torchrl_moe.modules.backends.vllm import child
+from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica, engine_environment
+
+START = 30.0
+
+
+@pytest.fixture(autouse=True)
+def toy_engine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("engine") is None:
+        use_toy_engine(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[LocalReplica]:
+    """A replica that the tests of requests and commands share; they leave it serving."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_toy_engine(patch)
+        replica = toy_replica(3)
+        replica.start()
+    assert replica.wait_ready(START).model == "toy"
+    yield replica
+    assert replica.is_alive()
+    replica.shutdown()
+
+
+def started(**how: Any) -> tuple[LocalReplica, int]:
+    replica = toy_replica(**how)
+    replica.start()
+    replica.wait_ready(START)
+    return replica, process_of(replica).pid
+
+
+def rpc(replica: LocalReplica, method: str, *args: Any, timeout: float = 10.0) -> Any:
+    return replica.call("collective_rpc", timeout, method=method, args=args, kwargs=None)
+
+
+# -- the environment --------------------------------------------------------------------------------------------------
+
+
+def test_the_environment_is_the_drivers_and_what_vllm_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_LOGGING_LEVEL", "OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OF_THE_USER", "1")
+    monkeypatch.setattr(os, "cpu_count", lambda: 9)
+    environment = engine_environment(num_replicas=2)
+    assert environment["OF_THE_USER"] == "1"
+    assert environment["OMP_NUM_THREADS"] == "4"  # a core stays free, the others are shared
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert environment["TORCH_COMPILE_DISABLE"] == "1"
+    assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert environment["VLLM_LOGGING_LEVEL"] == "WARNING"
+    assert environment["PYTHONPATH"] == str(Path(torchrl_moe.__file__).parents[1])
+    assert "VLLM_LOGGING_LEVEL" not in os.environ
+
+
+def test_the_environment_gives_way_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.setenv("PYTHONPATH", "theirs")
+    environment = engine_environment(verbose=True)
+    assert (environment["OMP_NUM_THREADS"], environment["VLLM_LOGGING_LEVEL"]) == ("7", "DEBUG")
+    assert environment["PYTHONPATH"].split(os.pathsep)[1:] == ["theirs"]
+
+
+def test_many_replicas_on_few_cores_have_a_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert engine_environment(num_replicas=8)["OMP_NUM_THREADS"] == "1"
+
+
+def test_on_gpus_the_replica_sees_its_own_devices_and_cpu_settings_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    environment = engine_environment("2,3")
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "TORCH_COMPILE_DISABLE" not in environment
+    assert "OMP_NUM_THREADS" not in environment
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_requests_are_answered_by_id_with_the_replica_on_their_metrics(lasting: LocalReplica) -> None:
+    slow = ids_request("slow", (5, 6), sampling_params={"seconds": 0.1})
+    text = Request(request_id="text", sampling_params=None, prompt="AB")
+    answers = [future.result(10) for future in lasting.submit([slow, text])]
+    assert [answer.request_id for answer in answers] == ["slow", "text"]
+    assert [answer.outputs[0].token_ids.tolist() for answer in answers] == [[6, 7], [66, 67]]
+    assert [answer.metrics.replica for answer in answers] == [3, 3]
+
+
+def test_many_threads_submit_at_once(lasting: LocalReplica) -> None:
+    def run(thread: int) -> list[list[int]]:
+        requests = [ids_request(f"{thread}-{i}", (thread, i)) for i in range(50)]
+        return [future.result(20).outputs[0].token_ids.tolist() for future in lasting.submit(requests)]
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(run, range(8)))
+    assert answers == [[[thread + 1, i + 1] for i in range(50)] for thread in range(8)]
+
+
+def test_a_large_message_arrives_whole(lasting: LocalReplica) -> None:
+    big = Request(request_id="big", sampling_params=None, prompt_token_ids=np.arange(1 << 20, dtype=np.int32))
+    (future,) = lasting.submit([big])
+    np.testing.assert_array_equal(future.result(20).outputs[0].token_ids, np.arange(1, (1 << 20) + 1))
+
+
+def test_nothing_to_submit_is_nothing(lasting: LocalReplica) -> None:
+    assert lasting.submit([]) == []
+
+
+def test_the_engine_refuses_one_request_and_serves_the_other(lasting: LocalReplica) -> None:
+    bad, crash, good = lasting.submit(
+        [
+            ids_request("bad", sampling_params={"refuse": "the prompt is too long"}),
+            ids_request("crash", sampling_params={"wrap": RuntimeError("a bug")}),
+            ids_request("good"),
+        ]
+    )
+    with pytest.raises(ValueError, match="the prompt is too long"):
+        bad.result(10)
+    with pytest.raises(EngineError, match="RuntimeError: a bug"):
+        crash.result(10)
+    assert good.result(10).outputs[0].token_ids.tolist() == [2, 3, 4]
+
+
+def test_an_id_in_flight_is_refused_and_may_be_used_again_later(lasting: LocalReplica) -> None:
+    first, twin = lasting.submit([ids_request("x", sampling_params={"seconds": 0.3}), ids_request("x")])
+    (other,) = lasting.submit([ids_request("x")])
+    for refused in (twin, other):
+        with pytest.raises(ValueError, match="request id 'x' is in flight already"):
+            refused.result(0)
+    assert first.result(10).outputs[0].finish_reason == "stop"
+    assert lasting.submit([ids_request("x")])[0].result(10).request_id == "x"
+
+
+def test_what_does_not_pickle_is_refused_before_it_is_sent(lasting: LocalReplica) -> None:
+    for parameters in (lambda: None, {"lock": threading.Lock()}):
+        (future,) = lasting.submit([ids_request("x", sampling_params=parameters)])
+        with pytest.raises(ValueError, match="the request cannot be sent to the engine process"):
+            future.result(0)
+
+
+def test_an_abort_cuts_a_request_even_right_after_it_was_submitted(lasting: LocalReplica) -> None:
+    known, fresh, other = lasting.submit(
+        [
+            ids_request("known", sampling_params={"seconds": 60}),
+            ids_request("fresh", sampling_params={"read_seconds": 0.1, "seconds": 60}),
+            ids_request("other", sampling_params={"seconds": 0.3}),
+        ]
+    )
+    lasting.abort(["known", "fresh", "unknown"])
+    assert known.result(10).aborted
+    assert fresh.result(10).aborted
+    assert not other.result(10).aborted
+
+
+def test_a_future_that_its_owner_cancelled_disturbs_nobody(lasting: LocalReplica) -> None:
+    first, second = lasting.submit(
+        [ids_request("a", sampling_params={"seconds": 0.1}), ids_request("b", sampling_params={"seconds": 0.2})]
+    )
+    assert first.cancel()
+    assert second.result(10).request_id == "b"
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_commands_are_answered_from_many_threads(lasting: LocalReplica) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda i: rpc(lasting, "echo", i), range(40)))
+    assert answers == [[["echo", [i], None]] for i in range(40)]
+
+
+def test_pause_resume_and_stats_are_commands(lasting: LocalReplica) -> None:
+    lasting.pause("keep", clear_cache=False, timeout=5)
+    lasting.resume(5)
+    before = lasting.stats(5)
+    lasting.submit([ids_request("s")])[0].result(10)
+    after = lasting.stats(5)
+    assert after.requests == before.requests + 1
+    assert after.generated_tokens == before.generated_tokens + 3
+
+
+@pytest.mark.parametrize(
+    ("command", "fields", "error", "message"),
+    [
+        ("stat", {}, ValueError, r"no command 'stat'; known: .*stats"),
+        ("pause", {"how": "keep"}, ValueError, "how"),
+        ("collective_rpc", {"method": "fail", "args": ("boom",), "kwargs": None}, EngineError, "RuntimeError: boom"),
+        ("collective_rpc", {"method": "unpicklable", "args": (), "kwargs": None}, EngineError, "pickle"),
+        ("collective_rpc", {"method": "unknown_class", "args": (), "kwargs": None}, AttributeError, "OnlyHere"),
+    ],
+)
+def test_a_command_that_fails_fails_alone(
+    lasting: LocalReplica, command: str, fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        lasting.call(command, 10, **fields)
+    assert rpc(lasting, "echo") == [["echo", [], None]]
+
+
+def test_arguments_that_do_not_pickle_fail_in_the_caller(lasting: LocalReplica) -> None:
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        rpc(lasting, "echo", lambda: None)
+    assert lasting.is_alive()
+
+
+def test_a_command_has_a_deadline_and_its_late_answer_disturbs_nobody(lasting: LocalReplica) -> None:
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"replica 3 did not answer 'collective_rpc' within 0\.2 s"):
+        rpc(lasting, "sleep", 0.5, timeout=0.2)
+    assert time.monotonic() - began < 0.4
+    time.sleep(0.5)
+    assert rpc(lasting, "echo") == [["echo", [], None]]
+
+
+def test_a_replica_starts_once(lasting: LocalReplica) -> None:
+    with pytest.raises(RuntimeError, match="replica 3 was started before"):
+        lasting.start()
+
+
+# -- before and after its life ----------------------------------------------------------------------------------------
+
+
+def test_a_replica_that_was_not_started_says_so_and_can_be_shut_down() -> None:
+    replica = toy_replica(5)
+    replica.shutdown()
+    assert not replica.is_alive()
+    for use in (
+        lambda: replica.submit([ids_request("x")]),
+        lambda: replica.abort(["x"]),
+        lambda: replica.stats(1),
+        lambda: replica.wait_ready(1),
+    ):
+        with pytest.raises(RuntimeError, match="replica 5 was not started: call start"):
+            use()
+
+
+def test_shutdown_fails_what_waits_leaves_nothing_and_may_be_repeated() -> None:
+    replica, pid = started(sleeper=True)
+    assert len(group(pid)) == 2
+    log = replica._child.log
+    (future,) = replica.submit([ids_request("x", sampling_params={"seconds": 60})])
+    began = time.monotonic()
+    replica.shutdown()
+    assert time.monotonic() - began < 3
+    until(lambda: not group(pid), 2)
+    assert not log.exists()
+    with pytest.raises(ReplicaDiedError, match="replica 0 was shut down"):
+        future.result(0)
+    replica.shutdown()
+    assert not replica.is_alive()
+    with pytest.raises(ReplicaDiedError, match="replica 0 was shut down"):
+        replica.stats(1)
+    with pytest.raises(ReplicaDiedError, match="replica 0 was shut down"):
+        replica.submit([ids_request("y")])[0].result(0)
+    replica.abort(["x"])
+
+
+def test_a_replica_that_fails_to_start_says_why_and_leaves_nothing() -> None:
+    replica = toy_replica(4, error="no such model", sleeper=True, print="SomeError: in the log")
+    replica.start()
+    pid = process_of(replica).pid
+    with pytest.raises(ReplicaDiedError, match=r"(?s)replica 4 did not start: ValueError: no such model\n.*in the log"):
+        replica.wait_ready(START)
+    assert not replica.is_alive()
+    until(lambda: not group(pid), 5)  # before anybody shuts it down
+    replica.shutdown()
+
+
+def test_an_environment_in_which_the_child_cannot_run_is_told_with_its_words() -> None:
+    replica = LocalReplica(0, {"model": "toy"}, {**toy_environment(), "PYTHONHOME": "nowhere"})
+    replica.start()
+    with pytest.raises(ReplicaDiedError, match=r"(?s)replica 0 ended with exit code 1\. Its last log lines:\n.*Error"):
+        replica.wait_ready(START)
+    replica.shutdown()
+
+
+def test_arguments_that_do_not_pickle_start_nothing() -> None:
+    replica = LocalReplica(0, {"model": lambda: None}, toy_environment())
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        replica.start()
+    assert not replica.is_alive()
+    replica.shutdown()
+
+
+def test_a_start_that_takes_too_long_shows_the_log_and_is_shut_down_at_once() -> None:
+    replica = toy_replica(seconds=60, sleeper=True, print="still loading")
+    replica.start()
+    pid = process_of(replica).pid
+    until(lambda: len(group(pid)) == 2, START)
+    with pytest.raises(EngineError, match=r"(?s)replica 0 was not ready within 0 s\. Its log so far:\nstill loading"):
+        replica.wait_ready(0.1)
+    assert replica.is_alive()
+    began = time.monotonic()
+    replica.shutdown()  # not after the grace period: that is for engines that serve
+    assert time.monotonic() - began < 3
+    until(lambda: not group(pid), 2)
+
+
+def test_a_replica_that_is_forgotten_is_ended() -> None:
+    replica, pid = started(sleeper=True)
+    log, gone = replica._child.log, weakref.ref(replica)
+    del replica
+    gc.collect()
+    assert gone() is None
+    until(lambda: not group(pid), 5)
+    until(lambda: not log.exists(), 5)
+
+
+# -- deaths -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["shutdown", "kill"])
+def test_shared_memory_that_the_engine_left_behind_is_removed(how: str) -> None:
+    replica = toy_replica(shared=True, sleeper=True)
+    replica.start()
+    segment = Path("/dev/shm") / replica.wait_ready(START).model
+    pid = process_of(replica).pid
+    assert segment.exists()
+    if how == "kill":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        replica.shutdown()
+    until(lambda: not segment.exists(), 5)
+    until(lambda: not group(pid), 5)
+    replica.shutdown()
+
+
+def test_a_killed_child_fails_all_that_waits_and_its_group_goes_with_it() -> None:
+    replica, pid = started(sleeper=True)
+    futures = replica.submit([ids_request(str(i), sampling_params={"seconds": 60}) for i in range(3)])
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(rpc, replica, "sleep", 60, timeout=60)
+        time.sleep(0.2)
+        os.kill(pid, signal.SIGKILL)
+        for waiting in (*futures, call):
+            with pytest.raises(ReplicaDiedError, match=r"replica 0 ended with exit code -9\. Its last log lines:"):
+                waiting.result(5)
+    assert not replica.is_alive()
+    until(lambda: not group(pid), 5)
+    (late,) = replica.submit([ids_request("late")])
+    with pytest.raises(ReplicaDiedError, match="exit code -9"):
+        late.result(0)
+    with pytest.raises(ReplicaDiedError, match="exit code -9"):
+        replica.stats(60)
+    replica.shutdown()
+
+
+def test_requests_submitted_while_the_child_dies_all_fail_and_none_hangs() -> None:
+    replica, pid = started()
+    futures: list[Future[Any]] = []
+    stop = threading.Event()
+
+    def submit(thread: int) -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            futures.extend(replica.submit([ids_request(f"{thread}-{number}", sampling_params={"seconds": 60})]))
+
+    with ThreadPoolExecutor(4) as pool:
+        threads = [pool.submit(submit, thread) for thread in range(4)]
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not replica.is_alive(), 5)
+        time.sleep(0.2)
+        stop.set()
+        for thread in threads:
+            thread.result(5)  # submit never raises
+    assert len(futures) > 100
+    assert {type(future.exception(5)) for future in futures} == {ReplicaDiedError}
+    replica.shutdown()
+
+
+def test_an_engine_that_dies_fails_everything_as_a_death_and_the_process_ends() -> None:
+    replica, pid = started(sleeper=True)
+    open_one, failing = replica.submit(
+        [ids_request("open", sampling_params={"seconds": 60}), ids_request("failing", sampling_params={"seconds": 0.3})]
+    )
+    rpc(replica, "die")
+    for future in (open_one, failing):
+        with pytest.raises(ReplicaDiedError, match="replica 0 died: vLLM's engine core died: the toy is broken"):
+            future.result(5)
+    assert not replica.is_alive()
+    until(lambda: not group(pid), 5)
+    replica.shutdown()
+
+
+def test_a_stuck_child_holds_up_neither_callers_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "GRACE_SECONDS", 1.0)
+    replica, pid = started(sleeper=True)
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"did not answer 'stats' within 0\.3 s"):
+        replica.stats(0.3)
+    # far more than the socket holds: whoever writes it waits
+    big = [
+        Request(request_id=str(i), sampling_params=None, prompt_token_ids=np.zeros(1 << 20, np.int32)) for i in (1, 2)
+    ]
+    futures = replica.submit(big)
+    replica.abort(["1"])
+    with pytest.raises(EngineError, match=r"did not answer 'stats' within 0\.3 s"):
+        replica.stats(0.3)
+    assert time.monotonic() - began < 1.5
+    assert replica.is_alive()
+    began = time.monotonic()
+    replica.shutdown()
+    assert 1.0 <= time.monotonic() - began < 3
+    for future in futures:
+        with pytest.raises(ReplicaDiedError, match="was shut down"):
+            future.result(0)
+    until(lambda: not group(pid), 2)
+
+
+def test_a_process_whose_loop_is_stuck_still_goes_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "GRACE_SECONDS", 1.0)
+    replica, pid = started()
+    with pytest.raises(EngineError, match="did not answer"):
+        rpc(replica, "block", 60, timeout=0.2)
+    replica.shutdown()
+    until(lambda: not group(pid), 2)
+
+
+# -- the end of the driver --------------------------------------------------------------------------------------------
+
+DRIVER = """
+import os, sys, time
+from modules.backends.vllm.processes import ids_request, process_of, toy_replica
+from torchrl_moe.modules.backends.vllm import child
+child.MODULE = "modules.backends.vllm.toy_engine"
+how = sys.argv[1]
+replica = toy_replica(sleeper=True, seconds=60 if how == "starting" else 0)
+replica.start()
+if how != "starting":
+    replica.wait_ready(30)
+    replica.submit([ids_request("x", sampling_params={"seconds": 60})])
+if how == "forked" and os.fork() == 0:  # holds the driver's end of the socket open
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+    os._exit(0)
+print(process_of(replica).pid, flush=True)
+if how == "raises":
+    raise SystemExit("the user's script failed")
+if how != "returns":
+    time.sleep(60)
+"""
+
+
+def driver(how: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, how],
+        env=toy_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("how", ["serving", "starting"])
+def test_a_killed_driver_takes_its_engines_with_it(how: str) -> None:
+    with driver(how) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        until(lambda: len(group(pid)) == 2, START)
+        process.kill()
+        process.wait(5)
+    until(lambda: not group(pid), 5)
+
+
+def test_a_process_that_the_driver_forked_does_not_keep_the_engines_alive() -> None:
+    with driver("forked") as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        (engine,) = [pid for pid in pids if os.getpgid(pid) == pid]
+        (forked,) = set(pids) - {engine}
+        process.kill()
+        process.wait(5)
+        until(lambda: not group(engine), 5)
+        os.kill(forked, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["returns", "raises"])
+def test_a_driver_that_ends_without_a_shutdown_leaves_nothing(how: str) -> None:
+    with driver(how) as process:
+        output, errors = process.communicate(timeout=START)
+    assert "Exception ignored" not in errors
+    assert ("the user's script failed" in errors) == (how == "raises")
+    until(lambda: not group(int(output)), 5)
+
+
+# -- vLLM itself ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def real(shelf: Any) -> Any:
+    """Arguments of a real engine, small."""
+    from engines import SMALL
+
+    return {"model": str(shelf.folder("qwen3_moe")), **SMALL}
+
+
+@pytest.mark.engine
+def test_a_model_folder_that_vllm_refuses_is_told_in_its_words_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
+    replica = LocalReplica(0, {"model": str(tmp_path)}, engine_environment())
+    replica.start()
+    pid = process_of(replica).pid
+    with pytest.raises(ReplicaDiedError, match=r"(?s)replica 0 did not start: .*no_such_model"):
+        replica.wait_ready(120)
+    until(lambda: not group(pid), 5)
+    replica.shutdown()
+
+
+LONG = {"max_tokens": 450, "ignore_eos": True, "temperature": 1.0}
+
+
+@pytest.mark.engine
+def test_a_killed_engine_core_fails_what_waits_and_the_replica_is_dead(no_engine: Any, real: dict[str, Any]) -> None:
+    replica = LocalReplica(0, real, engine_environment())
+    replica.start()
+    replica.wait_ready(200)
+    try:
+        owner = process_of(replica)
+        assert len(group(owner.pid)) >= 3
+        futures = replica.submit([ids_request(str(i), sampling_params=LONG) for i in range(8)])
+        until(lambda: replica.stats(10).running, 20)
+        core = next(process for process in owner.children() if "EngineCore" in process.name() or process.children())
+        core.kill()
+        for future in futures:
+            with pytest.raises(
+                ReplicaDiedError, match=r"replica 0 (died: vLLM's engine core died|ended with exit code)"
+            ):
+                future.result(20)
+        assert not replica.is_alive()
+        with pytest.raises(ReplicaDiedError):
+            replica.stats(10)
+        until(lambda: not group(owner.pid), 15)
+    finally:
+        replica.shutdown()
+
+
+REAL_DRIVER = """
+import sys
+from modules.backends.vllm.processes import ids_request, process_of
+from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica, engine_environment
+arguments, request = eval(sys.argv[1]), eval(sys.argv[2])
+replica = LocalReplica(0, arguments, engine_environment())
+replica.start()
+replica.wait_ready(200)
+print(process_of(replica).pid, flush=True)
+while True:
+    replica.submit([ids_request("x", sampling_params=request)])[0].result(100)
+"""
+
+
+@pytest.mark.engine
+def test_a_killed_driver_takes_a_real_engine_with_it(no_engine: Any, real: dict[str, Any]) -> None:
+    arguments = [sys.executable, "-c", REAL_DRIVER, repr(real), repr(LONG)]
+    with subprocess.Popen(arguments, env=toy_environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        members = group(pid)
+        assert len(members) >= 3
+        time.sleep(1)
+        process.kill()
+        process.wait(5)
+    until(lambda: not group(pid), 20)
+    assert not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in members)

@@ -1,0 +1,135 @@
+"""What users pass as sampling parameters, as vLLM gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from torchrl_moe._compat import vllm_client_errors
+from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder
+
+if TYPE_CHECKING:  # vLLM takes seconds to import: no reason to make other tests wait when this file is collected
+    from vllm import SamplingParams
+
+
+def build(spec: Any, guided_options: Any = None) -> SamplingParams:
+    from vllm import SamplingParams
+
+    params = SamplingParamsBuilder()(spec, guided_options)
+    assert isinstance(params, SamplingParams)
+    return params
+
+
+def vllm_object(**fields: Any) -> SamplingParams:
+    from vllm import SamplingParams
+
+    return SamplingParams(**fields)
+
+
+@pytest.mark.parametrize("wrap", [dict, vllm_object])
+@pytest.mark.parametrize("fields", [{}, {"max_tokens": 3, "n": 2}])
+def test_output_is_final_only_whatever_was_passed(wrap: Callable[..., Any], fields: dict[str, Any]) -> None:
+    from vllm.sampling_params import RequestOutputKind
+
+    assert build(wrap(**fields)).output_kind is RequestOutputKind.FINAL_ONLY
+    assert build(None).output_kind is RequestOutputKind.FINAL_ONLY
+
+
+def test_a_mapping_and_an_object_mean_the_same() -> None:
+    fields = {"max_tokens": 3, "n": 2, "temperature": 0.5, "logprobs": 0, "stop": ["x"]}
+    one, two = build(fields), build(vllm_object(**fields))
+    assert one == two
+    assert (one.max_tokens, one.n, one.temperature, one.stop) == (3, 2, 0.5, ["x"])
+
+
+@pytest.mark.parametrize("spec", [None, {}])
+def test_nothing_means_vllms_defaults(spec: Any) -> None:
+    params = build(spec)
+    assert (params.max_tokens, params.n, params.logprobs) == (16, 1, None)
+
+
+def test_an_object_of_the_caller_is_left_as_it_was() -> None:
+    theirs = vllm_object(logprobs=2)
+    ours = build(theirs, {"regex": "a"})
+    assert theirs == vllm_object(logprobs=2)
+    assert ours is not theirs
+
+
+@pytest.mark.parametrize(("logprobs", "is_flat"), [(None, False), (0, True), (3, True)])
+def test_logprobs_come_in_the_flat_container(logprobs: int | None, is_flat: bool) -> None:
+    assert build({"logprobs": logprobs}).flat_logprobs is is_flat
+
+
+def test_prompt_logprobs_are_left_alone_since_they_switch_the_prefix_cache_off() -> None:
+    assert build({"logprobs": 0}).prompt_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        ({"max_token": 3}, TypeError, "max_token"),
+        ({"temperature": -1.0}, Exception, "temperature must be non-negative"),
+        ({"n": 0}, Exception, "n must be at least 1"),
+        (5, ValueError, r"sampling_params must be vllm\.SamplingParams or a mapping, got int"),
+        ("greedy", ValueError, r"sampling_params must be vllm\.SamplingParams or a mapping, got str"),
+    ],
+)
+def test_what_vllm_does_not_know_is_refused(spec: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        build(spec)
+    assert isinstance(caught.value, vllm_client_errors())  # a refusal, not a failure of the engine
+
+
+@pytest.mark.parametrize("wrap", [dict, vllm_object])
+def test_a_seed_per_request_is_refused_on_cpu_and_taken_elsewhere(
+    wrap: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    spec = wrap(seed=3)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: True)
+    with pytest.raises(ValueError, match=r"SamplingParams\(seed=3\): .* Pass seed= to the engine instead"):
+        build(spec)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert build(spec).seed == 3
+
+
+def test_guided_options_become_structured_outputs() -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    for options in ({"regex": "a+"}, StructuredOutputsParams(regex="a+")):
+        structured = build({"max_tokens": 4}, options).structured_outputs
+        assert structured is not None
+        assert structured.regex == "a+"
+
+
+@pytest.mark.parametrize("options", [{"regexp": "a+"}, {}, {"regex": "a+", "choice": ["a"]}, "a+"])
+def test_guided_options_that_vllm_does_not_know_are_refused(options: Any) -> None:
+    with pytest.raises(vllm_client_errors(), match=r"structured outputs|guided_options"):
+        build({}, options)
+
+
+def test_one_object_is_built_per_distinct_value() -> None:
+    builder, first, second = SamplingParamsBuilder(), {"max_tokens": 1}, {"max_tokens": 1}
+    one = builder(first)
+    assert builder(first) is one
+    other = builder(second)
+    assert other is not one
+    assert builder(second, {"regex": "a"}) is not other
+    assert builder(None) is builder(None)
+
+
+def test_an_address_that_is_used_again_is_not_taken_for_the_old_value() -> None:
+    builder = SamplingParamsBuilder()
+    for max_tokens in range(1, 200):
+        assert builder({"max_tokens": max_tokens}).max_tokens == max_tokens
+
+
+def test_a_refusal_is_not_remembered_as_the_answer() -> None:
+    builder, bad = SamplingParamsBuilder(), {"max_token": 3}
+    builder({"max_tokens": 2})
+    for _ in range(2):
+        with pytest.raises(TypeError):
+            builder(bad)

@@ -1,0 +1,35 @@
+"""What we add to vLLM's worker, and that it can be added."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchrl_moe import _compat
+from torchrl_moe.modules.backends.vllm.worker_extension import WorkerExtension
+
+
+def test_router_layers_are_those_of_the_model_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = object()
+    asked: list[Any] = []
+    monkeypatch.setattr(_compat, "router_layer_ids", lambda it: asked.append(it) or [1, 3])
+    worker = WorkerExtension()
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    assert worker.torchrl_moe_router_layers() == [1, 3]
+    assert asked == [model]
+
+
+@pytest.mark.parametrize("place", ["cpu_worker.CPUWorker", "gpu_worker.Worker"])
+def test_it_shares_no_name_with_vllms_workers_which_vllm_would_refuse(place: str) -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    ours = {name for name in vars(WorkerExtension) if not name.startswith("__")}
+    assert ours == {name for name in ours if name.startswith("torchrl_moe_")}
+    assert not ours & set(dir(resolve_obj_by_qualname(f"vllm.v1.worker.{place}")))
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_the_engines_workers_have_it(engine: Any) -> None:
+    assert engine.collective_rpc("torchrl_moe_router_layers") == [[[1, 2, 3]]]

@@ -1,0 +1,144 @@
+"""An ``AsyncLLM`` without vLLM, and an engine process around it that starts in a second: for tests of processes.
+
+Run as ``python -m modules.backends.vllm.toy_engine FD DRIVER_PID`` it is our real engine process over the toy engine.
+
+The engine argument ``start`` says how it starts: ``seconds`` it blocks, ``error`` it fails with, ``print`` for the log,
+``sleeper`` a grandchild in the process group, ``shared`` a shared memory that it never removes, named in its info. A
+prompt is answered with its own ids plus one, after ``sampling_params["seconds"]``; it is registered after
+``sampling_params["read_seconds"]``, as vLLM tokenizes first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from multiprocessing.shared_memory import SharedMemory
+from types import SimpleNamespace
+from typing import Any
+
+from torchrl_moe import _compat
+from torchrl_moe.modules.backends.replica import ReplicaInfo
+from torchrl_moe.modules.backends.vllm import engine_process
+
+KEPT: list[SharedMemory] = []
+
+
+class WrappedError(Exception):
+    """As vLLM's ``EngineGenerateError``: no words of its own."""
+
+
+class OnlyHere:
+    """A class that the driver cannot import under the name that this process knows it by."""
+
+
+class ToyEngine:
+    """Does what ``EngineProcess`` asks of an engine."""
+
+    def __init__(self) -> None:
+        self.errored = False
+        self.dead_error = "the toy is broken"
+        self.known: dict[str, asyncio.Event] = {}
+        self.aborts: list[list[str]] = []
+        self.calls: list[tuple[Any, ...]] = []
+
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, *, lora_request: Any, priority: int
+    ) -> AsyncIterator[SimpleNamespace]:
+        params = params or {}
+        await asyncio.sleep(params.get("read_seconds", 0))
+        if "refuse" in params:
+            raise ValueError(params["refuse"])
+        if "wrap" in params:
+            raise WrappedError from params["wrap"]
+        self.known[request_id] = aborted = asyncio.Event()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(aborted.wait(), params.get("seconds", 0))
+        if self.errored:
+            raise RuntimeError("the consequence of a death")
+        if params.get("silent"):
+            return
+        text = prompt.get("prompt")
+        ids = prompt["prompt_token_ids"] if text is None else list(text.encode())
+        answer = SimpleNamespace(
+            index=0,
+            token_ids=[] if aborted.is_set() else [token + 1 for token in ids],
+            text="",
+            finish_reason="abort" if aborted.is_set() else "stop",
+            stop_reason=None,
+            logprobs=None,
+            routed_experts=None,
+        )
+        yield SimpleNamespace(
+            prompt=text,
+            prompt_token_ids=ids,
+            num_cached_tokens=1,
+            outputs=[answer],
+            metrics=None,
+        )
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.aborts.append(request_ids)
+        for request_id in request_ids:
+            if request_id in self.known:
+                self.known[request_id].set()
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.calls.append(("pause", mode, clear_cache))
+
+    async def resume_generation(self) -> None:
+        self.calls.append(("resume",))
+
+    async def reset_prefix_cache(self) -> int:
+        return 1
+
+    async def collective_rpc(self, method: str, timeout: None, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if method == "die":
+            self.errored = True
+        elif method == "sleep":
+            await asyncio.sleep(*args)
+        elif method == "block":
+            time.sleep(*args)
+        elif method == "fail":
+            raise RuntimeError(*args)
+        elif method == "unpicklable":
+            return lambda: None
+        elif method == "unknown_class":
+            return OnlyHere()
+        return [[method, list(args), kwargs]]
+
+    def get_tokenizer(self) -> str:
+        return "a tokenizer"
+
+    def shutdown(self, timeout: float) -> None:
+        """Nothing to end."""
+
+
+async def start(arguments: dict[str, Any]) -> tuple[ToyEngine, ReplicaInfo, Any]:
+    how = arguments.get("start", {})
+    print(how.get("print", "toy: started"), flush=True)
+    if how.get("sleeper"):
+        subprocess.Popen(["sleep", "600"])
+    time.sleep(how.get("seconds", 0))
+    if "error" in how:
+        raise ValueError(how["error"])
+    name = arguments["model"]
+    if how.get("shared"):
+        KEPT.append(SharedMemory(create=True, size=1 << 12))
+        name = KEPT[0].name
+    load = SimpleNamespace(running=3, waiting=2, cache_usage=0.5)
+    return ToyEngine(), ReplicaInfo(model=name, layout=None, max_model_len=8), load
+
+
+def without_vllm(set_attribute: Any = setattr) -> None:
+    """Put toys in the place of what imports vLLM."""
+    set_attribute(_compat, "vllm_client_errors", lambda: (ValueError, TypeError))
+    set_attribute(engine_process, "SamplingParamsBuilder", lambda: lambda spec, guided_options: spec)
+
+
+if __name__ == "__main__":
+    without_vllm()
+    engine_process._start_engine = start
+    engine_process.main()

@@ -1,0 +1,231 @@
+"""Prompts of every kind become the ids that a reader would expect, and padding never reaches them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack, set_list_to_stack
+from torchrl.data.llm import History
+from torchrl.modules.llm.policies import Tokens
+
+from torchrl_moe.modules.policies.prompts import (
+    history_entry,
+    known_ids,
+    prompts_from_history,
+    prompts_from_text,
+    prompts_from_tokens,
+    text_entry,
+)
+from torchrl_moe.testing import ByteTokenizer
+
+TOKENIZER = ByteTokenizer()
+PAD, START, END = 256, 257, 258
+HI = [START, *b"user\nhi", END, *b"\n", START, *b"assistant\n"]
+
+
+def chat(*contents: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def histories(*chats: list[dict[str, str]]) -> History:
+    return History.from_chats(list(chats))
+
+
+# history
+
+
+def test_a_chat_is_rendered_with_its_generation_prompt() -> None:
+    prompts = prompts_from_history(histories(chat("hi"), chat("a")), TOKENIZER, TOKENIZER.chat_template, None)
+    assert prompts.ids == [HI, [START, *b"user\na", END, *b"\n", START, *b"assistant\n"]]
+    assert prompts.texts[0] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert [history.content for history in prompts.histories] == [["hi"], ["a"]]
+
+
+def test_a_single_chat_is_a_batch_of_one() -> None:
+    assert prompts_from_history(histories(chat("hi")), TOKENIZER, TOKENIZER.chat_template, None).ids == [HI]
+
+
+def test_chats_may_differ_in_their_number_of_turns() -> None:
+    ragged = lazy_stack([histories(chat("hi"))[0], histories(chat("hi", "x", "y"))[0]])
+    prompts = prompts_from_history(ragged, TOKENIZER, TOKENIZER.chat_template, None)
+    assert prompts.ids[0] == HI
+    assert prompts.texts[1].count("<|im_start|>") == 4
+
+
+def test_a_template_of_ones_own_is_used() -> None:
+    template = "{%- for message in messages %}[{{ message['content'] }}]{%- endfor %}{{ '>' if add_generation_prompt }}"
+    assert prompts_from_history(histories(chat("hi")), TOKENIZER, template, None).texts == ["[hi]>"]
+
+
+def test_torchrls_templates_go_by_name() -> None:
+    named = prompts_from_history(histories(chat("hi")), TOKENIZER, None, "qwen").texts[0]
+    assert named.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_something_else_than_a_history_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"needs a torchrl\.data\.llm\.History, got list"):
+        prompts_from_history(["hi"], TOKENIZER, None, None)
+
+
+# known ids
+
+
+def known(rendered: str, **leaves: Any) -> tuple[list[int], str]:
+    """Ids and text of a chat that renders to ``rendered``, given what is known of it."""
+    template = "{{ messages[0]['content'] }}"
+    prompts = prompts_from_history(histories(chat(rendered)), TOKENIZER, template, None, [leaves])
+    return prompts.ids[0], prompts.texts[0]
+
+
+def test_known_ids_of_the_whole_text_are_kept() -> None:
+    assert known("abc", prompt=[97, 98, 99]) == ([97, 98, 99], "abc")
+
+
+def test_an_earlier_turn_is_kept_and_the_rest_is_encoded() -> None:
+    # the answer was a byte that is no UTF-8: encoding its text anew would give three other ids
+    assert known("a\ufffd!", prompt=[97], response=[200], full=[97, 200]) == ([97, 200, 33], "a\ufffd!")
+
+
+def test_without_its_answer_an_earlier_turn_is_kept_up_to_its_prompt() -> None:
+    ids, text = known("ab!", prompt=[97], response=[200], full=[97, 200])
+    assert (ids, text) == ([97, 98, 33], "ab!")
+
+
+def test_an_earlier_turn_of_another_text_is_forgotten() -> None:
+    assert known("xyz", prompt=[97], response=[98], full=[97, 98]) == ([120, 121, 122], "xyz")
+
+
+def test_the_callers_own_ids_are_taken_as_they_are() -> None:
+    assert known("xyz", prompt=[97, START]) == ([97, START], "a<|im_start|>")
+    assert known("xyz", full=[98]) == ([98], "b")
+
+
+def test_without_known_ids_the_text_is_encoded() -> None:
+    assert known("ab") == ([97, 98], "ab")
+    assert known("ab", prompt=[], full=[]) == ([97, 98], "ab")
+
+
+def test_known_ids_come_without_padding() -> None:
+    tokens = Tokens(
+        prompt=torch.tensor([PAD, 97, PAD, 98]),
+        response=torch.tensor([99, PAD]),
+        full=torch.tensor([PAD, 97, PAD, 98, 99, PAD]),
+    )
+    sample = TensorDict(tokens=tokens)
+    assert known_ids(sample, "tokens", None, PAD) == {
+        "prompt": [97, PAD, 98],
+        "response": [99],
+        "full": [97, PAD, 98, 99],
+    }
+    mask = torch.tensor([0, 1, 1, 1, 1, 1])  # the last is an end of turn
+    assert known_ids(sample, "tokens", mask, PAD)["full"] == [97, PAD, 98, 99, PAD]
+    assert known_ids(sample, "tokens", mask[:2], PAD)["full"] == [97, PAD, 98, 99]
+    assert known_ids(sample, "others", None, PAD) == {}
+
+
+# text
+
+
+@pytest.mark.parametrize("texts", ["hi", ["hi"]])
+def test_a_text_is_encoded(texts: Any) -> None:
+    prompts = prompts_from_text(texts, TOKENIZER, {})
+    assert (prompts.ids, prompts.texts) == ([[104, 105]], ["hi"])
+
+
+def test_texts_of_a_stack_keep_their_order() -> None:
+    with set_list_to_stack(True):
+        stack = TensorDict(text=["b", "aé"], batch_size=[2]).get("text")
+    assert prompts_from_text(stack, TOKENIZER, {}).ids == [[98], [97, 195, 169]]
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"padding": True}, {"padding": "max_length", "max_length": 8}, {"return_tensors": "pt", "padding": True}]
+)
+def test_texts_are_never_padded(kwargs: dict[str, Any]) -> None:
+    assert prompts_from_text(["a", "bcd"], TOKENIZER, kwargs).ids == [[97], [98, 99, 100]]
+
+
+def test_other_tokenizer_arguments_are_passed_on() -> None:
+    assert prompts_from_text(["abc"], TOKENIZER, {"truncation": True, "max_length": 2}).ids == [[97, 98]]
+    assert prompts_from_text(["<|im_end|>"], TOKENIZER, {"split_special_tokens": True}).ids == [list(b"<|im_end|>")]
+
+
+# tokens
+
+
+def batch(rows: list[list[int]], mask: list[list[int]] | None = None) -> TensorDict:
+    td = TensorDict(tokens=Tokens(prompt=torch.tensor(rows), batch_size=[len(rows)]), batch_size=[len(rows)])
+    return td if mask is None else td.set("mask", torch.tensor(mask))
+
+
+def read(td: Any, pad: int | None = PAD, mask: str | None = "mask") -> list[list[int]]:
+    return prompts_from_tokens(td.to_lazystack(0), ("tokens", "prompt"), mask, pad).ids
+
+
+def test_pads_are_taken_off_both_ends() -> None:
+    assert read(batch([[PAD, PAD, 1], [2, 3, 4], [5, PAD, PAD]])) == [[1], [2, 3, 4], [5]]
+
+
+def test_a_pad_inside_a_prompt_is_a_token() -> None:
+    assert read(batch([[PAD, 1, PAD, 2], [PAD, PAD, 3, PAD]])) == [[1, PAD, 2], [3]]
+
+
+def test_a_mask_decides() -> None:
+    mask = [[0, 1, 1, 1], [0, 1, 1, 0]]
+    assert read(batch([[PAD, PAD, 1, PAD], [7, 2, 3, 8]], mask)) == [[PAD, 1, PAD], [2, 3]]
+    assert read(batch([[PAD, PAD, 1, PAD], [7, 2, 3, 8]], mask), mask=None) == [[1], [7, 2, 3, 8]]
+
+
+def test_a_mask_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"sample 0: 'mask' has shape \[2\] and the prompt \[3\]"):
+        read(batch([[1, 2, 3]], [[1, 1]]))
+
+
+def test_without_a_pad_token_prompts_are_taken_as_they_are() -> None:
+    assert read(batch([[0, PAD, 1]]), pad=None) == [[0, PAD, 1]]
+
+
+def test_a_prompt_of_pads_alone_is_empty() -> None:
+    assert read(batch([[PAD, PAD]])) == [[]]
+
+
+def test_prompts_of_a_lazy_stack_may_differ_in_length() -> None:
+    rows = [[1], [2, 3]]
+    stack = lazy_stack([TensorDict(tokens=Tokens(prompt=torch.tensor(row))) for row in rows])
+    assert prompts_from_tokens(stack, ("tokens", "prompt"), "mask", PAD).ids == rows
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=4), st.booleans())
+def test_padding_and_reading_back_gives_the_same_prompts(rows: list[list[int]], left: bool) -> None:
+    width = max(map(len, rows))
+    pads = [[PAD] * (width - len(row)) for row in rows]
+    padded = [pad + row if left else row + pad for pad, row in zip(pads, rows, strict=True)]
+    assert read(batch(padded)) == rows
+
+
+# entries
+
+
+def test_a_text_entry_joins_prompt_and_response() -> None:
+    entry = text_entry("1+1=", "2")
+    assert (entry.prompt, entry.response, entry.full) == ("1+1=", "2", "1+1=2")
+    assert entry.batch_size == torch.Size([])
+
+
+def test_a_history_entry_appends_the_answer() -> None:
+    prompt = histories(chat("hi", "x", "y"))[0]
+    entry = history_entry(prompt, "z")
+    assert entry.prompt.batch_size == torch.Size([3])
+    assert (entry.response.batch_size, entry.response.role, entry.response.content) == (
+        torch.Size([1]),
+        ["assistant"],
+        ["z"],
+    )
+    assert entry.full.role == ["user", "assistant", "user", "assistant"]
+    assert entry.full.content == ["hi", "x", "y", "z"]
+    assert prompt.batch_size == torch.Size([3])

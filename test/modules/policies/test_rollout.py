@@ -1,0 +1,344 @@
+"""Every key of the contract, by hand: one answer, stacks of answers, padded answers, and answers of a later turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
+
+from torchrl_moe._errors import RouteShapeError
+from torchrl_moe.data import RoutedExperts, RoutingLayout
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
+from torchrl_moe.modules.policies.rollout import RolloutKeys, answer_tensordict, pad_answers, stack_answers
+
+NAN = float("nan")
+U = -1
+PAD = 99
+LAYOUT = RoutingLayout(num_layers=2, moe_layers=(1,), top_k=2, num_experts=8)
+KEYS = RolloutKeys()
+DENSE = [U, U]
+"""The dense layer's columns."""
+
+
+def output(
+    ids: list[int],
+    log_probs: list[float] | None,
+    rows: list[list[int]] | None,
+    versions: list[int],
+    reason: str = "stop",
+) -> CompletionOutput:
+    """As an engine gives it: a row per token but the last, zeros on the dense layer, and nothing writable."""
+    routes = None if rows is None else np.array([[[0, 0], row] for row in rows], np.uint8)
+    arrays: list[Any] = [
+        np.array(ids, np.int64),
+        np.array(versions, np.int32),
+        None if log_probs is None else np.array(log_probs, np.float32),
+        routes,
+    ]
+    for array in arrays:
+        if array is not None:
+            array.flags.writeable = False
+    return CompletionOutput(
+        index=0,
+        token_ids=arrays[0],
+        text="",
+        finish_reason=reason,
+        policy_versions=arrays[1],
+        logprobs=arrays[2],
+        routed_experts=arrays[3],
+    )
+
+
+def completion(prompt: list[int], *outputs: CompletionOutput, cached: int = 0) -> Completion:
+    ids = np.array(prompt, np.int64)
+    ids.flags.writeable = False
+    return Completion(
+        request_id="r", prompt=None, prompt_token_ids=ids, num_cached_tokens=cached, outputs=list(outputs)
+    )
+
+
+SHORT = completion([10, 11], output([12], [-0.5], [[5, 3], [0, 1]], [7]))
+LONG = completion(
+    [20, 21, 22],
+    output([23, 24, 25], [-1, 0, -2], [[1, 2], [3, 4], [5, 6], [7, 0], [2, 1]], [9, 8, 9], "length"),
+    cached=2,
+)
+
+
+def answer(
+    source: Completion,
+    keys: RolloutKeys = KEYS,
+    layout: RoutingLayout | None = LAYOUT,
+    earlier: TensorDictBase | None = None,
+) -> TensorDict:
+    return answer_tensordict(source, source.outputs[0], layout, keys, earlier)
+
+
+def assert_values(tensor: torch.Tensor, values: Any, dtype: torch.dtype) -> None:
+    assert tensor.dtype == dtype
+    torch.testing.assert_close(tensor, torch.tensor(values, dtype=dtype), rtol=0, atol=0, equal_nan=True)
+
+
+# one answer
+
+
+def test_an_answer_by_hand() -> None:
+    td = answer(LONG)
+    assert td.batch_size == torch.Size([])
+    tokens, masks, log_probs = td["tokens"], td["masks"], td["log_probs"]
+    assert (type(tokens), type(masks), type(log_probs)) == (Tokens, Masks, LogProbs)
+    assert (tokens.padded, masks.padded, log_probs.padded) == (False, False, False)
+    assert_values(tokens.prompt, [20, 21, 22], torch.int64)
+    assert_values(tokens.response, [23, 24, 25], torch.int64)
+    assert_values(tokens.full, [20, 21, 22, 23, 24, 25], torch.int64)
+    assert_values(masks.all_attention_mask, [True] * 6, torch.bool)
+    assert_values(masks.all_assistant_mask, [False] * 3 + [True] * 3, torch.bool)
+    assert log_probs.prompt is None
+    assert_values(log_probs.response, [-1, 0, -2], torch.float32)
+    assert_values(log_probs.full, [NAN, NAN, NAN, -1, 0, -2], torch.float32)
+    assert type(td["routed_experts"]) is RoutedExperts
+    rows = [[1, 2], [3, 4], [5, 6], [7, 0], [2, 1], [U, U]]
+    assert_values(td["routed_experts", "full"], [[DENSE, row] for row in rows], torch.int8)
+    assert_values(td["policy_versions", "full"], [U, U, U, 9, 8, 9], torch.int32)
+    assert_values(td["policy_version"], 8, torch.int64)
+    assert td["finish_reason"] == "length"
+    assert_values(td["num_cached_tokens"], 2, torch.int64)
+
+
+def test_an_answer_has_these_keys_and_no_others() -> None:
+    root = {"tokens", "masks", "log_probs", "routed_experts", "policy_versions", "policy_version"}
+    assert set(answer(SHORT).keys()) == root | {"finish_reason", "num_cached_tokens"}
+    assert set(answer(SHORT)["routed_experts"].keys()) == {"full"}
+
+
+def test_an_answer_owns_its_memory() -> None:
+    td = answer(LONG)
+    before = answer(LONG)
+    for key in (("tokens", "full"), ("log_probs", "response"), ("log_probs", "full"), ("policy_versions", "full")):
+        td[key].fill_(0)
+    assert LONG.outputs[0].token_ids.tolist() == [23, 24, 25]
+    assert td["tokens", "prompt"].tolist() == [20, 21, 22]
+    torch.testing.assert_close(before["log_probs", "response"], torch.tensor([-1.0, 0.0, -2.0]))
+
+
+def test_many_experts_take_two_bytes() -> None:
+    layout = RoutingLayout(num_layers=2, moe_layers=(1,), top_k=2, num_experts=129)
+    assert answer(SHORT, layout=layout)["routed_experts", "full"].dtype == torch.int16
+
+
+def test_missing_rows_are_unset() -> None:
+    source = completion([10, 11], output([12], [-0.5], None, [7]))
+    assert_values(answer(source)["routed_experts", "full"], [[DENSE, DENSE]] * 3, torch.int8)
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    source = completion([10, 11, 12], SHORT.outputs[0])
+    with pytest.raises(RouteShapeError, match="must have 3 rows, got 2"):
+        answer(source)
+
+
+def test_a_dense_model_has_the_same_keys_without_routes() -> None:
+    dense = answer(completion([10, 11], output([12], [-0.5], None, [7])), layout=None)
+    moe = answer(SHORT)
+    assert set(dense.keys()) == set(moe.keys()) - {"routed_experts"}
+    for key in (("tokens", "full"), ("log_probs", "full"), ("masks", "all_assistant_mask"), "policy_version"):
+        torch.testing.assert_close(dense[key], moe[key], equal_nan=True)
+
+
+def test_keys_that_are_none_are_left_out() -> None:
+    td = answer(SHORT, RolloutKeys(log_probs=None, routed_experts=None))
+    assert {"log_probs", "routed_experts"}.isdisjoint(td.keys())
+
+
+def test_keys_may_be_renamed() -> None:
+    keys = RolloutKeys(tokens="t", masks="m", log_probs="l", routed_experts="r")
+    td = answer(SHORT, keys)
+    assert {"t", "m", "l", "r"} <= set(td.keys())
+    assert not {"tokens", "masks", "log_probs", "routed_experts"} & set(td.keys())
+    assert_values(td["r", "full"][:, 1], [[5, 3], [0, 1], [U, U]], torch.int8)
+    padded = pad_answers([td, answer(LONG, keys)], PAD, keys, (2,))
+    assert padded["r", "full"].shape == (2, 6, 2, 2)
+
+
+def test_log_probs_that_the_engine_did_not_return_are_an_error() -> None:
+    with pytest.raises(ValueError, match="the engine returned no log-probs"):
+        answer(completion([10, 11], output([12], None, [[5, 3], [0, 1]], [7])))
+
+
+def test_an_answer_without_a_token_has_no_version() -> None:
+    td = answer(completion([10, 11], output([], [], [[5, 3]], [])))
+    assert_values(td["policy_version"], U, torch.int64)
+    assert_values(td["tokens", "full"], [10, 11], torch.int64)
+    assert_values(td["routed_experts", "full"][:, 1], [[5, 3], [U, U]], torch.int8)
+
+
+# stacks
+
+
+def test_answers_are_stacked_lazily() -> None:
+    stack = stack_answers([answer(SHORT), answer(LONG)], (2,))
+    assert isinstance(stack, LazyStackedTensorDict)
+    assert stack.batch_size == torch.Size([2])
+    assert [len(ids) for ids in stack.get(("tokens", "full"), as_list=True)] == [3, 6]
+    assert stack["policy_version"].tolist() == [7, 8]
+    assert list(stack["finish_reason"]) == ["stop", "length"]
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1), (1, 2, 2), (2, 1, 2)])
+def test_a_stack_has_the_shape_asked_for_in_order(shape: tuple[int, ...]) -> None:
+    answers = [answer(completion([i], output([12], [-0.5], [[5, 3]], [i]))) for i in range(4)]
+    for stack in (stack_answers(answers, shape), pad_answers(answers, PAD, KEYS, shape)):
+        assert stack.batch_size == torch.Size(shape)
+        assert stack["policy_version"].tolist() == torch.arange(4).view(shape).tolist()
+        assert stack["tokens", "full"].shape == (*shape, 2)
+        assert list(stack.reshape(-1)["finish_reason"]) == ["stop"] * 4
+
+
+def test_one_answer_needs_no_stack() -> None:
+    one = answer(SHORT)
+    assert stack_answers([one], ()) is one
+    padded = pad_answers([one], PAD, KEYS, ())
+    assert padded.batch_size == torch.Size([])
+    assert padded["tokens"].padded is True
+    assert_values(padded["tokens", "full"], [10, 11, 12], torch.int64)
+    assert padded["finish_reason"] == "stop"
+
+
+# padding
+
+
+def test_padding_by_hand() -> None:
+    td = pad_answers([answer(SHORT), answer(LONG)], PAD, KEYS, (2,))
+    assert type(td) is TensorDict
+    assert td.batch_size == torch.Size([2])
+    tokens, masks, log_probs = td["tokens"], td["masks"], td["log_probs"]
+    assert (type(tokens), type(masks), type(log_probs)) == (Tokens, Masks, LogProbs)
+    assert (tokens.padded, masks.padded, log_probs.padded) == (True, True, True)
+    assert_values(tokens.prompt, [[PAD, 10, 11], [20, 21, 22]], torch.int64)
+    assert_values(tokens.response, [[12, PAD, PAD], [23, 24, 25]], torch.int64)
+    assert_values(tokens.full, [[PAD, 10, 11, 12, PAD, PAD], [20, 21, 22, 23, 24, 25]], torch.int64)
+    assert_values(masks.all_attention_mask, [[False] + [True] * 3 + [False] * 2, [True] * 6], torch.bool)
+    assert_values(
+        masks.all_assistant_mask,
+        [[False] * 3 + [True] + [False] * 2, [False] * 3 + [True] * 3],
+        torch.bool,
+    )
+    assert log_probs.prompt is None
+    assert_values(log_probs.response, [[-0.5, 0, 0], [-1, 0, -2]], torch.float32)
+    assert_values(log_probs.full, [[0, NAN, NAN, -0.5, 0, 0], [NAN, NAN, NAN, -1, 0, -2]], torch.float32)
+    assert type(td["routed_experts"]) is RoutedExperts
+    short, long = [DENSE, [5, 3], [0, 1], DENSE, DENSE, DENSE], [[1, 2], [3, 4], [5, 6], [7, 0], [2, 1], DENSE]
+    rows = [[[DENSE, row] for row in sample] for sample in (short, long)]
+    assert_values(td["routed_experts", "full"], rows, torch.int8)
+    assert_values(td["policy_versions", "full"], [[U, U, U, 7, U, U], [U, U, U, 9, 8, 9]], torch.int32)
+    assert_values(td["policy_version"], [7, 8], torch.int64)
+    assert list(td["finish_reason"]) == ["stop", "length"]
+    assert_values(td["num_cached_tokens"], [0, 2], torch.int64)
+
+
+def test_padded_routes_are_those_of_the_contract() -> None:
+    td = pad_answers([answer(SHORT), answer(LONG)], PAD, KEYS, (2,))
+    mask = td["masks", "all_attention_mask"]
+    td["routed_experts"].validate(LAYOUT, num_tokens=[3, 6], attention_mask=mask)
+
+
+def test_the_padded_full_sequence_is_the_padded_prompt_and_response() -> None:
+    td = pad_answers([answer(SHORT), answer(LONG)], PAD, KEYS, (2,))
+    tokens = td["tokens"]
+    assert torch.cat([tokens.prompt, tokens.response], -1).equal(tokens.full)
+
+
+# later turns
+
+
+TURN = answer(SHORT)
+"""Ids 10, 11 | 12."""
+NEXT = completion([10, 11, 12, 30], output([31], [-4], [[7, 6], [6, 5], [5, 4], [4, 3]], [9]))
+"""A later turn, by newer weights, on other experts."""
+
+
+def test_an_earlier_turn_keeps_its_routes_log_probs_and_versions() -> None:
+    td = answer(NEXT, earlier=TURN)
+    # the last token of the earlier turn was never forwarded then, so its row is of now
+    rows = [[5, 3], [0, 1], [5, 4], [4, 3], [U, U]]
+    assert_values(td["routed_experts", "full"], [[DENSE, row] for row in rows], torch.int8)
+    assert_values(td["log_probs", "full"], [NAN, NAN, -0.5, NAN, -4], torch.float32)
+    assert_values(td["policy_versions", "full"], [U, U, 7, U, 9], torch.int32)
+
+
+def test_what_is_of_this_turn_alone_stays_so() -> None:
+    td = answer(NEXT, earlier=TURN)
+    assert_values(td["log_probs", "response"], [-4], torch.float32)
+    assert_values(td["tokens", "prompt"], [10, 11, 12, 30], torch.int64)
+    assert_values(td["masks", "all_assistant_mask"], [False] * 4 + [True], torch.bool)
+    assert td["policy_version"] == 9
+
+
+def test_a_padded_earlier_turn_is_kept_too() -> None:
+    padded = pad_answers([TURN, answer(LONG)], PAD, KEYS, (2,))
+    expected = answer(NEXT, earlier=TURN)
+    td = answer(NEXT, earlier=padded[0])
+    for key in (("routed_experts", "full"), ("log_probs", "full"), ("policy_versions", "full")):
+        torch.testing.assert_close(td[key], expected[key], equal_nan=True)
+
+
+def test_three_turns() -> None:
+    third = completion([10, 11, 12, 30, 31], output([32], [-6], [[1, 0], [1, 0], [1, 0], [1, 0], [2, 3]], [11]))
+    td = answer(third, earlier=answer(NEXT, earlier=TURN))
+    rows = [[5, 3], [0, 1], [5, 4], [4, 3], [2, 3], [U, U]]
+    assert_values(td["routed_experts", "full"][:, 1], rows, torch.int8)
+    assert_values(td["log_probs", "full"], [NAN, NAN, -0.5, NAN, -4, -6], torch.float32)
+    assert_values(td["policy_versions", "full"], [U, U, 7, U, 9, 11], torch.int32)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [10, 11, 13, 30],  # rendered anew
+        [10, 11],  # the same request once more
+        [11, 12, 30],  # cut at the front
+    ],
+)
+def test_another_prompt_keeps_nothing(prompt: list[int]) -> None:
+    source = completion(prompt, output([12], [-4], [[7, 6]] * len(prompt), [9]))
+    fresh, td = answer(source), answer(source, earlier=TURN)
+    for key in (("routed_experts", "full"), ("log_probs", "full"), ("policy_versions", "full")):
+        torch.testing.assert_close(td[key], fresh[key], equal_nan=True)
+
+
+def test_the_same_answer_by_newer_weights_has_its_own_log_probs() -> None:
+    again = completion([10, 11], output([12], [-0.25], [[7, 6], [6, 5]], [8]))
+    td = answer(again, earlier=TURN)
+    assert_values(td["log_probs", "full"], [NAN, NAN, -0.25], torch.float32)
+    assert_values(td["policy_versions", "full"], [U, U, 8], torch.int32)
+    assert_values(td["routed_experts", "full"][:, 1], [[7, 6], [6, 5], [U, U]], torch.int8)
+
+
+def test_rows_of_other_tokens_than_the_ids_are_not_trusted() -> None:
+    earlier = TURN.clone()
+    earlier["log_probs"] = LogProbs(full=torch.tensor([-9.0, -9.0]))  # of two tokens, and the turn has three
+    assert_values(answer(NEXT, earlier=earlier)["log_probs", "full"], [NAN] * 4 + [-4], torch.float32)
+
+
+def test_an_earlier_turn_without_log_probs_gives_none() -> None:
+    earlier = TURN.exclude("log_probs")
+    td = answer(NEXT, earlier=earlier)
+    assert_values(td["log_probs", "full"], [NAN] * 4 + [-4], torch.float32)
+    assert_values(td["policy_versions", "full"], [U, U, 7, U, 9], torch.int32)
+
+
+def test_the_earlier_turn_is_left_as_it_was() -> None:
+    earlier = TURN.clone()
+    answer(NEXT, earlier=earlier)
+    for key in (("routed_experts", "full"), ("log_probs", "full"), ("policy_versions", "full")):
+        torch.testing.assert_close(earlier[key], TURN[key], equal_nan=True)
+
+
+def test_routes_of_wide_ids_become_the_layouts_dtype() -> None:
+    earlier = TURN.clone()
+    earlier["routed_experts"] = RoutedExperts(full=TURN["routed_experts", "full"].to(torch.int64))
+    assert answer(NEXT, earlier=earlier)["routed_experts", "full"].dtype == torch.int8

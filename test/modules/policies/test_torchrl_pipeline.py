@@ -1,0 +1,306 @@
+"""vLLMWrapper in TorchRL's own pipeline: chat environment, collector, replay buffer, advantages. All of it is stock.
+
+What comes out of the far end is compared with a forward of its own tokens: routes that had slipped by one row, or to
+another sample, would show there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack, set_list_to_stack
+from torch import Tensor
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import Composite, LazyStackStorage, ReplayBuffer, Unbounded
+from torchrl.data.llm import History
+from torchrl.envs import StepCounter, Transform, TransformedEnv
+from torchrl.envs.llm import ChatEnv, DatasetChatEnv
+from torchrl.objectives.llm import MCAdvantage
+
+from engines import EngineShelf
+from reference import Reference, route_mismatches
+from torchrl_moe.data import RoutedExperts
+from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
+from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
+
+GROUP, ENVS, NEW = 4, 8, 6
+TEMPERATURE = 0.7
+QUESTION = "again?"
+
+
+@pytest.fixture(autouse=True)
+def lists_are_stacks() -> Iterator[None]:
+    """As TorchRL's environments demand."""
+    with set_list_to_stack(True):
+        yield
+
+
+class Questions:
+    """An endless dataloader of questions, no two of the same length."""
+
+    batch_size = 0
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __iter__(self) -> Questions:
+        return self
+
+    def __next__(self) -> dict[str, str]:
+        self.count += 1
+        return {"query": f"{'1+' * self.count}1="}
+
+
+def reward_of(response: Tensor) -> float:
+    """What anyone can verify: the mean byte."""
+    return float(response.float().mean() / 256)
+
+
+class MeanByte(Transform):
+    """The reward, ``[*B, 1, 1]``, and the end of a dialogue after so many turns."""
+
+    def __init__(self, turns: int) -> None:
+        super().__init__()
+        self.turns = turns
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        responses = tensordict.get(("tokens", "response"), as_list=True)
+        rewards = torch.tensor([reward_of(response) for response in responses])
+        next_tensordict["reward"] = rewards.view(*tensordict.batch_size, 1, 1)
+        for key in ("done", "terminated"):
+            next_tensordict[key] = next_tensordict["step_count"] >= self.turns
+        return next_tensordict
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        reward_spec["reward"] = Unbounded(shape=(*self.parent.batch_size, 1, 1))
+        return reward_spec
+
+
+class AskAgain(Transform):
+    """Another question of the user after every answer."""
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        history = next_tensordict["history"]
+        question = History(role="user", content=QUESTION)
+        history.prompt = lazy_stack([h.append(question, inplace=False, dim=-1) for h in history.prompt.unbind(0)])
+        return next_tensordict
+
+
+def make_env(mode: str, turns: int) -> TransformedEnv:
+    env = ChatEnv.from_dataloader(
+        Questions(), batch_size=(ENVS,), repeats=GROUP, tokenizer=ByteTokenizer(), input_mode=mode
+    )
+    assert isinstance(env, DatasetChatEnv)
+    env = env.append_transform(StepCounter()).append_transform(MeanByte(turns))
+    return env.append_transform(AskAgain()) if turns > 1 else env
+
+
+def make_policy(engine: Any, mode: str = "history", **kwargs: Any) -> vLLMWrapper:
+    sampling = {"max_new_tokens": NEW, "temperature": TEMPERATURE}
+    return vLLMWrapper(engine, input_mode=mode, generate_kwargs=sampling, **kwargs)
+
+
+def collect(policy: vLLMWrapper, turns: int = 1, iterations: int = 2, **kwargs: Any) -> list[Any]:
+    """Return what the collector yields; its version is set to 3, which no engine here has."""
+    collector = LLMCollector(
+        make_env(policy.input_mode, turns),
+        policy=policy,
+        dialog_turns_per_batch=ENVS * turns,
+        total_dialog_turns=ENVS * turns * iterations,
+        track_policy_version=True,
+        **kwargs,
+    )
+    for _ in range(3):
+        collector.increment_version()
+    assert policy.collector is collector
+    batches = list(collector)
+    collector.shutdown()
+    return batches
+
+
+def make_buffer() -> ReplayBuffer:
+    return ReplayBuffer(storage=LazyStackStorage(64), transform=MCAdvantage(grpo_size=GROUP), batch_size=ENVS)
+
+
+def assert_aligned(item: TensorDictBase) -> None:
+    """One value per token, and the types of the contract, whatever the item went through."""
+    ids = item["tokens", "full"]
+    assert isinstance(item["routed_experts"], RoutedExperts)
+    assert item["routed_experts", "full"].dtype == torch.int8
+    for key in ("routed_experts", "policy_versions", "log_probs"):
+        assert len(item[key, "full"]) == len(ids), key
+    for key in ("all_attention_mask", "all_assistant_mask"):
+        assert item["masks", key].shape == ids.shape
+    assert ids.equal(torch.cat([item["tokens", "prompt"], item["tokens", "response"]]))
+    assert item["finish_reason"] in ("stop", "length")
+    assert item["policy_versions", "full"][item["masks", "all_assistant_mask"]].eq(0).all()
+
+
+def assert_advantages(items: list[TensorDictBase]) -> None:
+    """Rewards less their group's mean, by its standard deviation, from the answers themselves."""
+    groups: dict[str, list[TensorDictBase]] = {}
+    for item in items:
+        groups.setdefault(item["query"], []).append(item)
+    assert {len(group) for group in groups.values()} == {GROUP}
+    for group in groups.values():
+        rewards = torch.tensor([reward_of(item["tokens", "response"]) for item in group])
+        got = torch.stack([item["advantage"].reshape(()) for item in group])
+        assert group[0]["advantage"].shape == group[0]["next", "reward"].shape == (1, 1)
+        expected = (rewards - rewards.mean()) / rewards.std().clamp_min(1e-4)
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+
+
+# over a fake engine
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[FakeAsyncVLLM]:
+    with FakeAsyncVLLM(seed=1) as engine:
+        yield engine
+
+
+def engine_routes(engine: FakeAsyncVLLM, ids: Tensor) -> Tensor:
+    """What the fake engine says of these tokens when it is asked anew, MoE layers only."""
+    completion = engine.generate(prompt_token_ids=ids[:-1].tolist(), sampling_params={"max_tokens": 1}, use_tqdm=False)
+    return torch.from_numpy(completion.outputs[0].routed_experts.astype("int8"))[:, 1:]
+
+
+@pytest.mark.parametrize("mode", ["history", "text"])
+def test_what_is_collected_is_aligned(fake: FakeAsyncVLLM, mode: str) -> None:
+    batches = collect(make_policy(fake, mode))
+    assert [batch.batch_size for batch in batches] == [torch.Size([ENVS, 1])] * 2
+    for item in torch.cat(batches).reshape(-1).unbind(0):
+        assert_aligned(item)
+        assert item["routed_experts", "full"][:-1, 1:].equal(engine_routes(fake, item["tokens", "full"]))
+        assert item["next", "reward"].item() == pytest.approx(reward_of(item["tokens", "response"]))
+
+
+@pytest.mark.parametrize("mode", ["history", "text"])
+def test_what_is_sampled_is_aligned_and_has_advantages(fake: FakeAsyncVLLM, mode: str) -> None:
+    buffer = make_buffer()
+    assert collect(make_policy(fake, mode), replay_buffer=buffer) == [None, None]
+    assert len(buffer) == 2 * ENVS
+    assert_advantages(list(buffer[:].unbind(0)))
+    sample = buffer.sample()
+    assert isinstance(sample, LazyStackedTensorDict)
+    for item in sample.unbind(0):
+        assert_aligned(item)
+        assert item["routed_experts", "full"][:-1, 1:].equal(engine_routes(fake, item["tokens", "full"]))
+
+
+def test_a_sample_can_be_read_padded(fake: FakeAsyncVLLM) -> None:
+    buffer = make_buffer()
+    collect(make_policy(fake), replay_buffer=buffer)
+    sample = buffer.sample()
+    ids = sample.get(("tokens", "full"), as_padded_tensor=True, padding_side="left", padding_value=256)
+    routes = sample["routed_experts"].pad().full
+    assert routes.shape == (*ids.shape, 4, 2)
+    assert routes[ids == 256].eq(-1).all()
+    for row, item in zip(routes, sample.unbind(0), strict=True):
+        assert row[-len(item["tokens", "full"]) :].equal(item["routed_experts", "full"])
+
+
+def test_the_version_at_the_root_is_the_engines(fake: FakeAsyncVLLM) -> None:
+    (batch,) = collect(make_policy(fake), iterations=1)
+    assert batch["policy_version"].unique().tolist() == [0]
+    assert batch["next", "policy_version"].unique().tolist() == [3]
+
+
+def test_a_new_version_of_the_policy_collects_as_well(fake: FakeAsyncVLLM) -> None:
+    policy = make_policy(fake).get_new_version(return_routed_experts=False)
+    (batch,) = collect(policy, iterations=1)
+    assert "routed_experts" not in batch.keys()  # noqa: SIM118  a TensorDict iterates over its batch
+    assert batch["policy_version"].unique().tolist() == [0]
+
+
+@pytest.mark.parametrize("prefer_tokens", [False, True])
+def test_a_second_turn_continues_the_first(fake: FakeAsyncVLLM, prefer_tokens: bool) -> None:
+    batches = collect(make_policy(fake, prefer_tokens=prefer_tokens), turns=2)
+    for dialogue in torch.cat(batches).unbind(0):
+        first, second = dialogue.unbind(0)
+        old, p = len(first["tokens", "full"]), len(second["tokens", "prompt"])
+        assert second["tokens", "full"][:old].equal(first["tokens", "full"])
+        assert second["tokens", "prompt"].tolist()[old:] == [
+            *(258, *b"\n", 257, *b"user\n", *QUESTION.encode(), 258, *b"\n", 257, *b"assistant\n")
+        ]
+        written = second["policy_versions", "full"] == 0
+        assert written.nonzero()[:, 0].tolist() == [*range(old - NEW, old), *range(p, p + NEW)]
+        assert second["log_probs", "full"].isfinite().equal(written)
+        kept = second["log_probs", "full"][old - NEW : old]
+        assert kept.equal(first["log_probs", "response"])
+        assert second["routed_experts", "full"][:-1, 1:].equal(engine_routes(fake, second["tokens", "full"]))
+
+
+def test_a_reset_begins_anew() -> None:
+    with FakeAsyncVLLM(seed=1) as engine:
+        policy = make_policy(engine)
+        env = make_env("history", turns=1)
+        _, carried = env.step_and_maybe_reset(policy(env.reset()))
+        assert ("routed_experts", "full") in carried[0].keys(True)  # the old dialogue's, and they must not stay
+        engine.replicas[0].version = 2
+        fresh = policy(carried)
+    for item in fresh.unbind(0):
+        assert set(item["policy_versions", "full"].tolist()) == {-1, 2}
+        assert item["log_probs", "full"].isfinite().sum() == NEW
+
+
+# over vLLM
+
+
+@lru_cache(maxsize=1)
+def reference_of(folder: Path) -> Reference:
+    return Reference(folder)
+
+
+def assert_forward_agrees(items: list[TensorDictBase], reference: Reference) -> None:
+    """Routes and log-probs of every item are those of a forward of its own tokens."""
+    wrong = total = 0
+    worst = 0.0
+    for item in items:
+        assert_aligned(item)
+        log_probs, chosen = reference(item["tokens", "full"], TEMPERATURE)
+        mismatches = route_mismatches(item["routed_experts", "full"], chosen, slice(0, -1))
+        wrong, total = wrong + mismatches[0], total + mismatches[1]
+        written = item["log_probs", "full"].isfinite()
+        assert written.equal(item["policy_versions", "full"] >= 0)
+        worst = max(worst, float((item["log_probs", "full"] - log_probs)[written].abs().max()))
+    print(f"{wrong} of {total} rows differ, max |dlogp| {worst:.1e}")
+    assert wrong == 0
+    assert worst <= 1e-5
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_sampled_routes_are_those_of_a_forward_of_the_sampled_tokens(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    buffer = make_buffer()
+    collect(make_policy(engine), replay_buffer=buffer)
+    assert len(buffer) == 2 * ENVS
+    assert_advantages(list(buffer[:].unbind(0)))
+    assert_forward_agrees(list(buffer.sample().unbind(0)), reference_of(shelf.folder("qwen3_moe")))
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_collected_routes_are_those_of_a_forward_of_the_collected_tokens(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    batches = collect(make_policy(engine, "text"))
+    assert torch.cat(batches)["next", "policy_version"].unique().tolist() == [3]
+    assert_forward_agrees(list(torch.cat(batches).reshape(-1).unbind(0)), reference_of(shelf.folder("qwen3_moe")))
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.parametrize("prefer_tokens", [False, True])
+def test_both_turns_of_a_dialogue_are_those_of_one_forward(
+    engine: AsyncVLLM, shelf: EngineShelf, prefer_tokens: bool
+) -> None:
+    buffer = make_buffer()
+    collect(make_policy(engine, prefer_tokens=prefer_tokens), turns=2, replay_buffer=buffer)
+    items = list(buffer[:].unbind(0))
+    assert len(items) == 2 * ENVS * 2
+    assert_forward_agrees(items, reference_of(shelf.folder("qwen3_moe")))
+    if prefer_tokens:  # else answers that are no UTF-8 are encoded anew, as other tokens, and keep nothing
+        second = [item for item in items if item["step_count"].item() == 1]
+        assert len(second) == 2 * ENVS
+        assert all((item["policy_versions", "full"] >= 0).sum() > len(item["tokens", "response"]) for item in second)

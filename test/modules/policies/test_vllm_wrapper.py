@@ -1,0 +1,987 @@
+"""vLLMWrapper over a fake engine: every key in every mode, whatever goes in; and what it refuses.
+
+The values of single answers are checked by hand in ``test_rollout.py``, real ones in ``test_parity.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
+from torchrl.data.llm import History
+from torchrl.envs.llm import ChatEnv
+from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
+
+from torchrl_moe._errors import EngineError, GenerationTimeout
+from torchrl_moe.data import RoutedExperts
+from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
+from torchrl_moe.modules.policies import vllm_wrapper
+from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
+
+MODES = ("history", "text", "tokens")
+PAD, START, END = 256, 257, 258
+PROMPTS = ("ab", "cdefg", "h")
+NEW = 4
+ROOT = {"tokens", "masks", "log_probs", "routed_experts", "policy_versions", "policy_version"}
+KEYS = ROOT | {"finish_reason", "num_cached_tokens"}
+OWN = {"history": {"text", "history"}, "text": {"text"}, "tokens": set()}
+"""What a mode writes besides."""
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[FakeAsyncVLLM]:
+    with FakeAsyncVLLM(seed=3) as engine:
+        yield engine
+
+
+def wrapper(engine: FakeAsyncVLLM, mode: str = "text", **kwargs: Any) -> vLLMWrapper:
+    return vLLMWrapper(engine, input_mode=mode, generate_kwargs={"max_new_tokens": NEW}, **kwargs)
+
+
+def ids_of(mode: str, prompt: str) -> list[int]:
+    """What the engine must be asked: the bytes, and in a chat the template around them."""
+    if mode != "history":
+        return list(prompt.encode())
+    return [START, *b"user\n", *prompt.encode(), END, *b"\n", START, *b"assistant\n"]
+
+
+def chats(*prompts: str) -> History:
+    return History.from_chats([[{"role": "user", "content": prompt}] for prompt in prompts])
+
+
+def one(mode: str, prompt: str) -> TensorDict:
+    if mode == "history":
+        return TensorDict(history=ChatHistory(prompt=chats(prompt)[0]))
+    if mode == "text":
+        return TensorDict(text=Text(prompt=prompt))
+    return TensorDict(tokens=Tokens(prompt=torch.tensor(ids_of(mode, prompt))))
+
+
+def stacked(mode: str, *prompts: str) -> LazyStackedTensorDict:
+    return lazy_stack([one(mode, prompt) for prompt in prompts])
+
+
+def dense(mode: str, *prompts: str) -> TensorDict:
+    """The same as a TensorDict, tokens padded left."""
+    batch = [len(prompts)]
+    if mode == "history":
+        return TensorDict(history=ChatHistory(prompt=chats(*prompts)), batch_size=batch)
+    if mode == "text":
+        return TensorDict(text=Text(prompt=list(prompts), batch_size=batch), batch_size=batch)
+    rows = [ids_of(mode, prompt) for prompt in prompts]
+    width = max(map(len, rows))
+    ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
+    return TensorDict(tokens=Tokens(prompt=ids, batch_size=batch), batch_size=batch)
+
+
+def direct(engine: FakeAsyncVLLM, rows: Sequence[list[int]], n: int = 1) -> list[tuple[list[int], CompletionOutput]]:
+    """Prompt ids and outputs as the engine itself gives them, flat."""
+    params = {"max_tokens": NEW, "logprobs": 0, "n": n}
+    completions = engine.generate(prompt_token_ids=[list(row) for row in rows], sampling_params=params, use_tqdm=False)
+    return [(list(row), out) for row, done in zip(rows, completions, strict=True) for out in done.outputs]
+
+
+def leaf(td: TensorDictBase, *key: str) -> torch.Tensor:
+    value = td.get(key if len(key) > 1 else key[0])
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def assert_answer(td: TensorDictBase, prompt: list[int], output: CompletionOutput) -> None:
+    """``td`` is the answer, unpadded, of a model of four layers, the first of them dense, with 2 of 8 experts."""
+    p, total = len(prompt), len(prompt) + NEW
+    response = output.token_ids.tolist()
+    for key, shape, dtype in [
+        (("tokens", "prompt"), [p], torch.int64),
+        (("tokens", "response"), [NEW], torch.int64),
+        (("tokens", "full"), [total], torch.int64),
+        (("masks", "all_attention_mask"), [total], torch.bool),
+        (("masks", "all_assistant_mask"), [total], torch.bool),
+        (("log_probs", "response"), [NEW], torch.float32),
+        (("log_probs", "full"), [total], torch.float32),
+        (("routed_experts", "full"), [total, 4, 2], torch.int8),
+        (("policy_versions", "full"), [total], torch.int32),
+        (("policy_version",), [], torch.int64),
+        (("num_cached_tokens",), [], torch.int64),
+    ]:
+        value = leaf(td, *key)
+        assert (list(value.shape), value.dtype) == (shape, dtype), key
+    assert leaf(td, "tokens", "prompt").tolist() == prompt
+    assert leaf(td, "tokens", "response").tolist() == response
+    assert leaf(td, "tokens", "full").tolist() == prompt + response
+    assert leaf(td, "masks", "all_attention_mask").all()
+    assert leaf(td, "masks", "all_assistant_mask").tolist() == [False] * p + [True] * NEW
+    assert output.logprobs is not None and output.routed_experts is not None
+    assert leaf(td, "log_probs", "response").tolist() == output.logprobs.tolist()
+    assert leaf(td, "log_probs", "full")[:p].isnan().all()
+    assert leaf(td, "log_probs", "full")[p:].tolist() == output.logprobs.tolist()
+    routes = leaf(td, "routed_experts", "full")
+    assert routes[:-1, 1:].tolist() == output.routed_experts[:, 1:].tolist()
+    assert routes[-1].eq(-1).all()
+    assert routes[:, 0].eq(-1).all()
+    assert leaf(td, "policy_versions", "full").tolist() == [-1] * p + [0] * NEW
+    assert leaf(td, "policy_version") == 0
+    assert td["finish_reason"] == "length"
+    assert leaf(td, "num_cached_tokens") == 0
+
+
+def assert_text(td: TensorDictBase, mode: str, prompt: str, output: CompletionOutput) -> None:
+    """What the modes write besides."""
+    assert set(td.keys()) == KEYS | OWN[mode]
+    if mode == "tokens":
+        return
+    rendered = bytes(i for i in ids_of(mode, prompt) if i < PAD).decode()
+    text = td["text"]
+    assert type(text) is Text
+    assert text.prompt.replace("<|im_start|>", "").replace("<|im_end|>", "") == rendered
+    assert text.response == output.text
+    assert text.full == text.prompt + text.response
+    if mode == "history":
+        history = td["history"]
+        assert type(history) is ChatHistory
+        assert (history.prompt.batch_size, history.response.batch_size) == (torch.Size([1]), torch.Size([1]))
+        assert (history.response.role, history.response.content) == (["assistant"], [output.text])
+        assert history.full.role == ["user", "assistant"]
+        assert history.full.content == [prompt, output.text]
+
+
+# every key, in every mode
+
+
+@pytest.mark.parametrize("build", [stacked, dense])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_answer_per_prompt(fake: FakeAsyncVLLM, mode: str, build: Any) -> None:
+    out = wrapper(fake, mode, inplace=False)(build(mode, *PROMPTS))
+    assert isinstance(out, LazyStackedTensorDict)
+    assert out.batch_size == torch.Size([3])
+    answers = direct(fake, [ids_of(mode, prompt) for prompt in PROMPTS])
+    for td, text, (prompt, output) in zip(out.unbind(0), PROMPTS, answers, strict=True):
+        assert_answer(td, prompt, output)
+        assert_text(td, mode, text, output)
+
+
+@pytest.mark.parametrize("build", [stacked, dense])
+@pytest.mark.parametrize("mode", MODES)
+def test_two_answers_per_prompt(fake: FakeAsyncVLLM, mode: str, build: Any) -> None:
+    out = wrapper(fake, mode, num_samples=2)(build(mode, *PROMPTS))
+    assert isinstance(out, LazyStackedTensorDict)
+    assert out.batch_size == torch.Size([3, 2])
+    answers = direct(fake, [ids_of(mode, prompt) for prompt in PROMPTS], n=2)
+    assert answers[0][1].token_ids.tolist() != answers[1][1].token_ids.tolist()
+    for (i, j), (prompt, output) in zip(itertools.product(range(3), range(2)), answers, strict=True):
+        assert_answer(out[i, j], prompt, output)
+        assert_text(out[i, j], mode, PROMPTS[i], output)
+
+
+@pytest.mark.parametrize("num_samples", [None, 2])
+@pytest.mark.parametrize("build", [stacked, dense])
+@pytest.mark.parametrize("mode", MODES)
+def test_padded_answers_are_the_unpadded_ones_with_pads(
+    fake: FakeAsyncVLLM, mode: str, build: Any, num_samples: int | None
+) -> None:
+    out = wrapper(fake, mode, pad_output=True, inplace=False, num_samples=num_samples)(build(mode, *PROMPTS))
+    n = num_samples or 1
+    shape = [3] if num_samples is None else [3, 2]
+    p = max(len(ids_of(mode, prompt)) for prompt in PROMPTS)
+    assert type(out) is TensorDict
+    assert out.batch_size == torch.Size(shape)
+    types = {"tokens": Tokens, "masks": Masks, "log_probs": LogProbs, "routed_experts": RoutedExperts}
+    assert {name: type(out[name]) for name in types} == types
+    assert all(out[name].padded is True for name in ("tokens", "masks", "log_probs"))
+    for key, tail, dtype in [
+        (("tokens", "prompt"), [p], torch.int64),
+        (("tokens", "response"), [NEW], torch.int64),
+        (("tokens", "full"), [p + NEW], torch.int64),
+        (("masks", "all_attention_mask"), [p + NEW], torch.bool),
+        (("masks", "all_assistant_mask"), [p + NEW], torch.bool),
+        (("log_probs", "response"), [NEW], torch.float32),
+        (("log_probs", "full"), [p + NEW], torch.float32),
+        (("routed_experts", "full"), [p + NEW, 4, 2], torch.int8),
+        (("policy_versions", "full"), [p + NEW], torch.int32),
+        (("policy_version",), [], torch.int64),
+        (("num_cached_tokens",), [], torch.int64),
+    ]:
+        value = leaf(out, *key)
+        assert (list(value.shape), value.dtype) == (shape + tail, dtype), key
+    answers = direct(fake, [ids_of(mode, prompt) for prompt in PROMPTS], n)
+    for i, (td, (prompt, output)) in enumerate(zip(out.reshape(-1).unbind(0), answers, strict=True)):
+        pads = p - len(prompt)
+        assert leaf(td, "tokens", "prompt").tolist() == [PAD] * pads + prompt
+        assert leaf(td, "masks", "all_attention_mask").tolist() == [False] * pads + [True] * (len(prompt) + NEW)
+        assert leaf(td, "log_probs", "full")[:pads].eq(0).all()
+        assert leaf(td, "routed_experts", "full")[:pads].eq(-1).all()
+        assert leaf(td, "policy_versions", "full")[:pads].eq(-1).all()
+        real = TensorDict({key: td[key][pads:] for key in FULL})
+        real["tokens", "prompt"] = leaf(td, "tokens", "prompt")[pads:]
+        for key in (("tokens", "response"), ("log_probs", "response"), "policy_version", "num_cached_tokens"):
+            real[key] = td[key]
+        assert_answer(real.set("finish_reason", td["finish_reason"]), prompt, output)
+        assert_text(td, mode, PROMPTS[i // n], output)
+
+
+FULL = [
+    ("tokens", "full"),
+    ("masks", "all_attention_mask"),
+    ("masks", "all_assistant_mask"),
+    ("log_probs", "full"),
+    ("routed_experts", "full"),
+    ("policy_versions", "full"),
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_keys_are_announced(fake: FakeAsyncVLLM, mode: str) -> None:
+    policy = wrapper(fake, mode)
+    assert policy.in_keys == [(mode, "prompt")]
+    assert set(policy.out_keys) == KEYS | OWN[mode]
+    assert isinstance(policy, LLMWrapperBase)
+    assert policy.generate is True
+    assert policy.batching is False
+    assert policy.collector is None
+
+
+def test_the_version_is_the_oldest_of_the_response(fake: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(monkeypatch, fake, [5, 6, 7], versions=[9, 8, 9])
+    td = wrapper(fake)(stacked("text", "ab"))[0]
+    assert td["policy_versions", "full"].tolist() == [-1, -1, 9, 8, 9]
+    assert td["policy_version"].tolist() == 8
+
+
+# batch sizes
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sample_without_a_batch_dimension(fake: FakeAsyncVLLM, mode: str, pad_output: bool) -> None:
+    td = one(mode, "cdefg")
+    out = wrapper(fake, mode, pad_output=pad_output)(td)
+    assert out is td
+    assert out.batch_size == torch.Size([])
+    ((prompt, output),) = direct(fake, [ids_of(mode, "cdefg")])
+    assert_answer(out, prompt, output)
+    assert_text(out, mode, "cdefg", output)
+
+
+def test_samples_without_a_batch_dimension(fake: FakeAsyncVLLM) -> None:
+    for pad_output in (False, True):
+        out = wrapper(fake, num_samples=2, pad_output=pad_output)(one("text", "ab"))
+        assert out.batch_size == torch.Size([2])
+        for td, (prompt, output) in zip(out.unbind(0), direct(fake, [ids_of("text", "ab")], n=2), strict=True):
+            assert_answer(td, prompt, output)
+
+
+def two_dims(build: str) -> TensorDictBase:
+    if build == "dense":
+        return dense("text", "ab", "cdefg", "h", "ij").reshape(2, 2)
+    if build == "lazy":
+        return lazy_stack([stacked("text", "ab", "cdefg"), stacked("text", "h", "ij")])
+    return lazy_stack([stacked("text", "ab", "h"), stacked("text", "cdefg", "ij")], 1)
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize("build", ["dense", "lazy", "stacked along the last dimension"])
+def test_two_batch_dimensions(fake: FakeAsyncVLLM, build: str, pad_output: bool) -> None:
+    td = two_dims(build)
+    out = wrapper(fake, pad_output=pad_output)(td)
+    assert out is td
+    assert out.batch_size == torch.Size([2, 2])
+    answers = direct(fake, [ids_of("text", prompt) for prompt in ("ab", "cdefg", "h", "ij")])
+    for (i, j), (prompt, output) in zip(itertools.product(range(2), range(2)), answers, strict=True):
+        response = leaf(out[i, j], "tokens", "response")
+        assert response.tolist() == output.token_ids.tolist()
+        assert leaf(out[i, j], "tokens", "prompt").tolist()[-len(prompt) :] == prompt
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize("build", ["dense", "lazy"])
+def test_two_answers_per_prompt_of_two_batch_dimensions(fake: FakeAsyncVLLM, build: str, pad_output: bool) -> None:
+    td = two_dims(build)
+    out = wrapper(fake, pad_output=pad_output, num_samples=2)(td)
+    assert out.batch_size == torch.Size([2, 2, 2])
+    answers = direct(fake, [ids_of("text", prompt) for prompt in ("ab", "cdefg", "h", "ij")], n=2)
+    flat = [out[i, j, k] for i, j, k in itertools.product(range(2), repeat=3)]
+    for one_td, (_, output) in zip(flat, answers, strict=True):
+        assert leaf(one_td, "tokens", "response").tolist() == output.token_ids.tolist()
+    assert "tokens" not in td.keys()  # noqa: SIM118  a TensorDict iterates over its batch
+
+
+def test_one_sample_per_prompt_is_a_dimension_of_one(fake: FakeAsyncVLLM) -> None:
+    assert wrapper(fake, num_samples=1)(stacked("text", "ab")).batch_size == torch.Size([1, 1])
+
+
+def test_the_number_of_samples_may_come_with_the_generate_kwargs(fake: FakeAsyncVLLM) -> None:
+    for name in ("n", "num_return_sequences"):
+        policy = vLLMWrapper(fake, input_mode="text", generate_kwargs={name: 2, "max_tokens": 2})
+        assert (policy.num_samples, policy.inplace) == (2, False)
+        assert policy(stacked("text", "ab")).batch_size == torch.Size([1, 2])
+    assert vLLMWrapper(fake, generate_kwargs={"n": 1}).num_samples is None
+
+
+# where the output goes
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize("build", [stacked, dense])
+@pytest.mark.parametrize("inplace", [True, None])
+def test_in_place_is_the_default(fake: FakeAsyncVLLM, build: Any, inplace: bool | None, pad_output: bool) -> None:
+    td = build("text", *PROMPTS).set("extra", torch.arange(3))
+    out = wrapper(fake, inplace=inplace, pad_output=pad_output)(td)
+    assert out is td
+    assert set(td.keys()) == KEYS | {"text", "extra"}
+    assert td["extra"].tolist() == [0, 1, 2]
+    assert [len(ids) for ids in td.get(("tokens", "response"), as_list=True)] == [NEW] * 3
+
+
+@pytest.mark.parametrize("build", [stacked, dense])
+def test_not_in_place_leaves_the_input_alone(fake: FakeAsyncVLLM, build: Any) -> None:
+    td = build("text", *PROMPTS).set("extra", torch.arange(3))
+    out = wrapper(fake, inplace=False)(td)
+    assert set(td.keys()) == {"text", "extra"}
+    assert set(td["text"].keys()) == {"prompt"}
+    assert set(out.keys()) == KEYS | {"text"}
+
+
+@pytest.mark.parametrize("build", [stacked, dense])
+def test_an_empty_output_is_like_the_input(fake: FakeAsyncVLLM, build: Any) -> None:
+    td = build("text", *PROMPTS).set("extra", torch.arange(3))
+    out = wrapper(fake, inplace="empty")(td)
+    assert set(td.keys()) == {"text", "extra"}
+    assert type(out) is type(td)
+    assert set(out.keys()) == KEYS | {"text"}
+
+
+@pytest.mark.parametrize("inplace", [True, False, "empty"])
+@pytest.mark.parametrize("target", [TensorDict(batch_size=[3]), TensorDict(batch_size=[3]).to_lazystack(0)])
+def test_an_output_of_the_callers_own_is_written(fake: FakeAsyncVLLM, target: TensorDictBase, inplace: Any) -> None:
+    td = stacked("text", *PROMPTS)
+    target = target.copy().set("tokens", Tokens(prompt=torch.zeros(3, 9), batch_size=[3])).set("mine", torch.ones(3))
+    out = wrapper(fake, inplace=inplace)(td, tensordict_out=target)
+    assert out is target
+    assert set(td.keys()) == {"text"}
+    assert set(out.keys()) == KEYS | {"text", "mine"}
+    assert out[2]["tokens", "prompt"].tolist() == [104]
+
+
+def test_an_output_of_the_callers_own_for_many_samples(fake: FakeAsyncVLLM) -> None:
+    target = TensorDict(batch_size=[3, 2])
+    assert wrapper(fake, num_samples=2, pad_output=True)(stacked("text", *PROMPTS), tensordict_out=target) is target
+    assert target["tokens", "response"].shape == (3, 2, NEW)
+
+
+@pytest.mark.parametrize("inplace", [True, "empty"])
+def test_many_samples_cannot_be_written_in_place(fake: FakeAsyncVLLM, inplace: Any) -> None:
+    with pytest.raises(ValueError, match=f"inplace must be False .* more than one sample, got inplace={inplace!r}"):
+        wrapper(fake, num_samples=2, inplace=inplace)
+
+
+def test_stale_keys_of_the_input_do_not_survive(fake: FakeAsyncVLLM) -> None:
+    td = wrapper(fake)(stacked("text", *PROMPTS))
+    out = wrapper(fake)(td, return_routed_experts=False)
+    assert out is td
+    assert set(td.keys()) == (KEYS | {"text"}) - {"routed_experts"}
+
+
+def test_keys_may_be_renamed(fake: FakeAsyncVLLM) -> None:
+    names = {"history": "h", "text": "x", "tokens": "t", "masks": "m", "log_probs": "l", "routed_experts": "r"}
+    keys = {f"{name}_key": short for name, short in names.items()}
+    policy = wrapper(fake, "history", input_key=("mine", "chat"), **keys)
+    assert policy.in_keys == [("mine", "chat")]
+    td = TensorDict(mine=TensorDict(chat=chats(*PROMPTS), batch_size=[3]), batch_size=[3])
+    out = policy(td)
+    own = {"policy_versions", "policy_version", "finish_reason", "num_cached_tokens", "mine"}
+    assert set(out.keys()) == set(names.values()) | own
+    assert [type(out[0][name]) for name in "tmlrxh"] == [Tokens, Masks, LogProbs, RoutedExperts, Text, ChatHistory]
+    assert set(policy.out_keys) | {"mine"} == set(out.keys())
+
+
+def test_the_output_goes_to_the_device(fake: FakeAsyncVLLM) -> None:
+    for device, where in [(None, None), ("cpu", torch.device("cpu")), (torch.device("cpu"), torch.device("cpu"))]:
+        policy = wrapper(fake, inplace=False, device=device)
+        assert policy.device == where
+        assert policy(stacked("text", "ab")).device == where
+    out = wrapper(fake, inplace=False, device="meta", pad_output=True)(stacked("text", "ab"))
+    assert {out[key].device.type for key in FULL} == {"meta"}
+
+
+# less of it
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_log_probs_can_be_left_out(fake: FakeAsyncVLLM, pad_output: bool) -> None:
+    policy = wrapper(fake, return_log_probs=False, pad_output=pad_output, inplace=False)
+    out = policy(stacked("text", *PROMPTS))
+    assert set(out.keys()) == set(policy.out_keys) == (KEYS | {"text"}) - {"log_probs"}
+    assert "logprobs" not in fake.replicas[0].submitted[-1].sampling_params
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_routes_can_be_left_out(fake: FakeAsyncVLLM, pad_output: bool) -> None:
+    policy = wrapper(fake, return_routed_experts=False, pad_output=pad_output, inplace=False)
+    out = policy(stacked("text", *PROMPTS))
+    assert set(out.keys()) == set(policy.out_keys) == (KEYS | {"text"}) - {"routed_experts"}
+    assert fake.replicas[0].submitted[-1].return_routed_experts is False
+
+
+def test_routes_can_be_left_out_of_one_call(fake: FakeAsyncVLLM) -> None:
+    policy = wrapper(fake, inplace=False)
+    out = policy(stacked("text", *PROMPTS), return_routed_experts=False)
+    assert set(out.keys()) == (KEYS | {"text"}) - {"routed_experts"}
+    assert fake.replicas[0].submitted[-1].return_routed_experts is False
+    assert "routed_experts" in policy(stacked("text", *PROMPTS)).keys()  # noqa: SIM118
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_a_dense_model_gives_the_same_without_routes(fake: FakeAsyncVLLM, pad_output: bool) -> None:
+    with FakeAsyncVLLM(seed=3, layout=None) as engine:
+        policy = wrapper(engine, pad_output=pad_output, inplace=False)
+        out = policy(stacked("text", *PROMPTS))
+    moe = wrapper(fake, pad_output=pad_output, inplace=False)(stacked("text", *PROMPTS))
+    assert set(out.keys()) == set(policy.out_keys) == set(moe.keys()) - {"routed_experts"}
+    for td, other in zip(out.unbind(0), moe.unbind(0), strict=True):
+        for key in (*FULL[:4], ("log_probs", "response"), ("policy_versions", "full"), "policy_version"):
+            torch.testing.assert_close(td[key], other[key], rtol=0, atol=0, equal_nan=True)
+
+
+def test_routes_of_a_dense_model_cannot_be_asked_for() -> None:
+    with FakeAsyncVLLM(layout=None) as engine:
+        assert wrapper(engine, return_routed_experts=False).return_routed_experts is False
+        with pytest.raises(ValueError, match="return_routed_experts=True, but the engine captures no routes"):
+            wrapper(engine, return_routed_experts=True)
+
+
+# prompts
+
+
+def test_pads_of_a_batch_never_reach_the_engine(fake: FakeAsyncVLLM) -> None:
+    td = TensorDict(tokens=Tokens(prompt=torch.tensor([[PAD, 97, PAD, 98], [99, PAD, PAD, PAD]]), batch_size=[2]))
+    td.batch_size = [2]
+    wrapper(fake, "tokens", inplace=False)(td)
+    assert asked(fake, 2) == [[97, PAD, 98], [99]]  # the pad inside a prompt is a token
+
+
+@pytest.mark.parametrize("key", ["attention_mask", ("my", "mask")])
+def test_a_mask_decides_what_is_padding(fake: FakeAsyncVLLM, key: Any) -> None:
+    td = dense("tokens", "ab", "cd").set(key, torch.tensor([[0, 1], [1, 1]]))
+    wrapper(fake, "tokens", inplace=False, attention_mask_key=key)(td)
+    assert asked(fake, 2) == [[98], [99, 100]]
+
+
+def test_a_mask_that_does_not_fit_is_refused(fake: FakeAsyncVLLM) -> None:
+    td = dense("tokens", "ab", "cd").set("attention_mask", torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"sample 0: 'attention_mask' has shape \[3\] and the prompt \[2\]"):
+        wrapper(fake, "tokens")(td)
+
+
+def test_without_a_pad_token_the_end_of_turn_pads(fake: FakeAsyncVLLM) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.pad_token = None
+    policy = wrapper(fake, tokenizer=tokenizer, pad_output=True)
+    assert policy(dense("text", "ab", "c"))["tokens", "prompt"].tolist() == [[97, 98], [END, 99]]
+
+
+def test_text_is_encoded_without_padding_whatever_the_tokenizer_is_told(fake: FakeAsyncVLLM) -> None:
+    policy = wrapper(fake, inplace=False, tokenizer_kwargs={"padding": True, "return_tensors": "pt"})
+    policy(stacked("text", "a", "bcd"))
+    assert asked(fake, 2) == [[97], [98, 99, 100]]
+
+
+@pytest.mark.parametrize("build", [stacked, dense])
+def test_chats_are_rendered_by_the_tokenizers_own_template(fake: FakeAsyncVLLM, build: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "llama-deepseek-qwen-falcon"  # words by which TorchRL picks a template
+    ByteTokenizer().save_pretrained(folder)
+    for tokenizer in (None, str(folder)):
+        wrapper(fake, "history", inplace=False, tokenizer=tokenizer)(build("history", "hi", "a"))
+        assert asked(fake, 2) == [ids_of("history", "hi"), ids_of("history", "a")]
+
+
+def test_a_template_can_be_given(fake: FakeAsyncVLLM) -> None:
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}?"
+    wrapper(fake, "history", inplace=False, chat_template=template)(dense("history", "hi"))
+    assert asked(fake, 1) == [list(b"hi?")]
+    wrapper(fake, "history", inplace=False, chat_template_name="qwen")(dense("history", "hi"))
+    assert asked(fake, 1)[0][-len(ids_of("history", "hi")) :] == ids_of("history", "hi")
+
+
+def test_chats_of_different_length(fake: FakeAsyncVLLM) -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
+    long = TensorDict(history=ChatHistory(prompt=History.from_chats([turns])[0]))
+    out = wrapper(fake, "history")(lazy_stack([one("history", "ab"), long]))
+    assert [td["history"].full.batch_size for td in out.unbind(0)] == [torch.Size([2]), torch.Size([4])]
+    assert out[1]["history"].full.role == ["user", "assistant", "user", "assistant"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_missing_prompt_is_named(fake: FakeAsyncVLLM, mode: str) -> None:
+    with pytest.raises(
+        KeyError, match=rf"no \('{mode}', 'prompt'\) in sample 1 .* are \['other'\]; input_mode='{mode}'"
+    ):
+        wrapper(fake, mode)(lazy_stack([one(mode, "ab"), TensorDict(other=torch.zeros(1))]))
+    with pytest.raises(KeyError, match=rf"no \('{mode}', 'prompt'\) in sample 0"):
+        wrapper(fake, mode)(TensorDict(batch_size=[2]))
+
+
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+def test_an_empty_prompt_is_refused_and_the_input_left_alone(fake: FakeAsyncVLLM, mode: str) -> None:
+    td = dense(mode, "ab", "")
+    with pytest.raises(ValueError, match=r"prompt_token_ids\[1\] is an empty prompt"):
+        wrapper(fake, mode)(td)
+    assert set(td.keys()) == {mode}
+
+
+def test_an_empty_batch_is_refused(fake: FakeAsyncVLLM) -> None:
+    for td in (TensorDict(batch_size=[0]), TensorDict(batch_size=[2, 0])):
+        with pytest.raises(ValueError, match=r"the input has no samples: its batch size is \[.*0\]"):
+            wrapper(fake)(td)
+
+
+def test_something_else_than_a_history_is_refused(fake: FakeAsyncVLLM) -> None:
+    with pytest.raises(TypeError, match="input_mode='history' needs a torchrl"):
+        wrapper(fake, "history")(
+            TensorDict(history=TensorDict(prompt=torch.zeros(2, 1), batch_size=[2]), batch_size=[2])
+        )
+
+
+def asked(engine: FakeAsyncVLLM, count: int) -> list[list[int]]:
+    """Prompts of the last requests."""
+    return [request.prompt_token_ids.tolist() for request in engine.replicas[0].submitted[-count:]]
+
+
+# answers
+
+
+def script(
+    monkeypatch: pytest.MonkeyPatch, engine: FakeAsyncVLLM, ids: list[int], versions: list[int] | None = None
+) -> None:
+    """Let the engine answer every prompt with ``ids``."""
+
+    def generate(prompt_token_ids: list[list[int]], **kwargs: Any) -> list[Completion]:
+        layout = engine.routing_layout
+        assert layout is not None
+        return [
+            Completion(
+                request_id="scripted",
+                prompt=None,
+                prompt_token_ids=np.array(prompt, np.int64),
+                num_cached_tokens=0,
+                outputs=[
+                    CompletionOutput(
+                        index=0,
+                        token_ids=np.array(ids, np.int64),
+                        text="",
+                        finish_reason="stop",
+                        policy_versions=np.array(versions or [0] * len(ids), np.int32),
+                        logprobs=np.full(len(ids), -1, np.float32),
+                        routed_experts=np.zeros(
+                            (len(prompt) + len(ids) - 1, layout.num_layers, layout.top_k), np.uint8
+                        ),
+                    )
+                ],
+            )
+            for prompt in prompt_token_ids
+        ]
+
+    monkeypatch.setattr(engine, "generate", generate)
+
+
+def test_the_end_of_turn_is_a_token_but_no_content(fake: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(monkeypatch, fake, [*b"yes", END])
+    td = wrapper(fake, "history")(stacked("history", "ab"))[0]
+    assert td["tokens", "response"].tolist() == [*b"yes", END]
+    assert td["text", "response"] == "yes<|im_end|>"
+    assert td["history"].full.content == ["ab", "yes"]
+    rendered = td["history"].full.apply_chat_template(
+        tokenizer=ByteTokenizer(), chat_template=ByteTokenizer().chat_template, add_generation_prompt=False
+    )
+    assert rendered == td["text", "full"] + "\n"
+
+
+def test_bytes_that_are_no_text_keep_their_ids(fake: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(monkeypatch, fake, [200, 255])
+    td = wrapper(fake)(stacked("text", "ab"))[0]
+    assert td["tokens", "full"].tolist() == [97, 98, 200, 255]
+    assert td["text", "response"] == "\ufffd\ufffd"
+
+
+def test_an_aborted_request_is_an_error_and_nothing_is_written() -> None:
+    with FakeAsyncVLLM(token_seconds=0.02) as engine:
+        td = stacked("text", "ab", "c")
+        policy = vLLMWrapper(engine, input_mode="text", generate_kwargs={"max_tokens": 1000})
+        replica = engine.replicas[0]
+
+        def abort() -> None:
+            while len(replica.submitted) < 2:
+                threading.Event().wait(0.01)
+            replica.abort([request.request_id for request in replica.submitted])
+
+        thread = threading.Thread(target=abort)
+        thread.start()
+        with pytest.raises(EngineError, match="2 of 2 requests were aborted"):
+            policy(td)
+        thread.join()
+        assert set(td.keys()) == {"text"}
+
+
+def test_a_late_batch_is_a_timeout() -> None:
+    with FakeAsyncVLLM(token_seconds=0.02) as engine:
+        policy = vLLMWrapper(engine, input_mode="text", generate_kwargs={"max_tokens": 1000}, timeout_seconds=0.05)
+        with pytest.raises(GenerationTimeout, match="1 of 1 requests were not finished"):
+            policy(stacked("text", "ab"))
+
+
+def test_a_refused_request_says_which() -> None:
+    engine = FakeAsyncVLLM(refuse=lambda request: "no" if len(request.prompt_token_ids) > 2 else None)
+    with engine, pytest.raises(ValueError, match="request 1 was refused: no"):
+        wrapper(engine)(stacked("text", "ab", "abc"))
+
+
+# sampling parameters
+
+
+def params_of(engine: FakeAsyncVLLM) -> dict[str, Any]:
+    return dict(engine.replicas[0].submitted[-1].sampling_params)
+
+
+def test_sampling_parameters_of_rl_are_the_default(fake: FakeAsyncVLLM) -> None:
+    vLLMWrapper(fake, input_mode="text")(stacked("text", "ab"))
+    assert params_of(fake) == {
+        "logprobs": 0,
+        "detokenize": False,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }
+
+
+def test_a_call_changes_sampling_for_itself_alone(fake: FakeAsyncVLLM) -> None:
+    policy = vLLMWrapper(fake, input_mode="text", generate_kwargs={"max_new_tokens": 6, "temperature": 0.7})
+    out = policy(stacked("text", "ab"), max_new_tokens=2, do_sample=False, stop_sequences=["x"])
+    assert len(out[0]["tokens", "response"]) == 2
+    assert (params_of(fake)["temperature"], params_of(fake)["stop"], params_of(fake)["detokenize"]) == (
+        0.0,
+        ["x"],
+        True,
+    )
+    out = policy(stacked("text", "ab"))
+    assert len(out[0]["tokens", "response"]) == 6
+    assert params_of(fake)["temperature"] == 0.7
+    assert not {"stop"} & set(params_of(fake))
+    assert params_of(fake)["detokenize"] is False
+
+
+@pytest.mark.parametrize("td", [one("text", "ab"), dense("text", "ab", "c").reshape(2, 1)])
+def test_a_call_changes_sampling_in_every_batch_size(fake: FakeAsyncVLLM, td: TensorDictBase) -> None:
+    out = wrapper(fake, inplace=False)(td, max_tokens=2)
+    assert {len(ids) for ids in out.reshape(-1).get(("tokens", "response"), as_list=True)} == {2}
+
+
+def test_a_call_cannot_change_the_number_of_samples(fake: FakeAsyncVLLM) -> None:
+    with pytest.raises(ValueError, match=r"n=2 differs from the wrapper's num_samples=None"):
+        wrapper(fake)(stacked("text", "ab"), num_return_sequences=2)
+    with pytest.raises(ValueError, match=r"n=3 differs from the wrapper's num_samples=2"):
+        wrapper(fake, num_samples=2)(stacked("text", "ab"), n=3)
+
+
+def test_log_probs_cannot_be_off_and_wanted(fake: FakeAsyncVLLM) -> None:
+    with pytest.raises(ValueError, match="logprobs is off, but return_log_probs=True"):
+        wrapper(fake)(stacked("text", "ab"), logprobs=False)
+
+
+def test_stop_strings_need_text_from_the_engine(fake: FakeAsyncVLLM) -> None:
+    vLLMWrapper(fake, input_mode="text", generate_kwargs={"stop_sequences": ["x"]})(stacked("text", "ab"))
+    assert params_of(fake)["detokenize"] is True
+
+
+def test_the_callers_arguments_are_left_as_they_were(fake: FakeAsyncVLLM) -> None:
+    kwargs, tokenizer_kwargs = {"max_new_tokens": 2, "stop_sequences": ["x"]}, {"padding": True}
+    vLLMWrapper(fake, input_mode="text", generate_kwargs=kwargs, tokenizer_kwargs=tokenizer_kwargs)(one("text", "ab"))
+    assert (kwargs, tokenizer_kwargs) == ({"max_new_tokens": 2, "stop_sequences": ["x"]}, {"padding": True})
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"generate": False}, ValueError, "it only generates. TransformersWrapper scores"),
+        ({"input_mode": "chat"}, ValueError, r"input_mode must be one of \('history', 'text', 'tokens'\), got 'chat'"),
+        ({"pad_model_input": True}, ValueError, "pad_model_input must be None"),
+        ({"pad_model_input": False}, ValueError, "pad_model_input must be None"),
+        ({"batching": True}, ValueError, "batching is the engine's"),
+        ({"min_batch_size": 2}, ValueError, "batching is the engine's"),
+        ({"max_batch_size": 2}, ValueError, "batching is the engine's"),
+        ({"layout": torch.jagged}, ValueError, "layout must be None or torch.strided, got torch.jagged"),
+        ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
+        ({"num_samples": 2, "generate_kwargs": {"n": 3}}, ValueError, "num_samples=2 differs from .*=3"),
+        ({"generate_kwargs": {"num_beams": 2}}, ValueError, "no beam search"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    fake: FakeAsyncVLLM, kwargs: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        vLLMWrapper(fake, **kwargs)
+
+
+def test_something_else_than_an_engine_is_refused() -> None:
+    with pytest.raises(TypeError, match="model must be an AsyncVLLM, a folder or a hub name, got object"):
+        vLLMWrapper(object())
+
+
+def test_what_asks_for_nothing_is_accepted(fake: FakeAsyncVLLM) -> None:
+    nothing = {"batching": False, "batching_timeout": 1.0, "layout": torch.strided, "generate": True}
+    assert wrapper(fake, **nothing)(one("text", "ab"))["finish_reason"] == "length"
+
+
+def test_a_folder_or_a_hub_name_starts_an_engine(fake: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(AsyncVLLM, "from_pretrained", lambda path: started.append(path) or fake)
+    assert vLLMWrapper("org/model").model is fake
+    assert vLLMWrapper(Path("folder")).model is fake
+    assert started == ["org/model", Path("folder")]
+
+
+def test_nothing_is_started_for_a_bad_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_wrapper, "_engine_of", lambda model: pytest.fail("an engine was started"))
+    with pytest.raises(ValueError, match="only generates"):
+        vLLMWrapper("org/model", generate=False)
+
+
+# new versions
+
+
+CHANGES: dict[str, Any] = {
+    "tokenizer": ByteTokenizer(),
+    "input_mode": "text",
+    "input_key": ("mine", "prompt"),
+    "attention_mask_key": "mask",
+    "generate_kwargs": {"max_tokens": 3, "temperature": 0.5},
+    "tokenizer_kwargs": {"truncation": True},
+    "pad_output": True,
+    "inplace": "empty",
+    "device": "cpu",
+    "layout": torch.strided,
+    "chat_template_name": "qwen",
+    "chat_template": "{{ messages }}",
+    "return_log_probs": False,
+    "return_routed_experts": False,
+    "history_key": "h",
+    "text_key": "x",
+    "tokens_key": "t",
+    "masks_key": "m",
+    "log_probs_key": "l",
+    "routed_experts_key": "r",
+    "batching": False,
+    "min_batch_size": 0,
+    "max_batch_size": 0,
+    "batching_timeout": 3.0,
+    "prefer_tokens": True,
+    "timeout_seconds": 7.0,
+    "use_tqdm": True,
+}
+"""Another value than the default for every argument that has one; ``num_samples`` goes with no ``inplace``."""
+HELD = {"batching": "batching", "generate_kwargs": "sampling_params", "device": "device"}
+
+
+def visible(policy: vLLMWrapper) -> dict[str, Any]:
+    """Everything a user can see of a wrapper, without nn.Module's own."""
+    return {name: value for name, value in vars(policy).items() if name not in vars(torch.nn.Module())}
+
+
+def test_the_table_of_changes_is_complete(fake: FakeAsyncVLLM) -> None:
+    arguments = set(visible(vLLMWrapper(fake))["_arguments"])
+    assert set(CHANGES) | {"model", "generate", "pad_model_input", "num_samples"} == arguments
+
+
+def test_a_new_version_keeps_every_argument(fake: FakeAsyncVLLM) -> None:
+    policy = vLLMWrapper(fake, **CHANGES)
+    new = policy.get_new_version()
+    assert type(new) is vLLMWrapper and new is not policy
+    assert new.model is fake
+    assert visible(new) == visible(policy)
+    assert (new.in_keys, new.out_keys) == (policy.in_keys, policy.out_keys)
+
+
+@pytest.mark.parametrize("name", [*CHANGES, "num_samples"])
+def test_a_new_version_changes_one_argument_and_keeps_the_others(fake: FakeAsyncVLLM, name: str) -> None:
+    base = {"num_samples": 2} if name == "inplace" else CHANGES
+    change = {"num_samples": 3, "inplace": None} if name == "num_samples" else {name: CHANGES[name]}
+    if name == "inplace":
+        change = {"inplace": False}
+    others = {key: value for key, value in base.items() if key not in change}
+    changed = vLLMWrapper(fake, **others).get_new_version(**change)
+    assert visible(changed) == visible(vLLMWrapper(fake, **others, **change))
+
+
+def test_a_new_version_keeps_the_number_of_samples(fake: FakeAsyncVLLM) -> None:
+    policy = wrapper(fake, num_samples=2)
+    new = policy.get_new_version(pad_output=True)
+    assert new(stacked("text", "ab")).batch_size == torch.Size([1, 2])
+    assert policy(stacked("text", "ab")).batch_size == torch.Size([1, 2])
+
+
+def test_a_new_version_of_a_wrapper_of_a_path_shares_its_engine(
+    fake: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(AsyncVLLM, "from_pretrained", lambda path: started.append(path) or fake)
+    assert vLLMWrapper("org/model").get_new_version(inplace=False).model is fake
+    assert started == ["org/model"]
+
+
+def test_unknown_arguments_of_a_new_version_are_named(fake: FakeAsyncVLLM) -> None:
+    with pytest.raises(TypeError, match=r"unknown arguments \['pad', 'x'\]; known: \['attention_mask_key'"):
+        wrapper(fake).get_new_version(x=1, pad=True)
+
+
+def test_a_new_version_cannot_score(fake: FakeAsyncVLLM) -> None:
+    with pytest.raises(ValueError, match="TransformersWrapper scores"):
+        wrapper(fake).get_new_version(generate=False)
+
+
+# later turns
+
+
+def test_a_later_turn_keeps_what_the_first_wrote() -> None:
+    with FakeAsyncVLLM(seed=3) as engine:
+        policy = wrapper(engine, "tokens")
+        first = policy(stacked("tokens", "ab", "cdefg")).clone()
+        engine.replicas[0].version = 5  # other weights: other routes, tokens and log-probs for everything
+        later = first.clone()
+        for td in later.unbind(0):
+            td["tokens"] = Tokens(
+                prompt=torch.cat([td["tokens", "full"], torch.tensor([33, 34])]), full=td["tokens", "full"]
+            )
+        out = policy(later)
+        fresh = policy(later.select(("tokens", "prompt")))
+    for was, now, new in zip(first.unbind(0), out.unbind(0), fresh.unbind(0), strict=True):
+        old = len(was["tokens", "full"])
+        assert now["tokens", "full"].tolist() == new["tokens", "full"].tolist()
+        assert now["routed_experts", "full"][: old - 1].equal(was["routed_experts", "full"][: old - 1])
+        assert not now["routed_experts", "full"][: old - 1].equal(new["routed_experts", "full"][: old - 1])
+        assert now["routed_experts", "full"][old - 1 :].equal(new["routed_experts", "full"][old - 1 :])
+        torch.testing.assert_close(now["log_probs", "full"][:old], was["log_probs", "full"], equal_nan=True)
+        assert now["log_probs", "full"][old : old + 2].isnan().all()
+        assert now["log_probs", "full"][old + 2 :].equal(new["log_probs", "full"][old + 2 :])
+        versions = [-1] * (old - NEW) + [0] * NEW + [-1, -1] + [5] * NEW
+        assert now["policy_versions", "full"].tolist() == versions
+        assert now["policy_version"] == 5  # of this turn's response
+        now["routed_experts"].validate(engine_layout(), num_tokens=old + 2 + NEW)
+
+
+def engine_layout() -> Any:
+    with FakeAsyncVLLM() as engine:
+        return engine.routing_layout
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize("mode", ["history", "text"])
+def test_turns_of_a_chat_env_are_joined(mode: str, pad_output: bool) -> None:
+    with FakeAsyncVLLM(seed=3) as engine:
+        env = ChatEnv(batch_size=(2,), input_mode=mode, tokenizer=ByteTokenizer())
+        policy = wrapper(engine, mode, pad_output=pad_output)
+        unpadded = wrapper(engine, mode, inplace=False)
+        start = env.reset(TensorDict(query=["ab", "cdefg"], batch_size=[2]))
+        first = unpadded(start)
+        stepped = env.step(policy(start))
+        engine.replicas[0].version = 5
+        second = policy(env.step_mdp(stepped))
+    for was, now in zip(first.unbind(0), second.unbind(0), strict=True):
+        real = now["masks", "all_attention_mask"]
+        old = len(was["tokens", "full"])
+        assert now["tokens", "full"][real][:old].equal(was["tokens", "full"])
+        assert now["policy_versions", "full"][real][:old].equal(was["policy_versions", "full"])
+        assert now["policy_versions", "full"][real][-NEW:].tolist() == [5] * NEW
+        assert now["routed_experts", "full"][real][: old - 1].equal(was["routed_experts", "full"][: old - 1])
+        torch.testing.assert_close(
+            now["log_probs", "full"][real][:old], was["log_probs", "full"], equal_nan=True, rtol=0, atol=0
+        )
+
+
+def test_the_same_input_asked_again_is_no_later_turn() -> None:
+    with FakeAsyncVLLM(seed=3) as engine:
+        policy = wrapper(engine)
+        td = policy(stacked("text", "ab"))
+        engine.replicas[0].version = 5
+        assert policy(td)[0]["policy_versions", "full"].tolist() == [-1, -1, 5, 5, 5, 5]
+
+
+def test_an_answer_rendered_anew_keeps_nothing() -> None:
+    with FakeAsyncVLLM(seed=3) as engine:
+        policy = wrapper(engine)
+        td = policy(stacked("text", "ab"))
+        other = td[0]["text", "full"].swapcase() + "!"
+        td[0]["text"] = Text(prompt=other)
+        engine.replicas[0].version = 5
+        out = policy(td)[0]
+    p = len(other)
+    assert out["policy_versions", "full"].tolist() == [-1] * p + [5] * NEW
+    assert out["log_probs", "full"][:p].isnan().all()
+
+
+# tokens preferred to text
+
+
+def test_known_tokens_are_not_encoded_anew(fake: FakeAsyncVLLM) -> None:
+    td = dense("history", "hi").set("tokens", Tokens(prompt=torch.tensor([[PAD, 1, PAD, 2]]), batch_size=[1]))
+    wrapper(fake, "history", inplace=False)(td)
+    assert asked(fake, 1) == [ids_of("history", "hi")]
+    out = wrapper(fake, "history", inplace=False, prefer_tokens=True)(td)
+    assert asked(fake, 1) == [[1, PAD, 2]]
+    assert out[0]["tokens", "prompt"].tolist() == [1, PAD, 2]
+
+
+def test_without_known_tokens_chats_are_encoded(fake: FakeAsyncVLLM) -> None:
+    wrapper(fake, "history", inplace=False, prefer_tokens=True)(dense("history", "hi", "a"))
+    assert asked(fake, 2) == [ids_of("history", "hi"), ids_of("history", "a")]
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_ids_of_an_earlier_turn_are_kept_and_its_rows_with_them(
+    fake: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch, pad_output: bool
+) -> None:
+    env = ChatEnv(batch_size=(1,), input_mode="history", tokenizer=ByteTokenizer())
+    policy = wrapper(fake, "history", prefer_tokens=True, pad_output=pad_output)
+    with monkeypatch.context() as patch:
+        script(patch, fake, [200, END], versions=[4, 4])  # a byte that is no UTF-8
+        td = env.step(policy(env.reset(TensorDict(query=["hi"], batch_size=[1]))))
+    out = policy(env.step_mdp(td))[0]
+    turn = [*ids_of("history", "hi"), 200, END]
+    assert asked(fake, 1) == [[*turn, *b"\n", START, *b"assistant\n"]]
+    real = out["masks", "all_attention_mask"]
+    assert out["policy_versions", "full"][real][len(turn) - 2 : len(turn)].tolist() == [4, 4]
+
+
+def test_an_env_with_a_tokenizer_feeds_its_ids(fake: FakeAsyncVLLM) -> None:
+    env = ChatEnv(batch_size=(1,), input_mode="history", tokenizer=ByteTokenizer(), with_tokenizer=True)
+    policy = wrapper(fake, "history", prefer_tokens=True)
+    td = policy(env.reset(TensorDict(query=["hi"], batch_size=[1])))
+    first = td[0]["tokens", "full"].tolist()
+    assert first[:-NEW] == ids_of("history", "hi")
+    policy(env.step_mdp(env.step(td)))
+    assert asked(fake, 1) == [[*first, END, *b"\n", START, *b"assistant\n"]]
+
+
+# threads
+
+
+def test_one_wrapper_serves_many_threads(fake: FakeAsyncVLLM) -> None:
+    policy = wrapper(fake, inplace=False)
+    texts = [f"{i}" * (i + 1) for i in range(8)]
+    outs: dict[int, TensorDictBase] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: outs.__setitem__(i, policy(stacked("text", texts[i])))) for i in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, (prompt, output) in enumerate(direct(fake, [list(text.encode()) for text in texts])):
+        assert_answer(outs[i][0], prompt, output)

@@ -1,0 +1,170 @@
+"""What the tests of replay share: models, routes, gradients, and toy models whose routers are wrong on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_moe.modules.replay.router_replay import RouterReplay
+from torchrl_moe.testing import make_tiny_moe
+
+FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3")
+SHAPE = (2, 6)
+U = -1
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 256, shape or SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def random_routes(replay: RouterReplay, *shape: int, seed: int = 0) -> Tensor:
+    """Distinct experts in every row ``[B, T, L, K]``, -1 on dense layers."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = shape or SHAPE
+    routes = torch.full((*shape, replay.num_layers, replay.top_k), U)
+    for site in replay.sites:
+        noise = torch.rand(*shape, site.num_experts, generator=generator)
+        routes[:, :, site.layer, : site.top_k] = noise.argsort(-1)[..., : site.top_k]
+    return routes
+
+
+def recorded(model: nn.Module, replay: RouterReplay, ids: Tensor | None = None) -> Tensor:
+    """The model's own routes ``[B, T, L, K]``."""
+    with replay.record() as recording, torch.no_grad():
+        model(tokens() if ids is None else ids)
+    return recording.routed_experts
+
+
+def pair(family: str = "qwen3_moe", **config: Any) -> tuple[nn.Module, RouterReplay]:
+    model = make_tiny_moe(family, **config)
+    return model, RouterReplay(model)
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    """Any scalar that every logit enters with another weight."""
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
+    return (logits * weights.to(logits.dtype)).sum() / 64
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Those of the parameters that have one, taken off the model."""
+    taken = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return taken
+
+
+def backward(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits and all gradients of one forward and backward pass."""
+    logits = model(ids).logits
+    loss_of(logits).backward()
+    return logits.detach(), gradients(model)
+
+
+def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor], atol: float = 0.0) -> None:
+    assert got.keys() == wanted.keys()
+    assert wanted
+    for name, grad in wanted.items():
+        torch.testing.assert_close(got[name], grad, atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@contextmanager
+def experts_seen(model: nn.Module) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+    """By layer, the ids and the weights ``[N, K]`` that reach the experts."""
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keep(layer: int) -> Callable[..., None]:
+        return lambda _, args: seen.__setitem__(layer, (args[1].clone(), args[2].detach().clone()))
+
+    experts = [(name, m) for name, m in model.named_modules() if name.endswith(".mlp.experts")]
+    hooks = [m.register_forward_pre_hook(keep(int(name.split("layers.")[1].split(".")[0]))) for name, m in experts]
+    yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+class ToyRouter(nn.Module):
+    """Softmax, top-k. ``forward`` is what the subclasses below do wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 16, generator=torch.Generator().manual_seed(1)))
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        return (hidden.flatten(0, -2) @ self.weight.T).softmax(-1)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        weights, experts = self.scores(hidden).topk(2)
+        return weights, experts
+
+
+class NoisyRouter(ToyRouter):
+    def scores(self, hidden: Tensor) -> Tensor:
+        return (super().scores(hidden) + torch.rand(8)).softmax(-1)
+
+
+class SortingRouter(ToyRouter):
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        weights, experts = self.scores(hidden).sort(-1, descending=True)
+        return weights[:, :2], experts[:, :2]
+
+
+class TwiceRouter(ToyRouter):
+    """Takes the ids of one ``topk`` and the weights of another, of other scores."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.scores(hidden)
+        return scores.sqrt().topk(2).values, scores.topk(2).indices
+
+
+class RegroupingRouter(ToyRouter):
+    """Ranks its K choices again, which are as wide as a number of groups could be."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        weights, experts = super().forward(hidden)
+        order = weights.topk(2).indices
+        return weights.gather(-1, order), experts.gather(-1, order)
+
+
+class PhimoeTopKRouter(ToyRouter):
+    """Only the name is real."""
+
+
+class ToyExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 16, 16, generator=torch.Generator().manual_seed(2)) / 4)
+
+    def forward(self, hidden: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        return torch.einsum("nk,nkij,nj->ni", weights, self.weight[experts], hidden)
+
+
+class ToyLayer(nn.Module):
+    def __init__(self, routers: list[nn.Module]) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(routers)
+        self.experts = ToyExperts()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        rows = hidden.flatten(0, -2)
+        return hidden + sum(self.experts(rows, *gate(hidden)) for gate in self.gates).view(hidden.shape)
+
+
+class ToyMoE(nn.Module):
+    """Not of transformers: two layers of 8 experts, 2 per token, with the routers it is given."""
+
+    def __init__(self, router: type[nn.Module] = ToyRouter, per_layer: int = 1, **config: Any) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(**(config or {"num_experts": 8}), num_hidden_layers=2)
+        self.embed = nn.Embedding.from_pretrained(torch.randn(32, 16, generator=torch.Generator().manual_seed(0)))
+        self.layers = nn.ModuleList(ToyLayer([router() for _ in range(per_layer)]) for _ in range(2))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor]:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return (hidden,)

@@ -1,0 +1,219 @@
+"""What sits on a model comes off again without a trace, and copies of a model have their own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from modules.replay.cases import FAMILIES, assert_same, backward, experts_seen, pair, random_routes, recorded, tokens
+from torchrl_moe._errors import ReplayError
+from torchrl_moe.modules.replay.handles import has_owner
+from torchrl_moe.modules.replay.router_replay import RouterReplay
+from torchrl_moe.testing import make_tiny_moe
+
+COPIES: dict[str, Callable[[object], object]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
+}
+COPY = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
+
+
+def traces(model: nn.Module) -> list[set[str]]:
+    return [set(vars(module)) for module in model.modules()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_removal_restores_the_model_bit_by_bit_and_leaves_no_attribute(family: str) -> None:
+    model = make_tiny_moe(family)
+    native, before = model(tokens()).logits, traces(model)
+    replay = RouterReplay(model)
+    assert traces(model) != before
+    assert torch.equal(model(tokens()).logits, native)
+    with replay.replay(random_routes(replay)):
+        assert not torch.equal(model(tokens()).logits, native)
+    replay.remove()
+    assert traces(model) == before
+    assert not has_owner(model)
+    assert torch.equal(model(tokens()).logits, native)
+    replay.remove()  # harmless
+    with pytest.raises(ReplayError, match="was removed"), replay.record():
+        pass
+
+
+def test_a_model_has_one_replay_at_a_time() -> None:
+    model, replay = pair()
+    with pytest.raises(ReplayError, match="has a RouterReplay already"):
+        RouterReplay(model)
+    with pytest.raises(ReplayError, match="has a RouterReplay already"):
+        RouterReplay(nn.Sequential(model))
+    with replay.record(), pytest.raises(ReplayError, match="context of this model is open"):
+        model(tokens())
+        replay.remove()
+    replay.remove()
+    assert RouterReplay(model).layers == replay.layers
+
+
+def test_weights_have_the_names_and_values_they_had() -> None:
+    wanted = make_tiny_moe().state_dict()
+    model, _ = pair()
+    got = model.state_dict()
+    assert list(got) == list(wanted)
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_routes_recorded_in_the_backbone_or_from_embeddings_have_the_batchs_shape() -> None:
+    model, replay = pair()
+    routes = recorded(model, replay)
+    with replay.record() as recording:
+        model.model(tokens())
+    assert torch.equal(recording.routed_experts, routes)
+    with replay.record() as recording:
+        model(inputs_embeds=model.get_input_embeddings()(tokens()))
+    assert torch.equal(recording.routed_experts, routes)
+
+
+def test_agreement_is_with_the_routers_own_groups() -> None:
+    """A router's best experts inside the replayed groups are not its choice, if its groups are others."""
+    model, replay = pair("deepseek_v3", num_hidden_layers=2)
+    router = model.model.layers[1].mlp.gate
+    hidden: list[Tensor] = []
+    hook = router.register_forward_pre_hook(lambda _, args: hidden.append(args[0].flatten(0, -2)))
+    routes = recorded(model, replay).long()
+    hook.remove()
+    scores = (hidden[0] @ router.weight.T).sigmoid() + router.e_score_correction_bias
+    groups = scores.view(-1, 4, 4).topk(2).values.sum(-1)
+    worst = torch.zeros_like(groups).scatter(1, groups.topk(2, largest=False).indices, 1).bool()
+    best = scores.masked_fill(~worst.repeat_interleave(4, 1), -torch.inf).topk(4).indices
+    routes[:, :3, 1] = best.view(2, 6, 4)[:, :3]
+    with replay.replay(routes, measure=True):
+        model(tokens())
+    assert replay.report()[1]["agreement"] == 0.5
+
+
+@COPY
+def test_a_copied_model_is_native_and_takes_a_replay_of_its_own(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model, replay = pair()
+    native = model(tokens()).logits
+    routes = random_routes(replay)
+    with replay.replay(routes):
+        other = copied(model)  # of an open context it knows nothing
+        assert torch.equal(other(tokens()).logits, native)
+        replayed = model(tokens()).logits
+    with torch.no_grad():
+        other.model.layers[1].mlp.gate.weight.mul_(0.5)
+    own = RouterReplay(other)
+    with own.replay(routes), replay.replay(routes):
+        assert torch.equal(model(tokens()).logits, replayed)
+        assert not torch.equal(other(tokens()).logits, replayed)
+    own.remove()
+    assert traces(other) == traces(make_tiny_moe())
+    with replay.replay(routes):
+        assert torch.equal(model(tokens()).logits, replayed)
+
+
+@COPY
+def test_a_model_copied_with_its_replay_stays_with_it(copied: Callable[[object], object]) -> None:
+    model, replay = pair()
+    routes = random_routes(replay)
+    with replay.replay(routes):
+        replayed = model(tokens()).logits
+    other, own = copied((model, replay))
+    assert own.model is other
+    with experts_seen(model) as untouched, own.replay(routes):
+        assert torch.equal(other(tokens()).logits, replayed)
+    assert not untouched
+    with pytest.raises(ReplayError, match="has a RouterReplay already"):
+        RouterReplay(other)
+
+
+def test_a_forward_that_someone_else_put_on_a_router_is_kept() -> None:
+    model = make_tiny_moe()
+    router = model.model.layers[1].mlp.gate
+    calls = []
+
+    def spy(forward: Callable[..., object], *args: object) -> object:
+        calls.append(args)
+        return forward(*args)
+
+    router.forward = spied = partial(spy, router.forward)
+    replay = RouterReplay(model)
+    routes = random_routes(replay)
+    calls.clear()
+    with experts_seen(model) as seen, replay.replay(routes):
+        model(tokens())
+    assert torch.equal(seen[1][0], routes[:, :, 1].flatten(0, 1))
+    assert len(calls) == 1
+    replay.remove()
+    assert router.forward is spied
+
+
+def test_router_jitter_is_off_until_removal() -> None:
+    model = make_tiny_moe("mixtral", router_jitter_noise=0.1).train()
+    blocks = [layer.mlp for layer in model.model.layers]
+    assert not torch.equal(model(tokens()).logits, model(tokens()).logits)
+    replay = RouterReplay(model)
+    with replay.record() as recording:
+        own = model(tokens()).logits
+    with replay.replay(recording.routed_experts):
+        assert torch.equal(model(tokens()).logits, own)
+    replay.remove()
+    assert [block.jitter_noise for block in blocks] == [0.1] * 4
+
+
+def test_each_module_keeps_its_own_mode() -> None:
+    model = make_tiny_moe().train()
+    model.model.layers[2].eval()
+    modes = [module.training for module in model.modules()]
+    RouterReplay(model)
+    assert [module.training for module in model.modules()] == modes
+
+
+# what it composes with
+
+
+@pytest.mark.parametrize("target", [{"target_modules": ["q_proj"]}, {"target_parameters": ["mlp.gate.weight"]}])
+def test_a_model_wrapped_by_peft_replays(target: dict[str, list[str]]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **target)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(make_tiny_moe(), config)
+    replay = RouterReplay(model)
+    assert (replay.layers, replay.num_layers) == ((1, 2, 3), 4)
+    logits, grads = backward(model, tokens())
+    with replay.replay(recorded(model, replay)):
+        same_logits, same_grads = backward(model, tokens())
+    assert torch.equal(logits, same_logits)
+    assert_same(same_grads, grads)
+    assert all("lora" in name for name in grads)
+    routes = random_routes(replay)
+    with experts_seen(model) as seen, replay.replay(routes):
+        model(tokens())
+    assert all(torch.equal(seen[layer][0], routes[:, :, layer].flatten(0, 1)) for layer in replay.layers)
+
+
+def test_router_logits_stay_the_routers_own() -> None:
+    model, replay = pair()
+    native = model(tokens(), output_router_logits=True)
+    with replay.replay(recorded(model, replay)):
+        replayed = model(tokens(), output_router_logits=True)
+    assert torch.equal(replayed.aux_loss, native.aux_loss)
+    with replay.replay(random_routes(replay)):
+        replayed = model(tokens(), output_router_logits=True)
+    assert torch.equal(replayed.router_logits[0], native.router_logits[0])
+
+
+def test_a_compiled_model_follows_new_routes_without_a_new_graph() -> None:
+    model, replay = pair(num_hidden_layers=2, dtype=torch.bfloat16)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for seed in range(3):
+        routes = random_routes(replay, seed=seed)
+        with replay.replay(routes):
+            wanted = model(tokens(), use_cache=False).logits
+        with replay.replay(routes), torch._dynamo.config.patch(error_on_recompile=seed > 0):
+            assert torch.equal(compiled(tokens(), use_cache=False).logits, wanted)

@@ -1,0 +1,300 @@
+"""``RouterReplay`` as users meet it: batches, pads, threads, errors, reports, and what it composes with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from modules.replay.cases import (
+    FAMILIES,
+    NoisyRouter,
+    RegroupingRouter,
+    ToyMoE,
+    TwiceRouter,
+    U,
+    assert_same,
+    backward,
+    experts_seen,
+    pair,
+    random_routes,
+    recorded,
+    tokens,
+)
+from torchrl_moe._errors import ReplayError, RouteShapeError, RouteValueError, UnsupportedRouterError
+from torchrl_moe.modules import RouterReplay
+from torchrl_moe.modules import UnsupportedRouterError as PublicError
+from torchrl_moe.testing import make_tiny_moe
+
+IDS = tokens()
+
+
+# recording
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recording_holds_what_reached_the_experts(family: str) -> None:
+    model, replay = pair(family)
+    with experts_seen(model) as seen, replay.record() as recording:
+        model(input_ids=IDS)
+    routes = recording.routed_experts
+    assert routes.shape == (2, 6, 4, replay.top_k)
+    assert not routes.is_floating_point()
+    for layer in range(4):
+        wanted = seen[layer][0].view(2, 6, -1) if layer in replay.layers else torch.full((2, 6, 4), U)
+        assert torch.equal(routes[:, :, layer].long(), wanted)
+    assert torch.equal(recorded(model, replay), routes)  # without gradients
+
+
+def test_routes_recorded_in_one_model_replay_in_another_of_the_same_weights() -> None:
+    model, replay = pair()
+    routes = recorded(model, replay)
+    other, other_replay = pair()
+    with torch.no_grad():
+        for site in other_replay.sites:
+            other.get_submodule(site.name).weight.roll(1, 0)
+    with other_replay.replay(routes):
+        assert torch.equal(other(IDS).logits, model(IDS).logits)
+
+
+# replaying
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unset_rows_run_live_and_all_others_as_given(family: str) -> None:
+    model, replay = pair(family)
+    given = random_routes(replay)
+    live = torch.rand(2, 6, 4, generator=torch.Generator().manual_seed(4)) < 0.5
+    live[:, -1] = False  # the last row counts
+    routes = given.masked_fill(live[..., None], U)
+    with experts_seen(model) as seen, replay.replay(routes, measure=True):
+        logits, grads = backward(model, IDS)
+    for layer in replay.layers:
+        wanted = routes[:, :, layer].flatten(0, 1)
+        is_live = live[:, :, layer].flatten()
+        assert torch.equal(seen[layer][0][~is_live], wanted[~is_live])
+    used = torch.stack([seen[layer][0].view(2, 6, -1) if layer in seen else given[:, :, 0] for layer in range(4)], 2)
+    with replay.replay(used):  # the rows that ran live, given
+        same_logits, same_grads = backward(model, IDS)
+    assert torch.equal(logits, same_logits)
+    assert_same(grads, same_grads)
+    first = replay.layers[0]  # its input does not depend on the replay
+    own = recorded(model, replay)[:, :, first].flatten(0, 1).long()
+    is_live = live[:, :, first].flatten()
+    assert torch.equal(seen[first][0][is_live].sort(-1).values, own[is_live].sort(-1).values)
+
+
+def test_each_row_given_is_used_the_last_included() -> None:
+    model, replay = pair()
+    routes = recorded(model, replay)
+    native = model(IDS).logits
+    changed = routes.clone()
+    changed[1, -1, 3] = (changed[1, -1, 3] + 1) % 16
+    with replay.replay(changed):
+        logits = model(IDS).logits
+    differs = (logits - native).abs().amax(-1) > 1e-4  # with other numbers of rows per expert, matmuls round otherwise
+    assert differs.nonzero().tolist() == [[1, 5]]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_batches_equal_single_sequences(family: str, side: str) -> None:
+    model, replay = pair(family)
+    lengths, width = (6, 3, 5), 6
+    ids, mask = torch.zeros(3, width, dtype=torch.long), torch.zeros(3, width, dtype=torch.long)
+    routes = torch.zeros(3, width, 4, replay.top_k, dtype=torch.long)  # pads hold nonsense
+    single = []
+    for i, length in enumerate(lengths):
+        at = slice(width - length, width) if side == "left" else slice(0, length)
+        ids[i, at], mask[i, at] = tokens(1, length, seed=i)[0], 1
+        routes[i, at] = random_routes(replay, 1, length, seed=i)[0]
+        with replay.replay(routes[i : i + 1, at]):
+            single.append(model(ids[i : i + 1, at]).logits[0])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with replay.replay(routes, attention_mask=mask):
+        logits = model(ids, attention_mask=mask, position_ids=positions).logits
+    for i, wanted in enumerate(single):
+        torch.testing.assert_close(logits[i][mask[i].bool()], wanted, atol=1e-5, rtol=0)
+    assert replay.report()[3] == {"replayed": 14, "live": 4, "agreement": None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_sequences_equal_single_sequences(family: str) -> None:
+    model, replay = pair(family)
+    parts = [tokens(1, length, seed=length) for length in (4, 6, 3)]
+    routes = [random_routes(replay, *part.shape, seed=i) for i, part in enumerate(parts)]
+    single = []
+    for part, given in zip(parts, routes, strict=True):
+        with replay.replay(given):
+            single.append(model(part).logits)
+    positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
+    with replay.replay(torch.cat(routes, 1)):
+        logits = model(torch.cat(parts, 1), position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(logits, torch.cat(single, 1), atol=1e-5, rtol=0)
+
+
+# errors
+
+
+def test_wrong_routes_are_refused_before_the_model_runs() -> None:
+    model, replay = pair()
+    routes = random_routes(replay)
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (routes[:, :, 1:], RouteShapeError, r"shape \[B, T, 4, 4\]"),
+        (routes.masked_fill(routes == 15, 16), RouteValueError, "expert 16"),
+        (routes.clamp(min=0), RouteValueError, "layer 0 .* has no router"),
+    ]
+    for wrong, error, message in cases:
+        with pytest.raises(error, match=message), replay.replay(wrong):
+            model(IDS)
+    with pytest.raises(ReplayError, match="has 12 rows, the routes have 10"), replay.replay(routes[:, :-1]):
+        model(IDS)
+
+
+@pytest.mark.parametrize("kind", ["record", "replay"])
+def test_a_context_takes_exactly_one_forward(kind: str) -> None:
+    model, replay = pair()
+
+    def context() -> Any:
+        return replay.record() if kind == "record" else replay.replay(random_routes(replay))
+
+    with pytest.raises(ReplayError, match="no forward pass of this model ran in it"), context():
+        pass
+    with pytest.raises(ReplayError, match="one forward pass per context: layer 1 ran 2 times"), context():
+        model(IDS)
+        model(IDS)
+    with pytest.raises(ReplayError, match="open already"), context():
+        model(IDS)
+        with context():
+            pass
+
+
+def test_an_error_inside_the_forward_leaves_nothing_behind() -> None:
+    model, replay = pair()
+    native, routes = model(IDS).logits, random_routes(replay)
+    with replay.replay(routes):
+        wanted = model(IDS).logits
+    report = replay.report()
+
+    def fail(*_: object) -> None:
+        raise KeyError("out of memory, say")
+
+    hook = model.model.layers[2].mlp.experts.register_forward_hook(fail)
+    with pytest.raises(KeyError), replay.replay(random_routes(replay, seed=9)):
+        model(IDS)
+    hook.remove()
+    assert torch.equal(model(IDS).logits, native)
+    assert replay.report() == report
+    with replay.replay(routes):
+        assert torch.equal(model(IDS).logits, wanted)
+
+
+def in_thread(function: Callable[[], object]) -> None:
+    """Run it to the end in another thread, and raise here what it raises there."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(function).result()
+
+
+def test_another_thread_can_neither_open_a_context_nor_run_the_model_while_one_is_open() -> None:
+    model, replay = pair()
+    native = model(IDS).logits
+    with replay.replay(random_routes(replay)):
+        with pytest.raises(ReplayError, match="another thread"):
+            in_thread(lambda: model(IDS))
+        with pytest.raises(ReplayError, match="another thread"):
+            in_thread(lambda: recorded(model, replay))
+        model(IDS)
+    in_thread(lambda: torch.testing.assert_close(model(IDS).logits, native, atol=0, rtol=0))
+
+
+def test_two_models_replay_in_two_threads() -> None:
+    barrier = threading.Barrier(2)
+
+    def work(seed: int) -> list[Tensor]:
+        model, replay = pairs[seed]
+        routes, got = random_routes(replay, seed=seed), []
+        for _ in range(5):
+            with replay.replay(routes):
+                barrier.wait(60)
+                got.append(model(IDS).logits)
+        return got
+
+    pairs = [pair(), pair()]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(work, range(2)))
+    barrier = threading.Barrier(1)
+    for seed, got in enumerate(together):
+        assert all(torch.equal(one, other) for one, other in zip(got, work(seed), strict=True))
+
+
+# report
+
+
+def test_the_report_counts_rows_and_agreement() -> None:
+    model, replay = pair()
+    assert replay.report() == {}
+    routes = recorded(model, replay)
+    assert replay.report() == {layer: {"replayed": 0, "live": 12, "agreement": None} for layer in (1, 2, 3)}
+    routes = routes.flip(-1)  # the same sets
+    routes[0, :3, 3] = (routes[0, :3, 3] + 1) % 16
+    routes[1, 0, 3] = U
+    with replay.replay(routes, measure=True):
+        model(IDS)
+    assert replay.report() == {
+        1: {"replayed": 12, "live": 0, "agreement": 1.0},
+        2: {"replayed": 12, "live": 0, "agreement": 1.0},
+        3: {"replayed": 11, "live": 1, "agreement": 8 / 11},
+    }
+    with replay.replay(routes):
+        model(IDS)
+    assert replay.report()[3] == {"replayed": 11, "live": 1, "agreement": None}
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("router", "message"),
+    [
+        (NoisyRouter, "replaying its own routes changes its output by up to"),
+        (TwiceRouter, "layer 0 ran 2 times, layer 1 ran 2 times"),
+    ],
+)
+def test_a_model_whose_self_test_fails_is_refused_and_left_alone(router: type[nn.Module], message: str) -> None:
+    model = ToyMoE(router)
+    before = [set(vars(module)) for module in model.modules()]
+    with pytest.raises(UnsupportedRouterError, match=f"ToyMoE failed the self-test: .*{message}"):
+        RouterReplay(model)
+    assert [set(vars(module)) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("config", [{}, {"text_config": type("Config", (), {"num_local_experts": 8})()}])
+def test_a_model_that_is_not_of_transformers_replays(config: dict[str, Any]) -> None:
+    model = ToyMoE(RegroupingRouter, **config)
+    replay = RouterReplay(model)
+    assert repr(replay) == "RouterReplay(ToyMoE, routers in layers [0, 1] of 2, num_experts=8, top_k=2)"
+    ids = tokens() % 32
+    routes = random_routes(replay)
+    with replay.replay(routes):
+        logits = model(ids)[0]
+    with replay.replay(routes.flip(-1)):
+        torch.testing.assert_close(model(ids)[0], logits)
+
+
+def test_a_dense_model_is_refused() -> None:
+    assert PublicError is UnsupportedRouterError
+    with pytest.raises(UnsupportedRouterError, match="dense model"):
+        RouterReplay(make_tiny_moe("qwen3"))
+
+
+def test_importing_it_loads_no_engine() -> None:
+    code = "import sys; from torchrl_moe.modules import RouterReplay; print({'vllm', 'ray'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.strip() == "set()", run.stderr

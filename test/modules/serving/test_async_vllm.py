@@ -1,0 +1,743 @@
+"""AsyncVLLM: how the service is built and started, and what a real vLLM engine does behind it.
+
+The first half starts scripted replicas in place of processes. The second half runs vLLM; its tests share one engine of
+one replica, then one of two, and those that start engines of their own come last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from torchrl_moe._errors import EngineError, GenerationTimeout, ReplicaDiedError
+from torchrl_moe.data import RoutedExperts
+from torchrl_moe.modules import AsyncVLLM, make_async_vllm_engine
+from torchrl_moe.modules.backends.replica import ReplicaInfo
+from torchrl_moe.modules.backends.vllm import local_replica
+from torchrl_moe.testing.fake_engine import FakeReplica
+
+if TYPE_CHECKING:
+    from engines import EngineShelf
+
+ROOT = Path(__file__).parents[3]
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# -- built and started, with scripted replicas in place of processes --------------------------------------------------
+
+
+class Scripted(FakeReplica):
+    """Takes what a local replica takes; ``script`` is what ``wait_ready`` of each index does."""
+
+    made: list[Scripted]
+    script: dict[int, Any]
+
+    def __init__(self, index: int, arguments: dict[str, Any], environment: dict[str, str]) -> None:
+        super().__init__(index)
+        self.arguments = arguments
+        self.environment = environment
+        self.log: list[str] = []
+        self.timeout = 0.0
+        Scripted.made.append(self)
+
+    def start(self) -> None:
+        self.log.append("start")
+
+    def wait_ready(self, timeout: float) -> ReplicaInfo:
+        self.log.append("ready")
+        self.timeout = timeout
+        act = Scripted.script.get(self.index)
+        if isinstance(act, BaseException):
+            raise act
+        if act is not None:
+            act()
+        return super().wait_ready(timeout)
+
+    def shutdown(self) -> None:
+        self.log.append("shutdown")
+        super().shutdown()
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Scripted]]:
+    Scripted.made, Scripted.script = [], {}
+    monkeypatch.setattr(local_replica, "LocalReplica", Scripted)
+    monkeypatch.delenv("TORCHRL_VLLM_TIMEOUT_SECONDS", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    return Scripted
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that looks like a model from outside."""
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def test_replicas_start_together_and_serve_when_all_are_ready(scripted: Any) -> None:
+    order: list[str] = []
+    scripted.script = {0: lambda: order.extend(replica.log[0] for replica in scripted.made)}
+    with AsyncVLLM({"model": "m"}, 3) as engine:
+        assert not engine.is_running
+        assert [replica.log for replica in scripted.made] == [[], [], []]
+        assert engine.start() is engine
+        assert order == ["start"] * 3  # all before the first was waited for
+        assert engine.is_running
+        assert [entry.state.name for entry in engine.roster] == ["SERVING"] * 3
+        assert repr(engine).startswith("AsyncVLLM('fake', #0 SERVING v0 inflight=0, #1")
+        assert engine.generate("hi", {"max_tokens": 2}, use_tqdm=False).prompt == "hi"
+    assert [replica.log for replica in scripted.made] == [["start", "ready", "shutdown"]] * 3
+
+
+def test_launching_twice_warns_and_does_nothing(scripted: Any) -> None:
+    with AsyncVLLM.launch({"model": "m"}) as engine:
+        with pytest.warns(UserWarning, match=r"the service is already running; start\(\) does nothing") as caught:
+            assert engine.start() is engine
+        assert caught[0].filename == __file__
+        assert scripted.made[0].log == ["start", "ready"]
+
+
+def test_a_service_that_was_shut_down_does_not_start_again(scripted: Any) -> None:
+    engine = AsyncVLLM.launch({"model": "m"})
+    engine.shutdown()
+    with pytest.raises(RuntimeError, match=r"start: the service was shut down\. Make a new one"):
+        engine.start()
+    never = AsyncVLLM({"model": "m"})
+    never.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        never.start()
+
+
+@pytest.mark.parametrize("name", ["get_tp_size", "get_model_metadata"])
+def test_use_before_start_and_after_shutdown_is_refused(scripted: Any, name: str) -> None:
+    engine = AsyncVLLM({"model": "m"})
+    with pytest.raises(RuntimeError, match=f"{name}: the service is not running"):
+        getattr(engine, name)()
+    engine.start()
+    engine.shutdown()
+    with pytest.raises(RuntimeError, match=f"{name}: the service is not running"):
+        getattr(engine, name)()
+
+
+@pytest.mark.parametrize("error", [ReplicaDiedError("no memory"), KeyboardInterrupt(), ZeroDivisionError()], ids=repr)
+def test_a_start_that_fails_ends_every_replica_and_passes_the_error_on(scripted: Any, error: BaseException) -> None:
+    scripted.script = {1: error}
+    engine = AsyncVLLM({"model": "m"}, 3)
+    with pytest.raises(type(error)) as caught:
+        engine.start()
+    assert caught.value is error
+    assert [replica.log[-1] for replica in scripted.made] == ["shutdown"] * 3
+    assert not engine.is_running
+    with pytest.raises(RuntimeError, match="shut down"):
+        engine.start()
+
+
+def test_a_start_that_takes_too_long_names_the_limit_and_its_variable(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted.script = {0: EngineError("replica 0 was not ready")}
+    monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "2.5")
+    words = r"(?s)replica 0 was not ready.*had 2\.5 s: raise timeout_seconds, or the .*TORCHRL_VLLM_TIMEOUT_SECONDS"
+    with pytest.raises(EngineError, match=words):
+        AsyncVLLM.launch({"model": "m"})
+    assert scripted.made[0].log[-1] == "shutdown"
+
+
+def test_the_limit_is_for_all_replicas_together(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted.script = {0: lambda: time.sleep(0.2)}
+    with AsyncVLLM({"model": "m"}, 2).start(timeout_seconds=5.0):
+        first, second = (replica.timeout for replica in scripted.made)
+        assert 4.0 < first <= 5.0
+        assert second <= first - 0.2
+    monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "77")
+    with AsyncVLLM.launch({"model": "m"}):
+        assert 70 < scripted.made[-1].timeout <= 77
+    monkeypatch.delenv("TORCHRL_VLLM_TIMEOUT_SECONDS")
+    with AsyncVLLM.launch({"model": "m"}):
+        assert 590 < scripted.made[-1].timeout <= 600
+
+
+def test_a_limit_that_is_no_number_is_refused_before_anything_starts(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "soon")
+    with pytest.raises(ValueError, match="TORCHRL_VLLM_TIMEOUT_SECONDS must be a number of seconds, got 'soon'"):
+        AsyncVLLM.launch({"model": "m"})
+    assert scripted.made[0].log == []
+
+
+def test_arguments_reach_every_replica(scripted: Any, model: Path) -> None:
+    engine = AsyncVLLM.from_pretrained(model, 2, sampling_params={"max_tokens": 3}, seed=7, dtype="float32")
+    with engine:
+        expected = {"model": str(model), "tensor_parallel_size": 1, "seed": 7, "dtype": "float32"}
+        assert [replica.arguments for replica in scripted.made] == [expected, expected]
+        assert [replica.index for replica in scripted.made] == [0, 1]
+        assert engine.sampling_params == {"max_tokens": 3}
+        assert engine.engine_args == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"compile": False}, {"enforce_eager": True}),
+        ({"compile": False, "enforce_eager": False}, {"enforce_eager": False}),
+        ({"compile": True}, {}),
+        ({"num_devices": 2}, {"tensor_parallel_size": 2}),
+        ({"num_devices": 2, "tensor_parallel_size": 2}, {"tensor_parallel_size": 2}),
+        ({"tensor_parallel_size": 4}, {"tensor_parallel_size": 4}),
+        ({"enable_prefix_caching": False}, {"enable_prefix_caching": False}),
+    ],
+    ids=str,
+)
+def test_torchrls_words_become_vllms(scripted: Any, model: Path, given: Any, expected: Any) -> None:
+    with AsyncVLLM.from_pretrained(model, **given):
+        assert scripted.made[0].arguments == {"model": str(model), "tensor_parallel_size": 1, **expected}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_prefix_caching_of_the_constructor_wins_over_the_engine_arguments(scripted: Any, enabled: bool) -> None:
+    given = {"model": "m", "enable_prefix_caching": not enabled}
+    AsyncVLLM(given, enable_prefix_caching=enabled)
+    AsyncVLLM(given)
+    AsyncVLLM({"model": "m"})
+    one, two, three = (replica.arguments for replica in scripted.made)
+    assert one["enable_prefix_caching"] is enabled
+    assert two["enable_prefix_caching"] is (not enabled)
+    assert "enable_prefix_caching" not in three
+    assert given == {"model": "m", "enable_prefix_caching": not enabled}
+
+
+def test_each_replica_has_devices_of_its_own(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    AsyncVLLM({"model": "m", "tensor_parallel_size": 2}, 2)
+    assert [replica.environment["CUDA_VISIBLE_DEVICES"] for replica in scripted.made] == ["4,5", "6,7"]
+    with pytest.raises(ValueError, match=r"3 replicas of 2 GPU\(s\) need 6, but 4 are visible"):
+        AsyncVLLM({"model": "m", "tensor_parallel_size": 2}, 3)
+
+
+def test_verbose_lets_vllm_log(scripted: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    for verbose in (True, False):
+        AsyncVLLM.from_pretrained(model, verbose=verbose).shutdown()
+    assert [replica.environment["VLLM_LOGGING_LEVEL"] for replica in scripted.made] == ["INFO", "WARNING"]
+
+
+def test_make_async_vllm_engine_is_from_pretrained_under_torchrls_name(scripted: Any, model: Path) -> None:
+    with make_async_vllm_engine(model_name=model, num_replicas=2, num_devices=1, compile=False, seed=3) as engine:
+        assert isinstance(engine, AsyncVLLM)
+        assert engine.num_replicas == 2
+        assert scripted.made[1].arguments["enforce_eager"] is True
+        assert scripted.made[1].arguments["seed"] == 3
+
+
+def test_engine_arguments_of_vllm_are_taken(scripted: Any) -> None:
+    vllm = pytest.importorskip("vllm")
+    with AsyncVLLM.launch(vllm.AsyncEngineArgs(model="m", seed=5), 2, sampling_params={"n": 2}) as engine:
+        assert engine.num_replicas == 2
+        assert [replica.arguments for replica in scripted.made] == [{"model": "m", "seed": 5}] * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: AsyncVLLM({"model": "m"}, 0), ValueError, "num_replicas must be at least 1, got 0"),
+        (lambda: AsyncVLLM({"model": "m"}, -2), ValueError, "num_replicas must be at least 1, got -2"),
+        (lambda: AsyncVLLM({"model": "m"}, backend="slurm"), ValueError, "backend must be .*, got 'slurm'"),
+        (lambda: AsyncVLLM({}), ValueError, "engine_args names no model"),
+        (lambda: AsyncVLLM("m"), TypeError, "engine_args must be a mapping or vllm.AsyncEngineArgs, got str"),
+        (lambda: AsyncVLLM.launch({"model": "m"}, 0), ValueError, "num_replicas must be at least 1"),
+    ],
+)
+def test_a_bad_service_is_refused(scripted: Any, call: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
+    assert scripted.made == []
+
+
+def test_two_words_for_the_devices_must_agree(scripted: Any, model: Path) -> None:
+    with pytest.raises(ValueError, match="num_devices=2 and tensor_parallel_size=4 differ: pass one"):
+        AsyncVLLM.from_pretrained(model, num_devices=2, tensor_parallel_size=4)
+    assert scripted.made == []
+
+
+def test_a_folder_without_a_model_is_refused_before_any_process(scripted: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no model at .*: the folder has no config\.json\. Save one with model\.save"):
+        AsyncVLLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"no model at .*: the folder does not exist"):
+        AsyncVLLM.from_pretrained(tmp_path / "missing")
+    with pytest.raises(ValueError, match=r"no model at '\./missing': the folder does not exist"):
+        make_async_vllm_engine(model_name="./missing")
+    assert scripted.made == []
+
+
+def test_a_hub_name_is_vllms_business(scripted: Any) -> None:
+    with AsyncVLLM.from_pretrained("someone/some-model"):
+        assert scripted.made[0].arguments["model"] == "someone/some-model"
+
+
+# -- one real replica -------------------------------------------------------------------------------------------------
+
+IDS = [72, 105, 44, 32, 119, 111, 114, 108, 100]
+
+
+def generate(engine: AsyncVLLM, prompts: Any, max_tokens: int = 4, **kwargs: Any) -> Any:
+    params = {"max_tokens": max_tokens, "logprobs": 0, "temperature": 1.0, "ignore_eos": True}
+    params |= kwargs.pop("params", {})
+    return engine.generate(prompts, params, use_tqdm=False, **kwargs)
+
+
+def until_idle(engine: AsyncVLLM) -> None:
+    eventually(lambda: all(row["running"] + row["waiting"] + row["inflight"] == 0 for row in engine.stats()))
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_text_and_ids_give_tokens_log_probs_and_routes(engine: AsyncVLLM) -> None:
+    by_text, by_ids = generate(engine, "Hi, world", 6), generate(engine, torch.tensor(IDS), 6)
+    layout = engine.routing_layout
+    assert layout is not None
+    assert (layout.num_layers, layout.moe_layers, layout.top_k, layout.num_experts) == (4, (1, 2, 3), 4, 16)
+    assert by_text.prompt == "Hi, world"
+    for completion in (by_text, by_ids):
+        assert completion.prompt_token_ids.tolist() == IDS
+        (output,) = completion.outputs
+        assert (output.token_ids.shape, output.finish_reason) == ((6,), "length")
+        assert (output.logprobs.shape, output.logprobs.dtype) == ((6,), np.float32)
+        assert (output.logprobs <= 0).all()
+        assert output.routed_experts.shape == (9 + 6 - 1, 4, 4)
+        assert output.policy_versions.tolist() == [0] * 6
+        RoutedExperts.from_vllm(output.routed_experts, num_tokens=15, layout=layout).validate(layout)
+        assert completion.metrics.replica == 0
+        assert completion.metrics.total_seconds > 0
+    assert np.array_equal(by_text.outputs[0].routed_experts[:9], by_ids.outputs[0].routed_experts[:9])
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_greedy_answer_is_the_same_each_time(engine: AsyncVLLM) -> None:
+    one, two = (generate(engine, IDS, 8, params={"temperature": 0.0}).outputs[0] for _ in range(2))
+    assert one.token_ids.tolist() == two.token_ids.tolist()
+    assert np.allclose(one.logprobs, two.logprobs, atol=1e-5)
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_many_prompts_with_many_answers_each_keep_their_order(engine: AsyncVLLM) -> None:
+    prompts = [[65 + i] * (1 + i % 5) for i in range(40)]
+    completions = generate(engine, prompts, 3, params={"n": 3})
+    assert [completion.prompt_token_ids.tolist() for completion in completions] == prompts
+    assert {tuple(output.index for output in completion.outputs) for completion in completions} == {(0, 1, 2)}
+    assert {len(output.token_ids) for completion in completions for output in completion.outputs} == {3}
+    shapes = [completion.outputs[2].routed_experts.shape[0] for completion in completions]
+    assert shapes == [len(prompt) + 2 for prompt in prompts]
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_eight_threads_at_once(engine: AsyncVLLM) -> None:
+    def work(thread: int) -> bool:
+        prompts = [[65 + thread, 65 + i] for i in range(6)]
+        return [completion.prompt_token_ids.tolist() for completion in generate(engine, prompts)] == prompts
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(work, range(8))) == [True] * 8
+    assert engine.get_num_unfinished_requests() == [0]
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_log_probs_and_routes_come_only_if_wanted(engine: AsyncVLLM) -> None:
+    output = engine.generate(IDS, {"max_tokens": 2}, use_tqdm=False, return_routed_experts=False).outputs[0]
+    assert (output.logprobs, output.routed_experts) == (None, None)
+    assert engine.generate(IDS, use_tqdm=False).outputs[0].logprobs is not None  # by default
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_structure_is_kept_to(engine: AsyncVLLM) -> None:
+    completion = generate(
+        engine, IDS, 8, guided_options_request={"choice": ["yes", "no"]}, params={"ignore_eos": False}
+    )
+    assert completion.outputs[0].text in ("yes", "no")
+    assert completion.outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_cached_prefix_is_counted_until_the_cache_is_reset(engine: AsyncVLLM) -> None:
+    prompt = list(range(33, 33 + 200))
+    assert engine.reset_prefix_cache() is True
+    cached = [generate(engine, prompt).num_cached_tokens for _ in range(2)]
+    assert cached[0] == 0
+    assert 100 <= cached[1] < 200
+    assert engine.reset_prefix_cache() is True
+    assert generate(engine, prompt).num_cached_tokens == 0
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.parametrize(
+    ("bad", "kwargs", "words"),
+    [
+        ([65] * 600, {}, r"request 1 was refused: .*512"),
+        ([65], {"params": {"temperature": -1.0}}, r"request [01] was refused: .*temperature"),
+        ([65], {"params": {"no_such_parameter": 1}}, r"request [01] was refused: .*no_such_parameter"),
+        ([65], {"params": {"seed": 3}}, r"request [01] was refused: SamplingParams\(seed=3\)"),
+        ([100_000], {}, r"request 1 was refused: .*vocab"),
+    ],
+    ids=["too long", "bad value", "unknown parameter", "seed on a CPU", "no such token"],
+)
+def test_a_refused_request_is_named_and_the_rest_is_let_go(
+    engine: AsyncVLLM, bad: list[int], kwargs: Any, words: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"(?s){words}"):
+        generate(engine, [IDS, bad, IDS], 400, **kwargs)
+    assert engine.get_num_unfinished_requests() == [0]
+    until_idle(engine)
+    assert len(generate(engine, IDS).outputs[0].token_ids) == 4
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_timeout_aborts_what_is_late_and_keeps_what_is_finished(engine: AsyncVLLM) -> None:
+    stop = [IDS[0]]
+
+    async def both() -> list[Any]:
+        short = engine.agenerate(stop, {"max_tokens": 1, "ignore_eos": True})
+        long = engine.agenerate(stop, {"max_tokens": 500, "ignore_eos": True}, timeout_seconds=0.3)
+        return await asyncio.gather(short, long, return_exceptions=True)
+
+    short, long = asyncio.run(both())
+    assert len(short.outputs[0].token_ids) == 1
+    assert isinstance(long, GenerationTimeout)
+    engine.pause()  # nothing can finish now, however fast this machine is
+    with pytest.raises(GenerationTimeout, match=r"2 of 2 requests were not finished within 0\.2 s") as caught:
+        generate(engine, [IDS, IDS], timeout_seconds=0.2)
+    engine.resume()
+    assert caught.value.partial == [None, None]
+    assert engine.get_num_unfinished_requests() == [0]
+    until_idle(engine)
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_an_aborted_request_returns_its_rows(engine: AsyncVLLM) -> None:
+    async def main() -> Any:
+        task = asyncio.create_task(
+            engine.agenerate(IDS, {"max_tokens": 500, "logprobs": 0, "ignore_eos": True}, request_id="mine")
+        )
+        await asyncio.sleep(0.3)
+        engine.abort("mine")
+        return await task
+
+    (output,) = asyncio.run(main()).outputs
+    assert output.finish_reason == "abort"
+    assert 0 < (tokens := len(output.token_ids)) < 500
+    assert output.logprobs.shape == (tokens,)
+    assert output.routed_experts.shape == (9 + tokens - 1, 4, 4)
+    until_idle(engine)
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_task_cancelled_at_once_leaves_no_request_in_the_engine(engine: AsyncVLLM) -> None:
+    async def main() -> None:
+        tasks = [asyncio.create_task(engine.agenerate(IDS, {"max_tokens": 500, "ignore_eos": True})) for _ in range(20)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    started = time.monotonic()
+    asyncio.run(main())
+    until_idle(engine)
+    assert time.monotonic() - started < 5.0
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_many_tasks_at_once(engine: AsyncVLLM) -> None:
+    async def main() -> list[Any]:
+        params = {"max_tokens": 3, "ignore_eos": True}
+        return await asyncio.gather(*(engine.agenerate([65, 65 + i], params) for i in range(60)))
+
+    completions = asyncio.run(main())
+    assert [completion.prompt_token_ids.tolist() for completion in completions] == [[65, 65 + i] for i in range(60)]
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_pause_keep_freezes_a_request_and_resume_finishes_it(engine: AsyncVLLM, clear_cache: bool) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(generate, engine, IDS, 400)
+        eventually(lambda: engine.stats()[0]["running"] == 1)
+        engine.pause("keep", clear_cache=clear_cache)
+        time.sleep(0.3)
+        frozen = call.done()
+        engine.resume()
+        (output,) = call.result(60.0).outputs
+    assert not frozen
+    assert (len(output.token_ids), output.finish_reason) == (400, "length")
+    assert output.routed_experts.shape == (9 + 400 - 1, 4, 4)
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_pause_wait_and_pause_abort(engine: AsyncVLLM) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(generate, engine, IDS, 400)
+        eventually(lambda: engine.stats()[0]["running"] == 1)
+        engine.pause("wait")
+        assert call.result(5.0).outputs[0].finish_reason == "length"
+        engine.resume()
+        call = pool.submit(generate, engine, IDS, 400)
+        eventually(lambda: engine.stats()[0]["running"] == 1)
+        engine.pause("abort")
+        assert call.result(5.0).aborted
+        engine.resume()
+    assert len(generate(engine, IDS).outputs[0].token_ids) == 4
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_ctrl_c_while_generating_aborts_the_requests(engine: AsyncVLLM) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(0.5, signal.pthread_kill, [main, signal.SIGINT])
+    engine.pause()
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            generate(engine, [IDS, IDS], 400)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
+        engine.resume()
+    assert engine.get_num_unfinished_requests() == [0]
+    until_idle(engine)
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_figures_are_the_engines_own(engine: AsyncVLLM) -> None:
+    until_idle(engine)
+    before = engine.stats()[0]
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(generate, engine, [IDS] * 4, 300)
+        eventually(lambda: engine.stats()[0]["running"] == 4)
+        usage = engine.get_cache_usage(0)
+        unfinished = engine.get_num_unfinished_requests()
+        call.result(60.0)
+    after = engine.to_pandas().iloc[0]
+    assert isinstance(usage, float)
+    assert 0.0 < usage < 1.0
+    assert unfinished == [4]
+    assert after["requests"] - before["requests"] == 4
+    assert after["prompt_tokens"] - before["prompt_tokens"] == 36
+    assert after["generated_tokens"] - before["generated_tokens"] == 1200
+    assert after["generation_seconds"] > before["generation_seconds"]
+    assert (after["state"], after["version"], after["inflight"]) == ("SERVING", 0, 0)
+    assert engine.get_cache_usage() == [0.0]
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_the_models_tensors_are_named_as_in_the_checkpoint(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    from safetensors import safe_open
+
+    with safe_open(shelf.folder("qwen3_moe") / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # not a mapping
+    metadata = engine.get_model_metadata()
+    assert metadata == {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    assert metadata["model.layers.1.mlp.experts.15.gate_proj.weight"] == (torch.float32, torch.Size([32, 64]))
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_workers_answer_by_name_one_list_for_each_replica(engine: AsyncVLLM) -> None:
+    assert engine.get_tp_size() == 1
+    assert engine.collective_rpc("torchrl_moe_router_layers") == [[[1, 2, 3]]]
+    with pytest.raises(EngineError, match="no_such_method"):
+        engine.collective_rpc("no_such_method")
+    assert len(generate(engine, IDS).outputs[0].token_ids) == 4
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_the_tokenizer_is_the_models(engine: AsyncVLLM) -> None:
+    tokenizer = engine.get_tokenizer()
+    assert tokenizer.encode("Hi, world") == IDS
+    assert type(tokenizer).__module__.startswith("transformers.")
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_bar_shows_on_request(engine: AsyncVLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.generate([IDS, IDS], {"max_tokens": 2})
+    assert "2/2" in capsys.readouterr().err
+    generate(engine, [IDS, IDS])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_running_engine_says_what_it_is(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    assert repr(engine) == f"AsyncVLLM({str(shelf.folder('qwen3_moe'))!r}, #0 SERVING v0 inflight=0)"
+    (info,) = engine.infos
+    assert (info.max_model_len, info.tensor_parallel_size) == (512, 1)
+    assert info.engine_version.startswith("0.")
+    with pytest.warns(UserWarning, match="already running"):
+        engine.start()
+
+
+# -- two real replicas ------------------------------------------------------------------------------------------------
+
+
+def leaders(engine: AsyncVLLM) -> list[psutil.Process]:
+    """The process of each replica."""
+    return [psutil.Process(entry.replica._child.process.pid) for entry in engine.roster]
+
+
+@pytest.mark.engine("qwen3_moe", num_replicas=2)
+def test_each_replica_is_a_process_of_its_own_and_a_child_of_this_one(engine: AsyncVLLM) -> None:
+    one, two = leaders(engine)
+    assert one.pid != two.pid
+    assert one.ppid() == two.ppid() == os.getpid()
+    assert os.getsid(one.pid) != os.getsid(os.getpid())  # a Ctrl-C at the terminal is the driver's alone
+
+
+@pytest.mark.engine("qwen3_moe", num_replicas=2)
+def test_requests_spread_over_both_and_come_back_in_order(engine: AsyncVLLM) -> None:
+    prompts = [[65 + i] * (1 + i % 3) for i in range(30)]
+    completions = generate(engine, prompts)
+    assert [completion.prompt_token_ids.tolist() for completion in completions] == prompts
+    assert Counter(completion.metrics.replica for completion in completions) == {0: 15, 1: 15}
+    assert engine.get_num_unfinished_requests() == [0, 0]
+
+
+@pytest.mark.engine("qwen3_moe", num_replicas=2)
+def test_the_named_replica_answers_and_both_answer_alike(engine: AsyncVLLM) -> None:
+    answers = [generate(engine, IDS, 8, actor_index=i, params={"temperature": 0.0}) for i in range(2)]
+    assert [answer.metrics.replica for answer in answers] == [0, 1]
+    one, two = (answer.outputs[0] for answer in answers)
+    assert one.token_ids.tolist() == two.token_ids.tolist()
+    assert np.array_equal(one.routed_experts, two.routed_experts)
+    with pytest.raises(IndexError, match=r"actor index 2 out of range \[0, 2\)"):
+        generate(engine, IDS, actor_index=2)
+
+
+@pytest.mark.engine("qwen3_moe", num_replicas=2)
+def test_threads_and_tasks_share_both_replicas(engine: AsyncVLLM) -> None:
+    async def tasks() -> list[Any]:
+        params = {"max_tokens": 4, "ignore_eos": True}
+        return await asyncio.gather(*(engine.agenerate([65 + i], params) for i in range(20)))
+
+    with ThreadPoolExecutor(5) as pool:
+        calls = [pool.submit(generate, engine, [[97 + i]] * 8) for i in range(4)]
+        asynchronous = pool.submit(lambda: asyncio.run(tasks()))
+        for i, call in enumerate(calls):
+            assert [completion.prompt_token_ids.tolist() for completion in call.result(60.0)] == [[97 + i]] * 8
+        assert [c.prompt_token_ids.tolist() for c in asynchronous.result(60.0)] == [[65 + i] for i in range(20)]
+    assert engine.collective_rpc("torchrl_moe_router_layers") == [[[1, 2, 3]], [[1, 2, 3]]]
+    assert len(engine.get_cache_usage()) == 2
+
+
+@pytest.mark.engine("qwen3_moe", num_replicas=2)
+def test_of_two_replicas_one_is_killed_and_the_other_goes_on(engine: AsyncVLLM) -> None:
+    first, second = leaders(engine)
+    family = [first, *first.children(recursive=True), second, *second.children(recursive=True)]
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(generate, engine, [IDS] * 4, 450)
+        eventually(lambda: [row["running"] for row in engine.stats()] == [2, 2])
+        first.kill()
+        with pytest.raises(ReplicaDiedError, match=r"replica 0 .*exit code -9"):
+            call.result(30.0)
+    assert [entry.state.name for entry in engine.roster] == ["DEAD", "SERVING"]
+    assert engine.get_num_unfinished_requests() == [0, 0]
+    assert {completion.metrics.replica for completion in generate(engine, [IDS] * 4)} == {1}
+    engine.shutdown()  # the next test that asks for two replicas gets new ones
+    assert psutil.wait_procs(family, 5.0)[1] == []
+
+
+# -- starts that fail -------------------------------------------------------------------------------------------------
+
+
+def engine_processes() -> set[int]:
+    """The processes of all engines of this machine that descend from this process, or from nobody any more."""
+    found = set()
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        environ = process.info["environ"] or {}
+        if environ.get("TORCHRL_MOE_TEST") == str(os.getpid()) and process.status() != psutil.STATUS_ZOMBIE:
+            found.add(process.pid)
+    return found
+
+
+@pytest.fixture
+def marked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Engine processes that start now are told by their environment, whoever adopts them; none is left at the end."""
+    monkeypatch.setenv("TORCHRL_MOE_TEST", str(os.getpid()))
+    yield
+    eventually(lambda: engine_processes() == set())
+
+
+@pytest.mark.engine
+def test_too_little_memory_is_one_error_in_vllms_words(no_engine: EngineShelf, marked: None) -> None:
+    from engines import SMALL
+
+    with pytest.raises(ReplicaDiedError, match=r"(?s)replica 0 did not start: .*(KV cache|memory)") as caught:
+        AsyncVLLM.from_pretrained(no_engine.folder("qwen3_moe"), **{**SMALL, "kv_cache_memory_bytes": 1 << 10})
+    assert "No available memory" in str(caught.value) or "larger than the available KV cache memory" in str(
+        caught.value
+    )
+
+
+@pytest.mark.engine
+def test_a_start_that_runs_out_of_time_names_the_variable(
+    no_engine: EngineShelf, marked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engines import SMALL
+
+    monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "0.5")
+    words = r"(?s)replica 0 was not ready within .* had 0\.5 s: .*TORCHRL_VLLM_TIMEOUT_SECONDS"
+    with pytest.raises(EngineError, match=words) as caught:
+        AsyncVLLM.from_pretrained(no_engine.folder("qwen3_moe"), **SMALL)
+    assert not isinstance(caught.value, ReplicaDiedError)
+
+
+INTERRUPTED = """
+    import signal, sys
+    from torchrl_moe.modules import AsyncVLLM
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    engine = AsyncVLLM({"model": sys.argv[1], "enforce_eager": True, "kv_cache_memory_bytes": 1 << 26})
+    print("starting", flush=True)
+    try:
+        engine.start()
+    except KeyboardInterrupt:
+        print("interrupted", engine.roster[0].state.name, flush=True)
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("after_seconds", [0.3, 8.0], ids=["at once", "while vLLM loads"])
+def test_ctrl_c_while_an_engine_starts_leaves_no_process(
+    no_engine: EngineShelf, marked: None, after_seconds: float
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(INTERRUPTED), str(no_engine.folder("qwen3_moe"))],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "starting\n"
+        eventually(lambda: len(engine_processes()) > 1)
+        time.sleep(after_seconds)
+        os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: the driver's group, not the engine's
+        assert driver.communicate(timeout=30.0)[0] == "interrupted DEAD\n"
+    assert driver.returncode == 0

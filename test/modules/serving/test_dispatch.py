@@ -1,0 +1,570 @@
+"""One call's requests: placed, handed over, awaited in order, aborted if the call ends early; leases always return."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchrl_moe._errors import GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
+from torchrl_moe.modules.backends.replica import Completion, Request
+from torchrl_moe.modules.serving import dispatch as dispatch_module
+from torchrl_moe.modules.serving.dispatch import Dispatch, Placement
+from torchrl_moe.modules.serving.load_balancer import LoadBalancer
+from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.testing.fake_engine import FakeReplica
+
+HOUR = 3600.0
+
+
+class Recording(FakeReplica):
+    """Remembers its messages and aborts; fails where it is told to."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.messages: list[list[str]] = []
+        self.aborts: list[str] = []
+        self.error: BaseException | None = None
+
+    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+        self.messages.append([request.request_id for request in requests])
+        futures = super().submit(requests)
+        if self.error is not None:
+            raise self.error
+        return futures
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self.aborts += request_ids
+        super().abort(request_ids)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., LoadBalancer]]:
+    """Makes balancers over recording replicas. Whatever a test did: at its end all leases are back, no request runs."""
+    made: list[LoadBalancer] = []
+
+    def make(num_replicas: int = 1, **kwargs: Any) -> LoadBalancer:
+        made.append(LoadBalancer([Recording(index, **kwargs) for index in range(num_replicas)]))
+        return made[-1]
+
+    yield make
+    entries = [entry for balancer in made for entry in balancer.roster]
+    try:
+        eventually(lambda: all(entry.inflight == 0 for entry in entries))
+        assert all(e.replica.stats(1.0).running == 0 for e in entries if e.replica.is_alive())
+    finally:
+        for entry in entries:
+            entry.replica.shutdown()
+
+
+@pytest.fixture
+def interrupt() -> Iterator[Callable[[float], None]]:
+    """Sends this thread a Ctrl-C after some seconds."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timers: list[threading.Timer] = []
+
+    def after(seconds: float) -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        timers.append(threading.Timer(seconds, signal.pthread_kill, [main, signal.SIGINT]))
+        timers[-1].start()
+
+    yield after
+    for timer in timers:
+        timer.join()
+    signal.signal(signal.SIGINT, before)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def later(seconds: float, function: Callable[..., None], *args: Any) -> threading.Timer:
+    timer = threading.Timer(seconds, function, args)
+    timer.start()
+    return timer
+
+
+def requests(*names: str, max_tokens: int = 4) -> list[Request]:
+    params = {"max_tokens": max_tokens, "logprobs": 0}
+    return [
+        Request(request_id=name, sampling_params=params, prompt_token_ids=np.frombuffer(name.encode(), np.uint8))
+        for name in names
+    ]
+
+
+def dispatch(
+    balancer: LoadBalancer, names: Sequence[str], timeout: float | None = None, max_tokens: int = 4, **placement: Any
+) -> Dispatch:
+    return Dispatch(balancer, requests(*names, max_tokens=max_tokens), Placement(**placement), timeout)
+
+
+def run(balancer: LoadBalancer, names: Sequence[str], timeout: float | None = None, **kwargs: Any) -> list[Completion]:
+    call = dispatch(balancer, names, timeout, **kwargs)
+    call.send()
+    return call.wait(use_tqdm=False)
+
+
+def replicas(balancer: LoadBalancer) -> list[Recording]:
+    return [entry.replica for entry in balancer.roster]
+
+
+def slow_if(*names: str) -> Callable[[Request], float]:
+    return lambda request: HOUR if request.request_id in names else 0.0
+
+
+# -- placing ----------------------------------------------------------------------------------------------------------
+
+
+def test_requests_for_one_replica_travel_in_one_message(serve: Any) -> None:
+    lb = serve(3)
+    run(lb, "abcdefg")
+    assert [replica.messages for replica in replicas(lb)] == [[["a", "d", "g"]], [["b", "e"]], [["c", "f"]]]
+
+
+def test_results_keep_the_input_order_whatever_finishes_first(serve: Any) -> None:
+    rng = random.Random(0)
+    lb = serve(3, token_seconds=lambda request: rng.uniform(0.0, 0.02))
+    names = [f"request {i}" for i in range(40)]
+    completions = run(lb, names)
+    assert [completion.request_id for completion in completions] == names
+    assert ["".join(map(chr, completion.prompt_token_ids)) for completion in completions] == names
+    assert {completion.metrics.replica for completion in completions} == {0, 1, 2}
+
+
+def test_the_named_replica_takes_all(serve: Any) -> None:
+    lb = serve(3)
+    assert {completion.metrics.replica for completion in run(lb, "abcd", actor_index=1)} == {1}
+    with pytest.raises(IndexError, match=r"actor index 3 out of range \[0, 3\)"):
+        run(lb, "ab", actor_index=3)
+
+
+def test_prompt_session_and_version_reach_the_strategies(serve: Any) -> None:
+    class Ear:
+        name = "ear"
+        heard: list[Any] = []  # noqa: RUF012 # one ear
+
+        def choose(self, candidates: Any, context: Any) -> None:
+            self.heard.append((bytes(context.prompt.tolist()), context.session_id, len(candidates)))
+
+    lb = serve(2)
+    lb.roster[1].version = 3
+    run(LoadBalancer(lb, Ear()), "ab", session_ids=["s", "t"], min_version=3)
+    assert Ear.heard == [(b"a", "s", 1), (b"b", "t", 1)]
+
+
+def test_text_is_what_a_strategy_sees_of_a_text_prompt(serve: Any) -> None:
+    lb = serve()
+    call = Dispatch(lb, [Request(request_id="a", sampling_params=None, prompt="hi")], Placement(), None)
+    call.send()
+    (completion,) = call.wait(use_tqdm=False)
+    assert completion.prompt == "hi"
+
+
+def test_a_refused_placement_sends_nothing_and_gives_all_leases_back(serve: Any) -> None:
+    class Fickle:
+        name = "fickle"
+        answers = iter([0, 1, 9])
+
+        def choose(self, candidates: Any, context: Any) -> int:
+            return next(self.answers)
+
+    lb = serve(2)
+    with pytest.raises(ValueError, match="chose replica 9"):
+        run(LoadBalancer(lb, Fickle()), "abc")
+    assert [replica.messages for replica in replicas(lb)] == [[], []]
+    run(lb, "abc")  # the names are free again
+
+
+@pytest.mark.parametrize("error", [TypeError("cannot pickle"), KeyboardInterrupt()], ids=repr)
+def test_half_a_hand_over_is_taken_back(serve: Any, error: BaseException) -> None:
+    lb = serve(3, token_seconds=HOUR)
+    replicas(lb)[1].error = error
+    with pytest.raises(type(error)):
+        run(lb, "abcdef")
+    assert [replica.messages for replica in replicas(lb)] == [[["a", "d"]], [["b", "e"]], []]
+    assert [replica.aborts for replica in replicas(lb)] == [["a", "d"], ["b", "e"], ["c", "f"]]
+    assert [entry.inflight for entry in lb.roster] == [0, 0, 0]
+    for replica in replicas(lb):
+        eventually(lambda replica=replica: replica.stats(1.0).running == 0)
+        replica.error, replica.token_seconds = None, 0.0
+    assert len(run(lb, "abcdef")) == 6
+
+
+def test_a_name_in_flight_is_refused_until_its_request_is_over(serve: Any) -> None:
+    lb = serve(2, token_seconds=slow_if("slow"))
+    first = dispatch(lb, ["slow"])
+    first.send()
+    with pytest.raises(ValueError, match="request ids are in flight already: slow"):
+        run(lb, ["other", "slow"])
+    assert [entry.inflight for entry in lb.roster] == [1, 0]
+    run(lb, ["other"])
+    first.abort()
+    first.abort()
+    for replica in replicas(lb):
+        replica.token_seconds = 0.0
+    run(lb, ["slow"])
+
+
+# -- waiting for a replica --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SYNCING])
+@pytest.mark.parametrize("placement", [{}, {"actor_index": 1}], ids=["any", "named"])
+def test_requests_wait_for_a_replica_that_is_coming_back(
+    serve: Any, state: ReplicaState, placement: dict[str, Any]
+) -> None:
+    lb = serve(2)
+    lb.roster[0].state, lb.roster[1].state = ReplicaState.DEAD, state
+    timer = later(0.1, lb.roster.set_state, 1, ReplicaState.SERVING)
+    started = time.monotonic()
+    assert [completion.metrics.replica for completion in run(lb, "ab", **placement)] == [1, 1]
+    assert 0.08 < time.monotonic() - started < 3.0
+    timer.join()
+
+
+def test_requests_wait_for_the_version_they_need(serve: Any) -> None:
+    lb = serve(2)
+    lb.roster.set_state(1, ReplicaState.SYNCING)
+
+    def finish_sync() -> None:
+        lb.roster[1].version = 1
+        lb.roster.set_state(1, ReplicaState.SERVING)
+
+    timer = later(0.1, finish_sync)
+    assert [completion.metrics.replica for completion in run(lb, "ab", min_version=1)] == [1, 1]
+    timer.join()
+
+
+def test_many_waiting_threads_all_wake_up(serve: Any) -> None:
+    lb = serve(2)
+    for index in range(2):
+        lb.roster.set_state(index, ReplicaState.SYNCING)
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(run, lb, [f"{i}"]) for i in range(8)]
+        time.sleep(0.1)
+        assert not any(call.done() for call in calls)
+        lb.roster.set_state(0, ReplicaState.SERVING)
+        assert [call.result(5.0)[0].metrics.replica for call in calls] == [0] * 8
+
+
+def test_the_deadline_ends_the_wait_for_a_replica(serve: Any) -> None:
+    lb = serve(2)
+    for index in range(2):
+        lb.roster.set_state(index, ReplicaState.SYNCING)
+    started = time.monotonic()
+    with pytest.raises(NoReplicaError, match=r"no replica is serving: .*#0 SYNCING"):
+        run(lb, "ab", timeout=0.2)
+    assert 0.2 <= time.monotonic() - started < 3.0
+
+
+def test_the_deadline_ends_the_wait_for_a_version(serve: Any) -> None:
+    lb = serve(2)
+    lb.roster.set_state(1, ReplicaState.SYNCING)
+    with pytest.raises(StaleReplicaError, match="no serving replica holds version 1; the newest is 0"):
+        run(lb, "ab", timeout=0.2, min_version=1)
+
+
+@pytest.mark.parametrize(
+    ("states", "placement", "error"),
+    [
+        ([ReplicaState.DEAD, ReplicaState.QUARANTINED], {}, NoReplicaError),
+        ([ReplicaState.SERVING, ReplicaState.QUARANTINED], {"actor_index": 1}, NoReplicaError),
+        ([ReplicaState.SYNCING, ReplicaState.DEAD], {"actor_index": 1}, NoReplicaError),
+        ([ReplicaState.SERVING, ReplicaState.SERVING], {"min_version": 1}, StaleReplicaError),
+        ([ReplicaState.SYNCING, ReplicaState.SERVING], {"actor_index": 1, "min_version": 1}, StaleReplicaError),
+    ],
+)
+def test_nothing_waits_for_a_replica_that_does_not_come(
+    serve: Any, states: list[ReplicaState], placement: dict[str, Any], error: type[Exception]
+) -> None:
+    lb = serve(2)
+    for entry, state in zip(lb.roster, states, strict=True):
+        entry.state = state
+    with pytest.raises(error):
+        run(lb, "ab", **placement)
+
+
+def test_a_wait_that_is_not_wanted_ends_at_once(serve: Any) -> None:
+    lb = serve()
+    lb.roster.set_state(0, ReplicaState.SYNCING)
+    with pytest.raises(NoReplicaError):
+        dispatch(lb, "a").send(wait=False)
+
+
+def test_the_last_replica_dying_ends_the_wait(serve: Any) -> None:
+    lb = serve()
+    lb.roster.set_state(0, ReplicaState.SYNCING)
+    timer = later(0.1, lb.roster.mark_dead, 0)
+    with pytest.raises(NoReplicaError, match="#0 DEAD"):
+        run(lb, "a")
+    timer.join()
+
+
+def test_a_call_that_waits_half_way_holds_its_places_and_gives_them_back(serve: Any) -> None:
+    lb = serve(2)
+
+    class OneEach:
+        name = "one-each"
+
+        def choose(self, candidates: Any, context: Any) -> int:
+            index = candidates[0].index
+            if context.prompt.tolist() == [ord("a")]:
+                lb.roster.set_state(index, ReplicaState.SYNCING)
+            return index
+
+    lb.roster[1].state = ReplicaState.DEAD
+    with pytest.raises(NoReplicaError):
+        run(LoadBalancer(lb, OneEach()), "ab", timeout=0.1)
+    assert replicas(lb)[0].messages == []
+
+
+def test_ctrl_c_while_waiting_for_a_replica_leaves_nothing(serve: Any, interrupt: Any) -> None:
+    lb = serve()
+    lb.roster.set_state(0, ReplicaState.SYNCING)
+    interrupt(0.1)
+    with pytest.raises(KeyboardInterrupt):
+        run(lb, "a")
+    lb.roster.set_state(0, ReplicaState.SERVING)
+    assert len(run(lb, "a")) == 1
+
+
+# -- ends that come early ---------------------------------------------------------------------------------------------
+
+
+def test_late_requests_are_aborted_and_the_finished_ones_are_kept(serve: Any) -> None:
+    lb = serve(2, token_seconds=slow_if("b", "e"))
+    with pytest.raises(
+        GenerationTimeout, match=r"2 of 5 requests were not finished within 0\.2 s and were ab"
+    ) as caught:
+        run(lb, "abcde", timeout=0.2)
+    assert [None if c is None else c.request_id for c in caught.value.partial] == ["a", None, "c", "d", None]
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+    assert [replica.aborts for replica in replicas(lb)] == [["e"], ["b"]]
+    assert len(run(lb, "acd")) == 3
+
+
+def test_a_timeout_survives_pickling_with_what_had_finished(serve: Any) -> None:
+    lb = serve(1, token_seconds=slow_if("b"))
+    with pytest.raises(GenerationTimeout) as caught:
+        run(lb, "ab", timeout=0.1)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert str(copy) == str(caught.value)
+    assert copy.partial[0].outputs[0].token_ids.tolist() == caught.value.partial[0].outputs[0].token_ids.tolist()
+    assert copy.partial[1] is None
+
+
+def test_requests_that_had_finished_before_the_deadline_are_not_late(serve: Any) -> None:
+    lb = serve()
+    call = dispatch(lb, "ab", timeout=0.05)
+    call.send()
+    time.sleep(0.1)
+    assert len(call.wait(use_tqdm=False)) == 2
+
+
+def test_an_abort_that_the_engine_is_slow_to_answer_does_not_hold_the_caller(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch_module, "ABORT_GRACE_SECONDS", 0.1)
+    lb = serve(1, token_seconds=HOUR)
+    monkeypatch.setattr(replicas(lb)[0], "abort", lambda ids: None)
+    started = time.monotonic()
+    with pytest.raises(GenerationTimeout):
+        run(lb, "a", timeout=0.1)
+    assert time.monotonic() - started < 3.0
+    assert lb.roster[0].inflight == 1  # it is still there: so it counts
+    replicas(lb)[0].die()
+
+
+def test_a_refusal_names_its_position_and_aborts_the_rest(serve: Any) -> None:
+    lb = serve(2, token_seconds=slow_if("a", "d"), refuse=lambda r: "too long" if r.request_id == "c" else None)
+    with pytest.raises(ValueError, match=r"^request 2 was refused: too long$"):
+        run(lb, "abcd")
+    assert [replica.aborts for replica in replicas(lb)] == [["a"], ["d"]]
+
+
+def test_of_two_refusals_the_first_by_position_is_told(serve: Any) -> None:
+    lb = serve(2, refuse=lambda r: f"bad {r.request_id}" if r.request_id in "bd" else None)
+    with pytest.raises(ValueError, match=r"^request 1 was refused: bad b$"):
+        run(lb, "abcd")
+
+
+def test_ctrl_c_while_waiting_aborts_all(serve: Any, interrupt: Any) -> None:
+    lb = serve(2, token_seconds=slow_if("b", "c"))
+    interrupt(0.1)
+    with pytest.raises(KeyboardInterrupt):
+        run(lb, "abc")
+    assert [replica.aborts for replica in replicas(lb)] == [["c"], ["b"]]
+
+
+def test_a_replica_dying_under_requests_is_an_error_and_the_others_are_let_go(serve: Any) -> None:
+    lb = serve(3, token_seconds=HOUR)
+    timer = later(0.1, replicas(lb)[1].die, "out of memory")
+    with pytest.raises(ReplicaDiedError, match="replica 1 died: out of memory"):
+        run(lb, "abcdef")
+    assert [replica.aborts for replica in replicas(lb)] == [["a", "d"], [], ["c", "f"]]
+    timer.join()
+
+
+def test_requests_aborted_by_name_come_back_as_aborted(serve: Any) -> None:
+    lb = serve(1, token_seconds=slow_if("b"))
+    timer = later(0.1, replicas(lb)[0].abort, ["b"])
+    completions = run(lb, "abc")
+    assert [completion.aborted for completion in completions] == [False, True, False]
+    timer.join()
+
+
+# -- in an event loop -------------------------------------------------------------------------------------------------
+
+
+async def run_async(
+    balancer: LoadBalancer, name: str = "a", timeout: float | None = None, **placement: Any
+) -> Completion:
+    call = dispatch(balancer, [name], timeout, **placement)
+    await call.send_async()
+    return await call.wait_async()
+
+
+def test_one_request_in_an_event_loop(serve: Any) -> None:
+    lb = serve(2, token_seconds=0.01)
+    completion = asyncio.run(run_async(lb))
+    assert (completion.request_id, len(completion.outputs[0].token_ids)) == ("a", 4)
+
+
+def test_the_event_loop_goes_on_and_no_thread_is_held(serve: Any) -> None:
+    lb = serve(1)
+    lb.roster.set_state(0, ReplicaState.SYNCING)
+
+    async def main() -> list[Completion]:
+        tasks = [asyncio.create_task(run_async(lb, f"{i}")) for i in range(100)]
+        before = threading.active_count()
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+        assert threading.active_count() == before
+        assert not any(task.done() for task in tasks)
+        await asyncio.to_thread(lb.roster.set_state, 0, ReplicaState.SERVING)
+        return await asyncio.gather(*tasks)
+
+    assert [completion.request_id for completion in asyncio.run(main())] == [f"{i}" for i in range(100)]
+
+
+def test_a_task_waits_through_changes_that_do_not_help_it(serve: Any) -> None:
+    lb = serve(2)
+    for index in range(2):
+        lb.roster.set_state(index, ReplicaState.SYNCING)
+
+    async def main() -> Completion:
+        task = asyncio.create_task(run_async(lb, min_version=1))
+        await asyncio.sleep(0.05)
+        lb.roster.set_state(0, ReplicaState.SERVING)
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        lb.roster[1].version = 1
+        lb.roster.set_state(1, ReplicaState.SERVING)
+        return await task
+
+    assert asyncio.run(main()).metrics.replica == 1
+
+
+@pytest.mark.parametrize(("placement", "error"), [({}, NoReplicaError), ({"min_version": 1}, StaleReplicaError)])
+def test_a_task_stops_waiting_at_its_deadline(serve: Any, placement: Any, error: type[Exception]) -> None:
+    lb = serve(2)
+    lb.roster.set_state(0, ReplicaState.SYNCING)
+    if not placement:
+        lb.roster.set_state(1, ReplicaState.SYNCING)
+    with pytest.raises(error):
+        asyncio.run(run_async(lb, timeout=0.1, **placement))
+
+
+def test_a_task_cancelled_while_it_waits_for_a_replica_sends_nothing_later(serve: Any) -> None:
+    lb = serve()
+    lb.roster.set_state(0, ReplicaState.SYNCING)
+
+    async def main() -> None:
+        task = asyncio.create_task(run_async(lb))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        lb.roster.set_state(0, ReplicaState.SERVING)
+        await asyncio.sleep(0.05)
+
+    started = time.monotonic()
+    asyncio.run(main())
+    assert time.monotonic() - started < 3.0  # the loop's end waits for no thread
+    assert replicas(lb)[0].messages == []
+    run(lb, "a")
+
+
+def test_a_late_request_of_a_task_is_aborted(serve: Any) -> None:
+    lb = serve(1, token_seconds=HOUR)
+
+    async def main() -> None:
+        with pytest.raises(GenerationTimeout, match=r"1 of 1 requests were not finished within 0\.1 s") as caught:
+            await run_async(lb, timeout=0.1)
+        assert caught.value.partial == [None]
+        assert lb.roster[0].inflight == 0
+
+    asyncio.run(main())
+    assert replicas(lb)[0].aborts == ["a"]
+
+
+def test_the_time_spent_waiting_for_a_replica_counts(serve: Any) -> None:
+    lb = serve(1, token_seconds=HOUR)
+    lb.roster.set_state(0, ReplicaState.SYNCING)
+    timer = later(0.7, lb.roster.set_state, 0, ReplicaState.SERVING)
+    started = time.monotonic()
+    with pytest.raises(GenerationTimeout):
+        asyncio.run(run_async(lb, timeout=1.2))
+    assert time.monotonic() - started < 1.7
+    timer.join()
+
+
+def test_a_cancelled_task_aborts_its_request(serve: Any) -> None:
+    lb = serve(1, token_seconds=HOUR)
+
+    async def main() -> None:
+        task = asyncio.create_task(run_async(lb))
+        await asyncio.sleep(0.05)
+        assert lb.roster[0].inflight == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert replicas(lb)[0].aborts == ["a"]
+
+
+def test_refusal_and_death_reach_the_task(serve: Any) -> None:
+    lb = serve(1, token_seconds=HOUR, refuse=lambda r: "too long" if r.request_id == "a" else None)
+    with pytest.raises(ValueError, match=r"^too long$"):
+        asyncio.run(run_async(lb, "a"))
+    timer = later(0.1, replicas(lb)[0].die)
+    with pytest.raises(ReplicaDiedError, match="injected death"):
+        asyncio.run(run_async(lb, "b"))
+    timer.join()
+
+
+def test_an_event_loop_that_is_gone_does_not_disturb_the_replica(serve: Any) -> None:
+    lb = serve(1, token_seconds=0.05)
+    loop = asyncio.new_event_loop()
+    call = dispatch(lb, "a")
+    loop.run_until_complete(call.send_async())
+    task = loop.create_task(call.wait_async())
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+    assert call.futures[0].result(5.0).request_id == "a"
+    eventually(lambda: lb.roster[0].inflight == 0)
+    task._log_destroy_pending = False  # type: ignore[attr-defined] # asyncio's own word for: on purpose

@@ -1,0 +1,395 @@
+"""The balancer: a hierarchy of opinions, and leases that count each request exactly once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from torchrl_moe._errors import EngineError, NoReplicaError, StaleReplicaError
+from torchrl_moe.modules.serving.load_balancer import Lease, LoadBalancer
+from torchrl_moe.modules.serving.roster import Roster, RosterEntry
+from torchrl_moe.modules.serving.states import TRANSITIONS, ReplicaState
+from torchrl_moe.modules.serving.strategies import RoutingContext
+
+
+class Says:
+    """Always answers the same, and remembers what it was asked."""
+
+    def __init__(self, answer: Any, name: str = "says") -> None:
+        self.answer = answer
+        self.name = name
+        self.asked: list[tuple[list[int], RoutingContext]] = []
+
+    def choose(self, candidates: Sequence[RosterEntry], context: RoutingContext) -> Any:
+        self.asked.append(([entry.index for entry in candidates], context))
+        return self.answer
+
+
+def inflight(lb: LoadBalancer) -> list[int]:
+    return [entry.inflight for entry in lb.roster]
+
+
+# -- construction -----------------------------------------------------------------------------------------------------
+
+
+def test_a_list_of_replicas_is_taken_to_be_serving() -> None:
+    lb = LoadBalancer(["a", "b"])
+    assert [entry.state for entry in lb.roster] == [ReplicaState.SERVING] * 2
+    assert [entry.replica for entry in lb.roster] == ["a", "b"]
+
+
+def test_a_service_is_balanced_over_its_own_roster() -> None:
+    class Service:
+        roster = Roster("abc", ReplicaState.SERVING)
+
+    lb = LoadBalancer(Service())
+    lb.acquire()
+    assert lb.roster is Service.roster
+    assert [entry.inflight for entry in Service.roster] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("wrong", [[], (), "actors", None, 3], ids=repr)
+def test_something_without_replicas_is_refused(wrong: object) -> None:
+    with pytest.raises(ValueError, match="expected a service or a non-empty list of replicas, got"):
+        LoadBalancer(wrong)
+
+
+@pytest.mark.parametrize("strategy", ["least_loaded", "round_robin", ["round_robin", "requests"], ("requests",)])
+def test_names_may_have_underscores_and_come_alone_or_in_any_sequence(strategy: Any) -> None:
+    lb = LoadBalancer(["a", "b"], strategy)
+    assert [lb.acquire().index for _ in range(3)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("strategy", ["fastest", ["requests", "fastest"], ""])
+def test_an_unknown_name_is_refused_wherever_it_stands(strategy: Any) -> None:
+    with pytest.raises(ValueError, match=r"unknown strategy '(fastest)?'; valid strategies: .*requests, round-robin"):
+        LoadBalancer(["a"], strategy)
+
+
+def test_an_empty_hierarchy_is_refused() -> None:
+    with pytest.raises(ValueError, match="strategy is empty: name at least one, for example 'requests'"):
+        LoadBalancer(["a"], [])
+
+
+# -- the hierarchy ----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_opinion_wins_and_the_rest_is_not_asked() -> None:
+    silent, loud, late = Says(None), Says(2), Says(1)
+    lb = LoadBalancer(list("abc"), [silent, loud, late])
+    assert lb.acquire().index == 2
+    assert (len(silent.asked), len(loud.asked), len(late.asked)) == (1, 1, 0)
+
+
+def test_without_any_opinion_the_least_loaded_is_taken() -> None:
+    lb = LoadBalancer(list("abc"), [Says(None), Says(None)])
+    assert [lb.acquire().index for _ in range(4)] == [0, 1, 2, 0]
+    assert inflight(lb) == [2, 1, 1]
+
+
+def test_replica_0_is_an_opinion() -> None:
+    lb = LoadBalancer(["a", "b"], [Says(0), Says(1)])
+    assert [lb.acquire().index for _ in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize("answer", [2, -1, 7])
+def test_an_answer_that_is_no_candidate_is_an_error_and_counts_nothing(answer: int) -> None:
+    lb = LoadBalancer(list("abc"), Says(answer, "mine"))
+    lb.roster.set_state(2, ReplicaState.SYNCING)
+    with pytest.raises(ValueError, match=rf"strategy .* chose replica {answer}, not one of \[0, 1\]"):
+        lb.acquire()
+    assert inflight(lb) == [0, 0, 0]
+
+
+def test_a_strategy_sees_only_candidates_and_the_whole_request() -> None:
+    ear = Says(None)
+    lb = LoadBalancer(list("abcd"), ear)
+    lb.roster.set_state(0, ReplicaState.SYNCING)
+    lb.roster[1].version = lb.roster[3].version = 5
+    lb.acquire([1, 2], session_id="s", min_version=5, request_context={"user": 7})
+    ((candidates, context),) = ear.asked
+    assert candidates == [1, 3]
+    assert (context.prompt, context.session_id, context.request_context) == ([1, 2], "s", {"user": 7})
+
+
+def test_an_error_inside_a_strategy_is_seen_and_counts_nothing() -> None:
+    class Broken:
+        name = "broken"
+
+        def choose(self, candidates: Sequence[RosterEntry], context: RoutingContext) -> int:
+            raise ZeroDivisionError
+
+    lb = LoadBalancer(["a"], [Broken(), "requests"])
+    with pytest.raises(ZeroDivisionError):
+        lb.acquire()
+    assert inflight(lb) == [0]
+
+
+# -- leases -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_says_where_and_which_version() -> None:
+    lb = LoadBalancer(["a", "b"])
+    lb.roster[0].version = 4
+    lease = lb.acquire()
+    assert (lease.index, lease.version) == (0, 4)
+    lb.roster[0].version = 5
+    assert lease.version == 4
+    assert repr(lease) == "Lease(replica=0, version=4, held)"
+    lease.release()
+    assert repr(lease) == "Lease(replica=0, version=4, released)"
+
+
+def test_releasing_twice_gives_one_place_back() -> None:
+    lb = LoadBalancer(["a"])
+    first, _second = lb.acquire(), lb.acquire()
+    first.release()
+    first.release()
+    assert inflight(lb) == [1]
+
+
+def test_releasing_from_many_threads_at_once_gives_one_place_back() -> None:
+    lb = LoadBalancer(["a"])
+    leases = [lb.acquire() for _ in range(200)]
+    barrier = threading.Barrier(4)
+
+    def release_all() -> None:
+        barrier.wait()
+        for lease in leases:
+            lease.release()
+
+    threads = [threading.Thread(target=release_all) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert inflight(lb) == [0]
+
+
+def test_two_threads_that_both_found_the_lease_held_give_one_place_back() -> None:
+    lb = LoadBalancer(["a"])
+    lease = lb.acquire()
+    threads = [threading.Thread(target=lease.release) for _ in range(2)]
+    with lb.roster.changed:  # both get past any first look, and wait here
+        for thread in threads:
+            thread.start()
+        threads[0].join(0.05)
+    for thread in threads:
+        thread.join()
+    assert inflight(lb) == [0]
+
+
+def test_a_lease_as_a_context_ends_with_it() -> None:
+    lb = LoadBalancer(["a"])
+    with lb.acquire() as lease:
+        assert isinstance(lease, Lease)
+        assert inflight(lb) == [1]
+    assert inflight(lb) == [0]
+
+
+def test_an_error_inside_the_context_passes_and_the_place_is_given_back() -> None:
+    lb = LoadBalancer(["a"])
+    with pytest.raises(KeyError, match="mine"), lb.acquire() as lease:
+        lease.release()  # and again at the end of the context
+        raise KeyError("mine")
+    assert inflight(lb) == [0]
+
+
+# -- who may serve ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [state for state in ReplicaState if state is not ReplicaState.SERVING])
+def test_only_a_serving_replica_takes_requests(state: ReplicaState) -> None:
+    lb = LoadBalancer(["a", "b"])
+    lb.roster[0].state = state
+    assert [lb.acquire().index for _ in range(3)] == [1, 1, 1]
+    lb.roster[1].state = state
+    with pytest.raises(NoReplicaError, match=f"no replica is serving: .*#1 {state.name}") as caught:
+        lb.acquire()
+    assert isinstance(caught.value, EngineError)
+    with pytest.raises(NoReplicaError):
+        lb.select_actor()
+    assert inflight(lb) == [0, 3]
+
+
+def test_min_version_keeps_stale_replicas_out() -> None:
+    lb = LoadBalancer(list("abc"))
+    for entry, version in zip(lb.roster, (3, 5, 4), strict=True):
+        entry.version = version
+    assert [lb.acquire(min_version=4).index for _ in range(3)] == [1, 2, 1]
+    assert [lb.acquire(min_version=5).index for _ in range(2)] == [1, 1]
+    with pytest.raises(StaleReplicaError, match="no serving replica holds version 6; the newest is 5"):
+        lb.acquire(min_version=6)
+    lb.roster.set_state(1, ReplicaState.SYNCING)
+    with pytest.raises(StaleReplicaError, match="no serving replica holds version 5; the newest is 4"):
+        lb.acquire(min_version=5)
+    assert sum(inflight(lb)) == 5
+
+
+def test_a_replica_can_be_named() -> None:
+    lb = LoadBalancer(["a", "b"])
+    lb.roster[1].version = 2
+    assert [lb.acquire_at(1).index, lb.acquire_at(1, min_version=2).index] == [1, 1]
+    assert inflight(lb) == [0, 2]
+    with pytest.raises(StaleReplicaError, match="replica 1 holds version 2, asked for 3"):
+        lb.acquire_at(1, min_version=3)
+    with pytest.raises(IndexError, match=r"actor index 2 out of range \[0, 2\)"):
+        lb.acquire_at(2)
+    lb.roster.set_state(1, ReplicaState.DRAINING)
+    with pytest.raises(NoReplicaError, match="replica 1 is DRAINING, not SERVING; leave actor_index out"):
+        lb.acquire_at(1)
+    assert inflight(lb) == [0, 2]
+
+
+# -- TorchRL's names --------------------------------------------------------------------------------------------------
+
+
+def test_select_actor_answers_and_counts_nothing() -> None:
+    lb = LoadBalancer(["a", "b"])
+    assert [lb.select_actor("hi") for _ in range(3)] == [0, 0, 0]
+    assert inflight(lb) == [0, 0]
+    assert [stats["decisions"] for stats in lb.get_stats()["actor_stats"]] == [0, 0]
+    assert lb.acquire().index == 0
+    assert lb.select_actor() == 1
+
+
+def test_select_actor_takes_its_turn_in_round_robin_as_torchrls_does() -> None:
+    lb = LoadBalancer(list("abc"), "round-robin")
+    assert [lb.select_actor() for _ in range(4)] == [0, 1, 2, 0]
+
+
+def test_select_actor_passes_prompt_and_context_on() -> None:
+    ear = Says(1)
+    lb = LoadBalancer(["a", "b"], ear)
+    assert lb.select_actor(prompt="hi", request_context={"k": 1}) == 1
+    context = ear.asked[0][1]
+    assert (context.prompt, context.request_context) == ("hi", {"k": 1})
+
+
+def test_stats_have_torchrls_keys_where_they_have_a_meaning() -> None:
+    lb = LoadBalancer(list("abc"), ["round-robin", "requests"])
+    lb.roster[1].version = 7
+    leases = [lb.acquire() for _ in range(4)]
+    leases[1].release()
+    assert lb.get_stats() == {
+        "strategies": ["round-robin", "requests"],
+        "primary_strategy": "round-robin",
+        "num_actors": 3,
+        "round_robin_index": 1,
+        "actor_stats": [
+            {"actor_index": 0, "state": "SERVING", "version": 0, "pending_requests": 2, "decisions": 2},
+            {"actor_index": 1, "state": "SERVING", "version": 7, "pending_requests": 0, "decisions": 1},
+            {"actor_index": 2, "state": "SERVING", "version": 0, "pending_requests": 1, "decisions": 1},
+        ],
+    }
+
+
+def test_the_round_robin_index_wraps_and_is_0_without_that_strategy() -> None:
+    lb = LoadBalancer(["a", "b"], ["requests", "round-robin"])
+    assert lb.get_stats()["round_robin_index"] == 0
+    turns = LoadBalancer(["a", "b"], "round-robin")
+    turns.acquire()
+    turns.acquire()
+    assert turns.get_stats()["round_robin_index"] == 0
+
+
+def test_a_balancer_prints_its_hierarchy_and_its_replicas() -> None:
+    lb = LoadBalancer(["a"], [Says(None, "mine"), "requests"])
+    assert repr(lb) == "LoadBalancer(mine > requests, Roster(#0 SERVING v0 inflight=0))"
+
+
+# -- any sequence at all ----------------------------------------------------------------------------------------------
+
+
+class Leasing(RuleBasedStateMachine):
+    """Whatever is acquired, released (also twice) or changed: load is the number of leases held."""
+
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lb = LoadBalancer(list("abc"), [Says(None), "requests"])
+        self.held: dict[int, Lease] = {}
+        self.given = 0
+
+    def _keep(self, lease: Lease) -> Lease:
+        self.held[id(lease)] = lease
+        self.given += 1
+        return lease
+
+    @rule(target=leases, min_version=st.none() | st.integers(0, 3))
+    def acquire(self, min_version: int | None) -> Any:
+        fit = [e.index for e in self.lb.roster if e.state is ReplicaState.SERVING and e.version >= (min_version or 0)]
+        least = min((self.lb.roster[i].inflight for i in fit), default=0)
+        try:
+            lease = self.lb.acquire(min_version=min_version)
+        except (NoReplicaError, StaleReplicaError):
+            assert not fit
+            return None
+        assert lease.index in fit
+        assert self.lb.roster[lease.index].inflight == least + 1
+        return self._keep(lease)
+
+    @rule(target=leases, index=st.integers(0, 2))
+    def acquire_at(self, index: int) -> Any:
+        try:
+            return self._keep(self.lb.acquire_at(index))
+        except NoReplicaError:
+            assert self.lb.roster[index].state is not ReplicaState.SERVING
+            return None
+
+    @rule(lease=leases)
+    def release(self, lease: Lease | None) -> None:
+        if lease is not None:
+            lease.release()
+            self.held.pop(id(lease), None)
+
+    @rule(lease=consumes(leases))
+    def use_as_context(self, lease: Lease | None) -> None:
+        if lease is not None:
+            with lease:
+                pass
+            self.held.pop(id(lease), None)
+
+    @rule(index=st.integers(0, 2), data=st.data())
+    def change_state(self, index: int, data: st.DataObject) -> None:
+        allowed = sorted(TRANSITIONS[self.lb.roster[index].state], key=lambda state: state.name)
+        self.lb.roster.set_state(index, data.draw(st.sampled_from(allowed)))
+
+    @rule(index=st.integers(0, 2))
+    def update_weights(self, index: int) -> None:
+        self.lb.roster[index].version += 1
+
+    @rule()
+    def ask(self) -> None:
+        serving = [e.index for e in self.lb.roster if e.state is ReplicaState.SERVING]
+        if serving:
+            assert self.lb.select_actor() in serving
+
+    @invariant()
+    def load_is_the_leases_held(self) -> None:
+        expected = [0, 0, 0]
+        for lease in self.held.values():
+            expected[lease.index] += 1
+        assert inflight(self.lb) == expected
+
+    @invariant()
+    def decisions_are_the_leases_given(self) -> None:
+        assert sum(stats["decisions"] for stats in self.lb.get_stats()["actor_stats"]) == self.given
+
+
+def test_load_equals_the_leases_held_after_any_sequence() -> None:
+    run_state_machine_as_test(Leasing, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))

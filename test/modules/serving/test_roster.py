@@ -1,0 +1,128 @@
+"""The roster: states change by the table, load is counted, names are used once at a time, listeners hear of changes."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from torchrl_moe.modules.serving.roster import Roster
+from torchrl_moe.modules.serving.states import ReplicaState
+
+
+def test_replicas_start_out_as_told() -> None:
+    replicas = [object(), object()]
+    roster = Roster(replicas)
+    assert len(roster) == 2
+    assert [(e.index, e.replica, e.state, e.version, e.inflight) for e in roster] == [
+        (0, replicas[0], ReplicaState.STARTING, 0, 0),
+        (1, replicas[1], ReplicaState.STARTING, 0, 0),
+    ]
+    assert [e.state for e in Roster("ab", ReplicaState.SERVING)] == [ReplicaState.SERVING] * 2
+
+
+@pytest.mark.parametrize("index", [-1, 2, 99])
+def test_an_index_out_of_range_is_named_with_the_range(index: int) -> None:
+    roster = Roster("ab")
+    with pytest.raises(IndexError, match=rf"actor index {index} out of range \[0, 2\)"):
+        roster[index]
+    with pytest.raises(IndexError, match="out of range"):
+        roster.set_state(index, ReplicaState.SERVING)
+
+
+def test_a_state_follows_the_table_and_a_refusal_changes_nothing() -> None:
+    roster = Roster("ab")
+    roster.set_state(1, ReplicaState.SERVING)
+    with pytest.raises(ValueError, match="SERVING cannot become STARTING"):
+        roster.set_state(1, ReplicaState.STARTING)
+    assert [e.state for e in roster] == [ReplicaState.STARTING, ReplicaState.SERVING]
+
+
+def test_a_death_may_be_found_twice() -> None:
+    roster = Roster("a")
+    roster.mark_dead(0)
+    roster.mark_dead(0)
+    assert roster[0].state is ReplicaState.DEAD
+
+
+def test_requests_are_counted_and_the_last_choice_is_remembered() -> None:
+    roster = Roster("abc", ReplicaState.SERVING)
+    for index in (2, 0, 2):
+        roster.reserve(index)
+    assert [e.inflight for e in roster] == [1, 0, 2]
+    assert [e.chosen for e in roster] == [1, -1, 2]
+    roster.give_back(2)
+    assert [e.inflight for e in roster] == [1, 0, 1]
+
+
+def test_counting_from_many_threads_loses_nothing() -> None:
+    roster = Roster("ab", ReplicaState.SERVING)
+
+    def work() -> None:
+        for i in range(500):
+            with roster.changed:
+                roster.reserve(i % 2)
+            roster.give_back(i % 2)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [e.inflight for e in roster] == [0, 0]
+
+
+def test_whoever_waits_wakes_up_when_a_state_changes() -> None:
+    roster = Roster("a")
+    waiting = threading.Event()
+
+    def serve() -> None:
+        waiting.wait(5.0)
+        roster.set_state(0, ReplicaState.SERVING)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with roster.changed:
+        waiting.set()
+        assert roster.changed.wait_for(lambda: roster[0].state is ReplicaState.SERVING, 5.0)
+    thread.join()
+
+
+def test_a_listener_hears_changes_while_it_listens_and_no_longer() -> None:
+    roster = Roster("ab")
+    heard = []
+    with roster.listening(lambda: heard.append([e.state.name for e in roster])):
+        roster.set_state(0, ReplicaState.SERVING)
+        with pytest.raises(ValueError, match="cannot become"):
+            roster.set_state(0, ReplicaState.STARTING)
+        roster.mark_dead(1)
+        roster.mark_dead(1)
+    roster.set_state(0, ReplicaState.SYNCING)
+    assert heard == [["SERVING", "STARTING"], ["SERVING", "DEAD"]]
+
+
+def test_a_listener_is_let_go_when_its_user_fails() -> None:
+    roster = Roster("a")
+    heard: list[int] = []
+    with pytest.raises(KeyError), roster.listening(lambda: heard.append(1)):
+        raise KeyError
+    roster.set_state(0, ReplicaState.SERVING)
+    assert heard == []
+
+
+def test_a_request_id_is_used_once_at_a_time() -> None:
+    roster = Roster("a")
+    roster.open_ids(["x", "y"])
+    with pytest.raises(ValueError, match=r"request ids are in flight already: x, y\. Use an id once at a time"):
+        roster.open_ids(["y", "z", "x"])
+    roster.open_ids(["z"])  # the refused call took nothing
+    roster.close_ids(["x"])
+    roster.close_ids(["x"])
+    roster.open_ids(["x"])
+
+
+def test_a_roster_prints_a_line_for_each_replica() -> None:
+    roster = Roster("ab", ReplicaState.SERVING)
+    roster.reserve(1)
+    roster[1].version = 3
+    assert repr(roster) == "Roster(#0 SERVING v0 inflight=0, #1 SERVING v3 inflight=1)"

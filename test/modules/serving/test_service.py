@@ -1,0 +1,773 @@
+"""The generation service over fake replicas: everything that a user of an engine calls, and every way it can end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import pickle
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
+from torchrl_moe.modules.backends.replica import Completion, Request
+from torchrl_moe.modules.serving.load_balancer import LoadBalancer
+from torchrl_moe.modules.serving.service import GenerationService
+from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.testing import FakeAsyncVLLM
+from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
+
+HOUR = 3600.0
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., FakeAsyncVLLM]]:
+    """Makes engines; whatever a test did to them, no lease is held at its end."""
+    made: list[FakeAsyncVLLM] = []
+
+    def make(*args: Any, **kwargs: Any) -> FakeAsyncVLLM:
+        made.append(FakeAsyncVLLM(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    try:
+        for engine in made:
+            eventually(lambda engine=engine: all(entry.inflight == 0 for entry in engine.roster))
+    finally:
+        for engine in made:
+            engine.shutdown()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def ask(engine: GenerationService, prompts: Any = "hi", max_tokens: int = 4, **kwargs: Any) -> Any:
+    return engine.generate(prompts, {"max_tokens": max_tokens, "logprobs": 0}, use_tqdm=False, **kwargs)
+
+
+def submitted(engine: FakeAsyncVLLM) -> list[Request]:
+    return [request for replica in engine.replicas for request in replica.submitted]
+
+
+def slow_if(*prompts: str) -> Callable[[Request], float]:
+    return lambda request: HOUR if request.prompt in prompts else 0.0
+
+
+def until_running(engine: GenerationService, counts: list[int]) -> None:
+    """Wait until so many requests run on each replica: they count as in flight a moment before."""
+    eventually(lambda: [row["running"] for row in engine.stats()] == counts)
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    """A future of what a function does in a thread of its own."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(function)
+    pool.shutdown(wait=False)
+    return future
+
+
+# -- generate ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "hi",
+        [104, 105],
+        np.array([104, 105]),
+        torch.tensor([104, 105]),
+        {"prompt": "hi"},
+        {"prompt_token_ids": [104, 105]},
+    ],
+    ids=lambda prompt: type(prompt).__name__,
+)
+def test_one_prompt_gets_one_completion_in_whatever_form_it_comes(serve: Any, prompt: Any) -> None:
+    completion = ask(serve(), prompt)
+    assert isinstance(completion, Completion)
+    assert completion.prompt_token_ids.tolist() == [104, 105]
+    assert completion.outputs[0].text == ask(serve(), "hi").outputs[0].text
+
+
+def test_a_list_gets_a_list_even_if_it_has_one_item(serve: Any) -> None:
+    engine = serve(2)
+    assert [completion.prompt for completion in ask(engine, ["a", "b", "c"])] == ["a", "b", "c"]
+    assert [type(completion) for completion in ask(engine, ["a"])] == [Completion]
+    assert [len(completion.prompt_token_ids) for completion in ask(engine, torch.zeros(2, 3, dtype=torch.long))] == [
+        3,
+        3,
+    ]
+
+
+def test_token_ids_have_a_keyword_of_their_own(serve: Any) -> None:
+    engine = serve()
+    ids = engine.generate(prompt_token_ids=[[1, 2], [3]], use_tqdm=False)
+    assert [completion.prompt_token_ids.tolist() for completion in ids] == [[1, 2], [3]]
+    assert isinstance(engine.generate(prompt_token_ids=[1, 2], use_tqdm=False), Completion)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({}, "must specify either prompts or prompt_token_ids"),
+        ({"prompts": "hi", "prompt_token_ids": [1]}, "cannot specify both"),
+        ({"prompts": ""}, "prompts is an empty prompt"),
+        ({"prompts": []}, "prompts cannot be empty"),
+        ({"prompts": "hi", "timeout_seconds": 0}, "timeout_seconds must be positive or None, got 0"),
+        ({"prompts": "hi", "timeout_seconds": -1.5}, r"timeout_seconds must be positive or None, got -1\.5"),
+        ({"prompts": "hi", "prompt_adapter_request": object()}, "must be None: vLLM has dropped prompt adapters"),
+        ({"prompts": ["a", "b"], "request_ids": ["x"]}, "request_ids must have one entry per prompt: got 1 for 2"),
+        ({"prompts": ["a", "b"], "request_ids": "x"}, "request_ids must have one entry per prompt: got 1 for 2"),
+        ({"prompts": "a", "request_ids": []}, "request_ids must have one entry per prompt: got 0 for 1"),
+        ({"prompts": ["a", "b"], "request_ids": ["x", "x"]}, "request_ids must differ from each other"),
+        ({"prompts": "a", "session_ids": ["s", "t"]}, "session_ids must have one entry per prompt: got 2 for 1"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_sent(serve: Any, kwargs: Any, words: str) -> None:
+    engine = serve()
+    with pytest.raises(ValueError, match=words):
+        engine.generate(use_tqdm=False, **kwargs)
+    assert submitted(engine) == []
+
+
+def test_sampling_parameters_default_to_the_services(serve: Any) -> None:
+    assert [len(c.outputs[0].token_ids) for c in [serve().generate("hi", use_tqdm=False)]] == [16]
+    assert serve().generate("hi", use_tqdm=False).outputs[0].logprobs is not None
+    engine = serve(sampling_params={"max_tokens": 2})
+    assert len(engine.generate("hi", use_tqdm=False).outputs[0].token_ids) == 2
+    assert len(engine.generate("hi", {"max_tokens": 3}, use_tqdm=False).outputs[0].token_ids) == 3
+
+
+def test_every_word_about_a_request_reaches_its_replica(serve: Any) -> None:
+    engine, lora, guided, params = serve(), object(), {"regex": "a+"}, {"max_tokens": 2}
+    engine.generate(
+        ["a", [1]],
+        params,
+        use_tqdm=False,
+        lora_request=lora,
+        guided_options_request=guided,
+        priority=3,
+        request_ids=["x", "y"],
+        return_routed_experts=False,
+    )
+    first, second = submitted(engine)
+    assert (first.prompt, first.prompt_token_ids) == ("a", None)
+    assert second.prompt is None
+    assert second.prompt_token_ids.tolist() == [1]
+    assert (first.request_id, second.request_id) == ("x", "y")
+    for request in (first, second):
+        assert request.sampling_params is params  # one object for all: it crosses once
+        assert request.lora_request is lora
+        assert request.guided_options is guided
+        assert (request.priority, request.return_routed_experts) == (3, False)
+
+
+def test_requests_without_names_get_different_ones_across_calls_and_services(serve: Any) -> None:
+    one, two = serve(), serve()
+    for engine in (one, two):
+        ask(engine, ["a", "b"])
+        ask(engine, "c")
+        asyncio.run(engine.agenerate("d"))
+    names = [request.request_id for engine in (one, two) for request in submitted(engine)]
+    assert len(set(names)) == len(names) == 8
+
+
+def test_n_answers_come_in_one_completion(serve: Any) -> None:
+    completion = serve().generate("hi", {"n": 3, "max_tokens": 2}, use_tqdm=False)
+    assert [output.index for output in completion.outputs] == [0, 1, 2]
+    assert len({output.text for output in completion.outputs}) == 3
+
+
+def test_routes_can_be_left_out(serve: Any) -> None:
+    engine = serve()
+    assert ask(engine).outputs[0].routed_experts.shape == (2 + 4 - 1, 4, 2)
+    assert ask(engine, return_routed_experts=False).outputs[0].routed_experts is None
+
+
+def test_requests_fan_out_evenly_call_by_call(serve: Any) -> None:
+    engine = serve(4)
+    assert Counter(ask(engine).metrics.replica for _ in range(200)) == {0: 50, 1: 50, 2: 50, 3: 50}
+
+
+def test_eight_threads_at_once_each_get_their_own_answers(serve: Any) -> None:
+    engine = serve(3, token_seconds=0.001)
+
+    def work(thread: int) -> bool:
+        prompts = [f"thread {thread} prompt {i}" for i in range(10)]
+        return all([completion.prompt for completion in ask(engine, prompts)] == prompts for _ in range(3))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(work, range(8))) == [True] * 8
+    assert sum(row["requests"] for row in engine.stats()) == 8 * 10 * 3
+
+
+def test_the_named_replica_is_used_and_must_exist_and_serve(serve: Any) -> None:
+    engine = serve(3)
+    assert {completion.metrics.replica for completion in ask(engine, list("abcd"), actor_index=2)} == {2}
+    for index in (3, -1):
+        with pytest.raises(IndexError, match=rf"actor index {index} out of range \[0, 3\)"):
+            ask(engine, actor_index=index)
+    engine.roster.set_state(1, ReplicaState.QUARANTINED)
+    with pytest.raises(NoReplicaError, match="replica 1 is QUARANTINED, not SERVING; leave actor_index out"):
+        ask(engine, actor_index=1)
+
+
+def test_sessions_reach_the_strategy_and_one_name_will_do_for_one_prompt(serve: Any) -> None:
+    class BySession:
+        name = "by-session"
+
+        def choose(self, candidates: Any, context: Any) -> int:
+            return {"s": 0, "t": 1}[context.session_id]
+
+    engine = serve(2)
+    engine.create_load_balancer([BySession()])
+    assert [c.metrics.replica for c in ask(engine, list("abc"), session_ids=["t", "s", "t"])] == [1, 0, 1]
+    assert ask(engine, "a", session_ids="t").metrics.replica == 1
+    assert asyncio.run(engine.agenerate("a", session_id="t")).metrics.replica == 1
+
+
+def test_min_version_picks_fresh_replicas(serve: Any) -> None:
+    engine = serve(3)
+    engine.roster[1].version = 4
+    assert {c.metrics.replica for c in ask(engine, list("abcd"), min_version=4)} == {1}
+    assert asyncio.run(engine.agenerate("a", min_version=4)).metrics.replica == 1
+    with pytest.raises(StaleReplicaError, match="no serving replica holds version 5; the newest is 4"):
+        ask(engine, min_version=5)
+
+
+# -- the progress bar -------------------------------------------------------------------------------------------------
+
+
+def test_a_bar_is_shown_by_default(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    serve().generate(["a", "b", "c"])
+    out, err = capsys.readouterr()
+    assert "generate: 100%" in err
+    assert "3/3" in err
+    assert "tok/s" in err
+    assert out == ""
+
+
+def test_no_bar_is_shown_when_it_is_off(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    serve().generate(["a", "b", "c"], use_tqdm=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_agenerate_shows_no_bar(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(serve().agenerate("a"))
+    assert capsys.readouterr() == ("", "")
+
+
+# -- calls that end early ---------------------------------------------------------------------------------------------
+
+
+def test_a_timeout_keeps_what_had_finished_and_frees_the_rest(serve: Any) -> None:
+    engine = serve(2, token_seconds=slow_if("b"))
+    with pytest.raises(GenerationTimeout, match=r"1 of 3 requests were not finished within 0\.1 s") as caught:
+        ask(engine, ["a", "b", "c"], timeout_seconds=0.1)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert [None if c is None else c.prompt for c in copy.partial] == ["a", None, "c"]
+    assert engine.get_num_unfinished_requests() == [0, 0]
+    assert [row["running"] for row in engine.stats()] == [0, 0]
+
+
+def test_a_refused_request_is_named_and_the_service_goes_on(serve: Any) -> None:
+    engine = serve(2, token_seconds=slow_if("a"), refuse=lambda r: "too long" if r.prompt == "b" else None)
+    with pytest.raises(ValueError, match="request 1 was refused: too long"):
+        ask(engine, ["a", "b", "c"])
+    assert [row["running"] for row in engine.stats()] == [0, 0]
+    assert ask(engine, "c").prompt == "c"
+
+
+def test_a_death_under_a_call_marks_the_replica_and_the_others_go_on(serve: Any) -> None:
+    engine = serve(3, token_seconds=slow_if("slow"))
+    call = in_thread(lambda: ask(engine, ["slow"] * 6))
+    until_running(engine, [2, 2, 2])
+    engine.replicas[1].die("out of memory")
+    with pytest.raises(ReplicaDiedError, match="replica 1 died: out of memory"):
+        call.result(5.0)
+    assert [entry.state.name for entry in engine.roster] == ["SERVING", "DEAD", "SERVING"]
+    assert engine.get_num_unfinished_requests() == [0, 0, 0]
+    assert {ask(engine).metrics.replica for _ in range(6)} == {0, 2}
+
+
+def test_a_death_is_also_noted_by_a_task(serve: Any) -> None:
+    engine = serve(2)
+    engine.replicas[0].die()
+    with pytest.raises(ReplicaDiedError):
+        asyncio.run(engine.agenerate("a"))
+    assert [entry.state.name for entry in engine.roster] == ["DEAD", "SERVING"]
+    assert asyncio.run(engine.agenerate("a")).metrics.replica == 1
+
+
+def test_a_death_that_no_request_met_is_noted_by_the_next_look(serve: Any) -> None:
+    engine = serve(2)
+    engine.replicas[0].die()
+    assert [row["state"] for row in engine.stats()] == ["DEAD", "SERVING"]
+    assert ask(engine).metrics.replica == 1
+
+
+def test_a_replica_that_is_only_starting_is_not_taken_for_dead(serve: Any) -> None:
+    engine = serve(2)
+    engine.replicas[0].die()
+    engine.roster.mark_dead(0)
+    engine.roster.set_state(0, ReplicaState.STARTING)
+    with pytest.raises(ReplicaDiedError):
+        engine.stats()
+    assert engine.roster[0].state is ReplicaState.STARTING
+
+
+def test_calls_wait_while_all_replicas_are_in_sync(serve: Any) -> None:
+    engine = serve(2)
+    for index in range(2):
+        engine.roster.set_state(index, ReplicaState.SYNCING)
+    call = in_thread(lambda: ask(engine, ["a", "b"]))
+    task = in_thread(lambda: asyncio.run(engine.agenerate("c")))
+    time.sleep(0.1)
+    assert (call.done(), task.done()) == (False, False)
+    with pytest.raises(NoReplicaError, match="no replica is serving"):
+        ask(engine, timeout_seconds=0.1)
+    engine.roster.set_state(1, ReplicaState.SERVING)
+    assert [completion.metrics.replica for completion in call.result(5.0)] == [1, 1]
+    assert task.result(5.0).metrics.replica == 1
+
+
+def test_requests_are_aborted_by_name_wherever_they_run(serve: Any) -> None:
+    engine = serve(2, token_seconds=HOUR)
+    call = in_thread(lambda: ask(engine, ["a", "b"], request_ids=["x", "y"]))
+    until_running(engine, [1, 1])
+    engine.abort("x")
+    time.sleep(0.05)
+    assert not call.done()
+    engine.abort(["y", "never heard of"])
+    first, second = call.result(5.0)
+    assert first.outputs[0].finish_reason == second.outputs[0].finish_reason == "abort"
+    assert first.aborted
+
+
+def test_a_name_in_flight_is_refused_in_any_call_and_free_afterwards(serve: Any) -> None:
+    engine = serve(2, token_seconds=slow_if("slow"))
+    call = in_thread(lambda: ask(engine, "slow", request_ids="x"))
+    until_running(engine, [1, 0])
+    with pytest.raises(ValueError, match="request ids are in flight already: x"):
+        ask(engine, ["a", "b"], request_ids=["y", "x"])
+    with pytest.raises(ValueError, match="request ids are in flight already: x"):
+        asyncio.run(engine.agenerate("a", request_id="x"))
+    engine.abort("x")
+    call.result(5.0)
+    assert ask(engine, "a", request_ids="x").request_id == "x"
+
+
+# -- agenerate --------------------------------------------------------------------------------------------------------
+
+
+def test_agenerate_answers_as_generate_does(serve: Any) -> None:
+    engine = serve()
+    params = {"max_tokens": 4, "logprobs": 0}
+    mine = asyncio.run(engine.agenerate("hi", params, request_id="mine"))
+    assert mine.request_id == "mine"
+    assert mine.outputs[0].token_ids.tolist() == ask(engine).outputs[0].token_ids.tolist()
+    ids = asyncio.run(engine.agenerate(prompt_token_ids=[104, 105], sampling_params=params))
+    assert ids.outputs[0].text == mine.outputs[0].text
+
+
+def test_every_word_about_a_request_reaches_its_replica_from_agenerate_too(serve: Any) -> None:
+    engine, lora, guided, params = serve(2), object(), {"regex": "a+"}, {"max_tokens": 2}
+    words = {"lora_request": lora, "guided_options_request": guided, "priority": 3, "return_routed_experts": False}
+    asyncio.run(engine.agenerate("a", params, actor_index=1, **words))
+    (request,) = engine.replicas[1].submitted
+    assert request.sampling_params is params
+    assert (request.lora_request, request.guided_options, request.priority) == (lora, guided, 3)
+    assert not request.return_routed_experts
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"prompt": ["a", "b"]}, "agenerate takes one prompt, got a list of 2: await one call for each"),
+        ({"prompt": ["a"]}, "agenerate takes one prompt, got a list of 1"),
+        ({}, "must specify either"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "cannot specify both"),
+        ({"prompt": "a", "timeout_seconds": 0}, "timeout_seconds must be positive"),
+    ],
+)
+def test_agenerate_refuses_what_is_not_one_request(serve: Any, kwargs: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        asyncio.run(serve().agenerate(**kwargs))
+
+
+def test_many_tasks_at_once(serve: Any) -> None:
+    engine = serve(3, token_seconds=0.001)
+
+    async def main() -> list[Completion]:
+        return await asyncio.gather(*(engine.agenerate(f"prompt {i}", {"max_tokens": 3}) for i in range(200)))
+
+    completions = asyncio.run(main())
+    assert [completion.prompt for completion in completions] == [f"prompt {i}" for i in range(200)]
+    assert set(Counter(completion.metrics.replica for completion in completions)) == {0, 1, 2}
+
+
+def test_tasks_wait_time_out_and_are_cancelled_beside_each_other(serve: Any) -> None:
+    engine = serve(2, token_seconds=slow_if("late", "cancelled", "cut"))
+
+    async def main() -> list[Any]:
+        fine = asyncio.create_task(engine.agenerate("fine"))
+        late = asyncio.create_task(engine.agenerate("late", timeout_seconds=0.1))
+        cancelled = asyncio.create_task(engine.agenerate("cancelled"))
+        cut = asyncio.create_task(engine.agenerate("cut", request_id="cut"))
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        engine.abort("cut")
+        return await asyncio.gather(fine, late, cancelled, cut, return_exceptions=True)
+
+    fine, late, cancelled, cut = asyncio.run(main())
+    assert fine.outputs[0].finish_reason == "length"
+    assert isinstance(late, GenerationTimeout)
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert cut.outputs[0].finish_reason == "abort"
+    eventually(lambda: [row["running"] for row in engine.stats()] == [0, 0])
+
+
+def test_the_loops_of_two_threads_share_one_service(serve: Any) -> None:
+    engine = serve(2, token_seconds=0.001)
+
+    async def main(name: str) -> list[str | None]:
+        return [c.prompt for c in await asyncio.gather(*(engine.agenerate(f"{name}{i}") for i in range(20)))]
+
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(lambda name: asyncio.run(main(name)), "ab")
+    assert (one, two) == ([f"a{i}" for i in range(20)], [f"b{i}" for i in range(20)])
+
+
+# -- commands to all replicas -----------------------------------------------------------------------------------------
+
+
+def test_pause_keep_freezes_and_resume_goes_on(serve: Any) -> None:
+    engine = serve(2, token_seconds=0.001)
+    call = in_thread(lambda: ask(engine, ["a", "b"], max_tokens=500))
+    until_running(engine, [1, 1])
+    engine.pause()
+    time.sleep(0.7)
+    assert not call.done()
+    engine.resume()
+    assert [completion.outputs[0].finish_reason for completion in call.result(30.0)] == ["length", "length"]
+
+
+def test_pause_wait_lets_requests_finish_and_holds_new_ones(serve: Any) -> None:
+    engine = serve(2, token_seconds=0.01)
+    call = in_thread(lambda: ask(engine, ["a", "b"]))
+    until_running(engine, [1, 1])
+    engine.pause("wait")
+    assert [completion.outputs[0].finish_reason for completion in call.result(5.0)] == ["length", "length"]
+    with pytest.raises(GenerationTimeout):
+        ask(engine, timeout_seconds=0.1)
+    engine.resume()
+    ask(engine)
+
+
+def test_pause_abort_cuts_requests_short(serve: Any) -> None:
+    engine = serve(2, token_seconds=HOUR)
+    call = in_thread(lambda: ask(engine, ["a", "b"]))
+    until_running(engine, [1, 1])
+    engine.pause("abort", clear_cache=True)
+    assert [completion.aborted for completion in call.result(5.0)] == [True, True]
+    engine.resume()
+
+
+def test_an_unknown_way_to_pause_is_refused(serve: Any) -> None:
+    with pytest.raises(ValueError, match="mode must be 'keep', 'wait' or 'abort', got 'drop'"):
+        serve().pause("drop")
+
+
+def test_pause_has_a_deadline(serve: Any) -> None:
+    engine = serve(1, token_seconds=HOUR)
+    call = in_thread(lambda: ask(engine, request_ids="x"))
+    until_running(engine, [1])
+    with pytest.raises(EngineError, match=r"replica 0 was not idle within 0\.1 s"):
+        engine.pause("wait", timeout_seconds=0.1)
+    engine.abort("x")
+    call.result(5.0)
+
+
+def test_commands_run_on_all_replicas_at_the_same_time_and_answer_in_order(serve: Any) -> None:
+    engine = serve(3)
+    barrier = threading.Barrier(3, timeout=5.0)
+    for replica in engine.replicas:
+        replica.call = lambda command, timeout, index=replica.index, **kw: (
+            barrier.wait(),
+            (index, command, timeout, kw),
+        )[1]
+    assert engine.call_all("do", 7.0, a=1) == [(i, "do", 7.0, {"a": 1}) for i in range(3)]
+
+
+def test_collective_rpc_passes_plain_data_on(serve: Any) -> None:
+    engine = serve(2)
+    heard: list[Any] = []
+    for replica in engine.replicas:
+        replica.call = lambda command, timeout, **kw: heard.append((command, timeout, kw)) or ["ok"]
+    assert engine.collective_rpc("method", 3.0, [1, 2], {"k": 3}) == [["ok"], ["ok"]]
+    assert heard == [("collective_rpc", 3.0, {"method": "method", "args": (1, 2), "kwargs": {"k": 3}})] * 2
+    engine.collective_rpc("method")
+    assert heard[2] == ("collective_rpc", 60.0, {"method": "method", "args": (), "kwargs": None})
+
+
+def test_a_command_that_fails_on_one_replica_is_an_error(serve: Any) -> None:
+    with pytest.raises(EngineError, match="the fake engine has no command 'collective_rpc'"):
+        serve(2).collective_rpc("method")
+
+
+def test_commands_go_round_dead_replicas(serve: Any) -> None:
+    engine = serve(2)
+    engine.replicas[0].die()
+    engine.pause()
+    engine.resume()
+    assert engine.reset_prefix_cache() is True
+    assert engine.get_tokenizer().encode("a") == [97]
+    assert engine.roster[0].state is ReplicaState.DEAD
+
+
+def test_a_death_under_a_command_is_noted(serve: Any) -> None:
+    engine = serve(2)
+
+    def die(command: str, timeout: float, **kwargs: Any) -> None:
+        engine.replicas[0].die()
+        raise ReplicaDiedError("died under it")
+
+    engine.replicas[0].call = die
+    with pytest.raises(ReplicaDiedError, match="died under it"):
+        engine.resume()
+    assert [entry.state.name for entry in engine.roster] == ["DEAD", "SERVING"]
+
+
+def test_the_prefix_cache_cannot_be_reset_under_requests(serve: Any) -> None:
+    engine = serve(2, token_seconds=HOUR)
+    assert engine.reset_prefix_cache() is True
+    call = in_thread(lambda: ask(engine, request_ids="x"))
+    until_running(engine, [1, 0])
+    assert engine.reset_prefix_cache() is False
+    engine.abort("x")
+    call.result(5.0)
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def test_unfinished_requests_are_counted_per_replica(serve: Any) -> None:
+    engine = serve(2, token_seconds=HOUR)
+    call = in_thread(lambda: ask(engine, list("abc"), request_ids=list("abc")))
+    until_running(engine, [2, 1])
+    assert engine.get_num_unfinished_requests() == [2, 1]
+    assert [engine.get_num_unfinished_requests(i) for i in range(2)] == [2, 1]
+    engine.abort(["a", "b", "c"])
+    call.result(5.0)
+    assert engine.get_num_unfinished_requests() == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["get_num_unfinished_requests", "get_cache_usage"])
+@pytest.mark.parametrize("index", [2, -1])
+def test_figures_of_a_replica_that_does_not_exist_are_an_index_error(serve: Any, name: str, index: int) -> None:
+    with pytest.raises(IndexError, match=rf"actor index {index} out of range \[0, 2\)"):
+        getattr(serve(2), name)(index)
+
+
+def test_cache_usage_is_the_engines_figure_and_nan_for_the_dead(serve: Any) -> None:
+    engine = serve(2)
+    assert engine.get_cache_usage() == [0.0, 0.0]
+    assert engine.get_cache_usage(1) == 0.0
+    engine.replicas[0].die()
+    dead, alive = engine.get_cache_usage()
+    assert math.isnan(dead)
+    assert alive == 0.0
+    with pytest.raises(ReplicaDiedError):
+        engine.get_cache_usage(0)
+
+
+def test_stats_are_flat_and_true(serve: Any) -> None:
+    engine = serve(2)
+    engine.roster[1].version = 3
+    engine.generate([[1, 2], [3], [4]], {"max_tokens": 5, "n": 2}, use_tqdm=False)
+    engine.replicas[1].die()
+    first, second = engine.stats()
+    assert first == {
+        "replica": 0,
+        "state": "SERVING",
+        "version": 0,
+        "inflight": 0,
+        "running": 0,
+        "waiting": 0,
+        "cache_usage": 0.0,
+        "requests": 2,
+        "completions": 4,
+        "prompt_tokens": 3,
+        "cached_tokens": 0,
+        "generated_tokens": 20,
+        "generation_seconds": 0.0,
+    }
+    assert second == {"replica": 1, "state": "DEAD", "version": 3, "inflight": 0}
+
+
+def test_stats_come_as_a_table_too(serve: Any) -> None:
+    engine = serve(3)
+    ask(engine, list("abcd"))
+    table = engine.to_pandas()
+    assert table["replica"].tolist() == [0, 1, 2]
+    assert table["requests"].tolist() == [2, 1, 1]
+
+
+def test_the_tokenizer_is_loaded_once(serve: Any) -> None:
+    engine = serve(2)
+    tokenizer = engine.get_tokenizer()
+    assert tokenizer.encode("a") == [97]
+    assert engine.get_tokenizer() is tokenizer
+
+
+def test_a_new_balancer_is_used_from_now_on(serve: Any) -> None:
+    engine = serve(2)
+    balancer = engine.create_load_balancer(["round_robin"])
+    assert isinstance(balancer, LoadBalancer)
+    assert engine.load_balancer is balancer
+    assert [ask(engine).metrics.replica for _ in range(3)] == [0, 1, 0]
+    assert balancer.get_stats()["actor_stats"][0]["decisions"] == 2
+    with pytest.raises(ValueError, match="valid strategies"):
+        engine.create_load_balancer("fastest")
+    assert engine.load_balancer is balancer
+
+
+def test_a_balancer_of_your_own_sees_the_same_load(serve: Any) -> None:
+    engine = serve(2)
+    with LoadBalancer(engine, "requests").acquire() as lease:
+        assert engine.get_num_unfinished_requests(lease.index) == 1
+        assert ask(engine).metrics.replica == 1 - lease.index
+
+
+def test_a_service_prints_its_model_and_replicas(serve: Any) -> None:
+    engine = serve(2)
+    assert repr(engine) == "FakeAsyncVLLM('fake', #0 SERVING v0 inflight=0, #1 SERVING v0 inflight=0)"
+    assert repr(GenerationService([FakeReplica()])) == "GenerationService('not started', #0 STARTING v0 inflight=0)"
+    assert engine.num_replicas == 2
+    assert engine.routing_layout == LAYOUT
+
+
+# -- life -------------------------------------------------------------------------------------------------------------
+
+USES: dict[str, Callable[[GenerationService], Any]] = {
+    "abort": lambda s: s.abort("x"),
+    "agenerate": lambda s: asyncio.run(s.agenerate("hi")),
+    "call_all": lambda s: s.call_all("stats"),
+    "collective_rpc": lambda s: s.collective_rpc("method"),
+    "create_load_balancer": lambda s: s.create_load_balancer("requests"),
+    "generate": lambda s: s.generate("hi"),
+    "get_cache_usage": lambda s: s.get_cache_usage(),
+    "get_num_unfinished_requests": lambda s: s.get_num_unfinished_requests(),
+    "get_tokenizer": lambda s: s.get_tokenizer(),
+    "pause": lambda s: s.pause(),
+    "reset_prefix_cache": lambda s: s.reset_prefix_cache(),
+    "resume": lambda s: s.resume(),
+    "routing_layout": lambda s: s.routing_layout,
+    "stats": lambda s: s.stats(),
+    "to_pandas": lambda s: s.to_pandas(),
+}
+ALWAYS = {"is_running", "num_replicas", "shutdown"}
+
+
+def test_every_public_name_is_tried_below() -> None:
+    assert {name for name in vars(GenerationService) if not name.startswith("_")} == USES.keys() | ALWAYS
+
+
+@pytest.mark.parametrize("name", USES)
+def test_use_before_launch_is_refused(name: str) -> None:
+    service = GenerationService([FakeReplica()])
+    with pytest.raises(
+        RuntimeError, match=r"the service is not running\. Start it first; after shutdown\(\) make a new"
+    ):
+        USES[name](service)
+    assert not service.is_running
+
+
+@pytest.mark.parametrize("name", USES)
+def test_use_after_shutdown_is_refused(name: str) -> None:
+    engine = FakeAsyncVLLM()
+    engine.get_tokenizer()
+    engine.shutdown()
+    with pytest.raises(RuntimeError, match=r"the service is not running"):
+        USES[name](engine)
+    assert not engine.is_running
+
+
+def test_shutdown_is_idempotent_and_may_come_from_many_threads() -> None:
+    engine = FakeAsyncVLLM(3)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: engine.shutdown(), range(8)))
+    engine.shutdown()
+    assert [entry.state.name for entry in engine.roster] == ["DEAD"] * 3
+    assert [replica.is_alive() for replica in engine.replicas] == [False] * 3
+
+
+def test_a_service_that_was_never_started_can_be_shut_down() -> None:
+    service = GenerationService([FakeReplica()])
+    service.shutdown()
+    assert not service.is_running
+
+
+def test_shutdown_under_calls_ends_them() -> None:
+    engine = FakeAsyncVLLM(2, token_seconds=HOUR)
+    call = in_thread(lambda: ask(engine, ["a", "b"]))
+    task = in_thread(lambda: asyncio.run(engine.agenerate("c")))
+    eventually(lambda: sum(row["running"] for row in engine.stats()) == 3)
+    engine.shutdown()
+    for future in (call, task):
+        with pytest.raises(ReplicaDiedError, match="shut down"):
+            future.result(5.0)
+    assert [entry.inflight for entry in engine.roster] == [0, 0]
+
+
+def test_shutdown_under_waiting_calls_ends_them() -> None:
+    engine = FakeAsyncVLLM()
+    engine.roster.set_state(0, ReplicaState.SYNCING)
+    call = in_thread(lambda: ask(engine))
+    task = in_thread(lambda: asyncio.run(engine.agenerate("c")))
+    time.sleep(0.1)
+    engine.shutdown()
+    for future in (call, task):
+        with pytest.raises(NoReplicaError, match="DEAD"):
+            future.result(5.0)
+
+
+def test_one_replica_that_fails_to_end_does_not_keep_the_others() -> None:
+    engine = FakeAsyncVLLM(3)
+
+    def fail() -> None:
+        raise OSError("stuck")
+
+    engine.replicas[0].shutdown = fail
+    with pytest.raises(OSError, match="stuck"):
+        engine.shutdown()
+    assert [replica.is_alive() for replica in engine.replicas] == [True, False, False]
+
+
+def test_a_service_as_a_context_ends_with_it_whatever_happens() -> None:
+    with pytest.raises(KeyError), FakeAsyncVLLM() as engine:
+        assert engine.is_running
+        raise KeyError
+    assert not engine.is_running
+
+
+def test_commands_with_every_replica_dead_say_so(serve: Any) -> None:
+    engine = serve(2)
+    for replica in engine.replicas:
+        replica.die()
+    for name in ("abort", "get_tokenizer", "pause", "reset_prefix_cache", "resume"):
+        with pytest.raises(NoReplicaError, match=r"no replica is alive: .*#1 DEAD.* Make a new service"):
+            USES[name](engine)
+    with pytest.raises(NoReplicaError, match="no replica is serving"):
+        ask(engine)
+    assert [row["state"] for row in engine.stats()] == ["DEAD", "DEAD"]

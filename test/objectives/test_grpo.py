@@ -1,0 +1,563 @@
+"""The loss against numbers by hand, against naive code, against TorchRL where TorchRL is right, and in its trainer."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from torchrl.objectives import LossModule
+
+from objectives.rollouts import VOCABULARY, BigramActor, GivenActor, dense, ragged, sample, samples
+from torchrl_moe.objectives import GRPOLoss, GRPOLossOutput
+
+LN2 = math.log(2)
+SHAPES = [(2, 3), (1, 4), (3, 1)]
+LOG_PROBS = ("log_probs", "full")
+REF = ("next", "ref_log_probs", "full")
+EVERYTHING: dict[str, Any] = {"clip_epsilon": (0.2, 0.28), "kl_to_ref_coeff": 0.3, "kl_to_inference_coeff": 0.2}
+AGGREGATIONS: list[dict[str, Any]] = [
+    {"aggregation": "token_mean"},
+    {"aggregation": "prompt_mean"},
+    {"aggregation": "sequence_mean"},
+    {"aggregation": "fixed_length", "fixed_length": 5},
+]
+
+
+def total(out: GRPOLossOutput) -> Tensor:
+    return sum(value for key, value in out.items() if key.startswith("loss_"))
+
+
+def numbers(out: GRPOLossOutput) -> dict[str, float]:
+    return {key: value.detach().item() for key, value in out.items()}
+
+
+# -- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def by_hand() -> tuple[TensorDictBase, GivenActor]:
+    """Ratios 1.5 and 1 with advantage 2, ratio 0.5 with advantage -1; to the reference 1, 2 and 4."""
+    td = ragged(
+        [
+            sample(1, 2, advantage=torch.tensor([[2.0]], dtype=torch.float64)),
+            sample(1, 1, advantage=torch.tensor([[-1.0]], dtype=torch.float64)),
+        ]
+    )
+    log_probs = td.get(LOG_PROBS, as_padded_tensor=True, padding_side="left").nan_to_num()
+    log_probs = log_probs + torch.tensor([[1, 1.5, 1], [1, 1, 0.5]], dtype=torch.float64).log()
+    for i, (row, ratios) in enumerate(zip(log_probs, ([9, 1, 2], [9, 4]), strict=True)):
+        td[i][REF] = row[-len(ratios) :] - torch.tensor(ratios, dtype=torch.float64).log()
+    return td, GivenActor(log_probs, torch.tensor([[9.0, 1, 2], [9, 9, 3]]))
+
+
+def test_golden_numbers() -> None:
+    td, actor = by_hand()
+    assert numbers(GRPOLoss(actor, **EVERYTHING)(td)) == pytest.approx(
+        {
+            "loss_objective": (-2.56 - 2 + 0.8) / 3,
+            "clip_fraction": 2 / 3,
+            "kl_approx": -(math.log(1.5) + math.log(0.5)) / 3,
+            "ESS": 3**2 / (3 * (1.5**2 + 1 + 0.5**2)),
+            "num_dropped_tokens": 0,
+            "entropy": 2,
+            "loss_entropy": -0.02,
+            "kl_to_ref": (0 + (0.5 - 1 + LN2) + (0.25 - 1 + 2 * LN2)) / 3,
+            "loss_kl_to_ref": 0.3 * (0 + (0.5 - 1 + LN2) + (0.25 - 1 + 2 * LN2)) / 3,
+            "kl_to_inference": ((2 / 3 - 1 + math.log(1.5)) + 0 + (2 - 1 - LN2)) / 3,
+            "loss_kl_to_inference": 0.2 * ((2 / 3 - 1 + math.log(1.5)) + 0 + (2 - 1 - LN2)) / 3,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"aggregation": "prompt_mean"}, ((-2.56 - 2) / 2 + 0.8) / 2),
+        ({"aggregation": "sequence_mean"}, ((-2.56 - 2) / 2 + 0.8) / 2),
+        ({"aggregation": "fixed_length", "fixed_length": 4}, (-2.56 - 2 + 0.8) / 8),
+        ({"clip_epsilon": 0.2}, (-2.4 - 2 + 0.8) / 3),
+        ({"clip_epsilon": (0.6, 0.6)}, (-3 - 2 + 0.5) / 3),
+        ({"kl_mask_threshold": 0.5}, (-2.56 - 2) / 3),  # (log 4)^2 / 2 = 0.96; a masked token still counts
+        ({"kl_mask_threshold": 0.2}, -2.56 / 3),
+    ],
+)
+def test_golden_objectives(arguments: dict[str, Any], expected: float) -> None:
+    td, actor = by_hand()
+    out = GRPOLoss(actor, **{"clip_epsilon": (0.2, 0.28), **arguments})(td)
+    assert out.loss_objective.item() == pytest.approx(expected)
+    assert out.clip_fraction.item() == pytest.approx(0 if arguments.get("clip_epsilon") == (0.6, 0.6) else 2 / 3)
+
+
+@pytest.mark.parametrize("arguments", [{"aggregation": "none"}, {"reduction": "none"}])
+def test_no_aggregation(arguments: dict[str, Any]) -> None:
+    td, actor = by_hand()
+    out = GRPOLoss(actor, **EVERYTHING, **arguments)(td)
+    assert out.loss_objective.shape == (2, 3, 1)
+    torch.testing.assert_close(
+        out.loss_objective[..., 0], torch.tensor([[0, -2.56, -2], [0, 0, 0.8]], dtype=torch.float64)
+    )
+    assert total(out).shape == (2, 3, 1)
+    assert out.kl_to_ref.shape == ()
+
+
+def test_kl_masking_leaves_metrics_alone() -> None:
+    td, actor = by_hand()
+    masked, plain = (numbers(GRPOLoss(actor, kl_mask_threshold=threshold)(td)) for threshold in (0.5, None))
+    assert {key for key in plain if masked[key] != plain[key]} == {"loss_objective", "loss_entropy"}
+
+
+# -- against naive code -----------------------------------------------------------------------------------------------
+
+
+def naive(actor: BigramActor, rollouts: list[TensorDict], how: dict[str, Any]) -> Tensor:
+    """GRPO in plain loops: objective, entropy, KL to reference and rollout."""
+    losses: list[list[Tensor]] = []
+    for rollout in rollouts:
+        ids, prompt = rollout["tokens", "full"].tolist(), len(rollout["tokens", "prompt"])
+        losses.append([])
+        for t in range(prompt, len(ids)):
+            log_p = actor.logits[ids[t - 1]].log_softmax(-1)
+            advantage = rollout["advantage"][0 if len(rollout["advantage"]) == 1 else t, 0]
+            ratio = (log_p[ids[t]] - rollout[LOG_PROBS][t]).exp()
+            clipped = 0.8 if ratio < 0.8 else 1.28 if ratio > 1.28 else ratio
+            loss = -min(ratio * advantage, clipped * advantage)
+            loss = loss + 0.01 * (log_p.exp() * log_p).sum()
+            for coeff, other in ((0.3, rollout[REF][t]), (0.2, rollout[LOG_PROBS][t])):
+                difference = other - log_p[ids[t]]
+                loss = loss + coeff * (difference.exp() - 1 - difference)
+            losses[-1].append(loss)
+    every = [loss for row in losses for loss in row]
+    if how["aggregation"] == "token_mean":
+        return sum(every) / len(every)
+    if how["aggregation"] == "fixed_length":
+        return sum(every) / (len(losses) * 5)
+    return sum(sum(row) / len(row) for row in losses) / len(losses)
+
+
+@pytest.mark.parametrize("how", AGGREGATIONS, ids=lambda how: how["aggregation"])
+@pytest.mark.parametrize("layout", [ragged, dense])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_values_and_gradients_of_plain_loops(how: dict[str, Any], layout: Any, per_token: bool) -> None:
+    rollouts = samples(SHAPES)
+    if per_token:
+        for rollout in rollouts:
+            rollout["advantage"] = torch.randn(len(rollout["tokens", "full"]), 1, dtype=torch.float64)
+    actor = BigramActor()
+    expected = naive(actor, rollouts, how)
+    got = total(GRPOLoss(actor, **EVERYTHING, **how)(layout(rollouts)))
+    torch.testing.assert_close(got, expected)
+    gradients = [torch.autograd.grad(loss, actor.logits)[0] for loss in (got, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+# -- invariance -------------------------------------------------------------------------------------------------------
+
+shapes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=5)
+masking = st.sampled_from(["sft", "rlhf", "generic"])
+settings.register_profile("light", deadline=None, max_examples=30)
+light = settings(settings.get_profile("light"))
+
+
+@light
+@given(shapes, st.integers(0, 10_000), masking, st.sampled_from(AGGREGATIONS), st.integers(0, 4), st.integers(0, 4))
+def test_pads_change_nothing(
+    lengths: list[tuple[int, int]], seed: int, strategy: Any, how: dict[str, Any], left: int, right: int
+) -> None:
+    rollouts = samples(lengths, seed)
+    actor = BigramActor(seed)
+    loss = GRPOLoss(actor, masking_strategy=strategy, kl_mask_threshold=0.4, **EVERYTHING, **how)
+    plain, padded = loss(ragged(rollouts)), loss(dense(rollouts, left, right))
+    assert numbers(padded) == pytest.approx(numbers(plain), abs=1e-6, rel=1e-6)
+    gradients = [torch.autograd.grad(total(out), actor.logits)[0] for out in (plain, padded)]
+    torch.testing.assert_close(*gradients)
+
+
+@light
+@given(shapes, st.integers(0, 10_000), st.sampled_from(AGGREGATIONS), st.integers(1, 5))
+def test_parts_sum_to_the_batch(lengths: list[tuple[int, int]], seed: int, how: dict[str, Any], part_size: int) -> None:
+    td = ragged(samples(lengths, seed))
+    actor = BigramActor(seed)
+    loss = GRPOLoss(actor, kl_mask_threshold=0.4, **EVERYTHING, **how)
+    whole = loss(td)
+    for key, number in loss.denominators(td).items():
+        td[key] = torch.full(td.batch_size, number)
+    order = torch.randperm(len(td), generator=torch.Generator().manual_seed(seed)).tolist()
+    parts = [lazy_stack([td[i] for i in order[at : at + part_size]]) for at in range(0, len(td), part_size)]
+    outs = [loss(part) for part in parts]
+    for key in (key for key in whole.keys() if key.startswith("loss_")):  # noqa: SIM118
+        torch.testing.assert_close(sum(out.get(key) for out in outs), whole.get(key))
+    gradients = [torch.autograd.grad(value, actor.logits)[0] for value in (sum(map(total, outs)), total(whole))]
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_batch_without_valid_tokens_has_denominators_too() -> None:
+    td = ragged([sample(2, 0)])
+    loss = GRPOLoss(BigramActor(), aggregation="sequence_mean")
+    for key, number in loss.denominators(td).items():
+        td[key] = torch.full(td.batch_size, number)
+    assert total(loss(td)).item() == 0
+
+
+def test_denominators() -> None:
+    td = ragged([*samples(SHAPES), sample(2, 0)])
+    actor = BigramActor()
+    assert GRPOLoss(actor).denominators(td) == {"num_valid_tokens": 8, "num_sequences": 4}
+    assert GRPOLoss(actor, aggregation="sequence_mean").denominators(td)["num_sequences"] == 3
+    loss = GRPOLoss(actor)
+    loss.set_keys(num_valid_tokens=("n", "tokens"))
+    assert loss.denominators(td) == {("n", "tokens"): 8, "num_sequences": 4}
+
+
+# -- which tokens count -----------------------------------------------------------------------------------------------
+
+
+def test_masking_strategies_differ_where_turns_do() -> None:
+    """The prompt holds an earlier answer, at its second token, whose log-prob is known."""
+    rollout = sample(3, 2)
+    rollout[LOG_PROBS][1] = -1.0
+    rollout["masks", "all_assistant_mask"] = torch.tensor([False, True, False, True, True])
+    rollout[LOG_PROBS][2] = -1.0  # known too, but neither an answer nor a response
+    td = ragged([rollout])
+    counts = {
+        strategy: GRPOLoss(BigramActor(), masking_strategy=strategy).denominators(td)["num_valid_tokens"]
+        for strategy in ("sft", "rlhf", "generic")
+    }
+    assert counts == {"sft": 2, "rlhf": 3, "generic": 4}
+
+
+def test_unknown_sample_log_probs_drop_their_tokens() -> None:
+    rollouts = samples(SHAPES)
+    cut = [rollout.clone() for rollout in rollouts]
+    for rollout in rollouts[:2]:
+        rollout[LOG_PROBS][-1] = float("nan")
+    for i in range(2):  # the same without the last token
+        cut[i] = TensorDict({key: value[:-1] if key[0] != "advantage" else value for key, value in _leaves(cut[i])})
+        cut[i]["tokens", "prompt"] = rollouts[i]["tokens", "prompt"]
+    loss = GRPOLoss(BigramActor(), **EVERYTHING)
+    assert numbers(loss(ragged(rollouts))) == pytest.approx(numbers(loss(ragged(cut))))
+
+
+def _leaves(td: TensorDict) -> list[tuple[tuple[str, ...], Tensor]]:
+    return [(key if isinstance(key, tuple) else (key,), value) for key, value in td.items(True, True)]
+
+
+def test_a_log_prob_of_the_actor_that_is_not_finite_is_dropped_and_counted() -> None:
+    td, actor = by_hand()
+    with torch.no_grad():
+        actor.log_probs[0, 2] = float("nan")
+        actor.log_probs[0, 0] = float("nan")  # of the prompt: not counted
+    out = GRPOLoss(actor, clip_epsilon=(0.2, 0.28))(td)
+    assert out.num_dropped_tokens.item() == 1
+    assert out.loss_objective.item() == pytest.approx((-2.56 + 0.8) / 2)
+    total(out).backward()
+    assert actor.log_probs.grad is not None
+    assert actor.log_probs.grad.isfinite().all()
+
+
+def test_nan_advantages_of_tokens_that_do_not_count_are_harmless() -> None:
+    rollouts = samples(SHAPES[:1])
+    advantage = torch.ones(5, 1, dtype=torch.float64)
+    rollouts[0]["advantage"] = advantage
+    actor = BigramActor()
+    expected = numbers(GRPOLoss(actor)(ragged(rollouts)))
+    rollouts[0]["advantage"] = torch.cat([advantage[:2] * float("nan"), advantage[2:]])
+    out = GRPOLoss(actor)(ragged(rollouts))
+    assert numbers(out) == expected
+    total(out).backward()
+    assert actor.logits.grad is not None
+    assert actor.logits.grad.isfinite().all()
+
+
+def test_a_batch_without_valid_tokens_is_a_loss_of_zero() -> None:
+    actor = BigramActor()
+    out = GRPOLoss(actor, **EVERYTHING)(ragged([sample(2, 0), sample(3, 0)]))
+    assert set(numbers(out).values()) == {0}
+    total(out).backward()
+
+
+def test_reference_log_probs_that_are_missing_only_leave_the_kl() -> None:
+    td, actor = by_hand()
+    td[1][REF] = torch.tensor([float("nan")] * 2)
+    out = GRPOLoss(actor, **EVERYTHING)(td)
+    assert out.kl_to_ref.item() == pytest.approx((0 + (0.5 - 1 + LN2)) / 2)
+    assert out.loss_objective.item() == pytest.approx((-2.56 - 2 + 0.8) / 3)
+
+
+def test_a_mask_of_the_user() -> None:
+    td, actor = by_hand()
+    for i, keep in enumerate(([False, True, False], [False, True])):
+        td[i]["mine"] = torch.tensor(keep)
+    loss = GRPOLoss(actor, clip_epsilon=(0.2, 0.28))
+    loss.loss_mask_key = "mine"
+    assert loss(td).loss_objective.item() == pytest.approx((-2.56 + 0.8) / 2)
+
+
+# -- a TorchRL loss module --------------------------------------------------------------------------------------------
+
+
+def test_it_is_a_loss_module_with_named_outputs() -> None:
+    actor = BigramActor()
+    actor.in_keys = [("tokens", "full"), ("routed_experts", "full")]
+    loss = GRPOLoss(actor, **EVERYTHING)
+    assert isinstance(loss, LossModule)
+    out = loss(ragged(samples(SHAPES)))
+    assert isinstance(out, GRPOLossOutput)
+    assert set(out.keys()) == set(loss.out_keys)
+    own = [LOG_PROBS, "advantage", ("masks", "all_attention_mask"), ("tokens", "prompt"), REF]
+    assert loss.in_keys == [*actor.in_keys, *own]
+    assert {key for key, value in out.items() if value.requires_grad} == {k for k in loss.out_keys if "loss_" in k}
+    assert loss.get_stateful_net("actor_network") is actor
+
+
+def test_terms_that_are_off_are_absent() -> None:
+    loss = GRPOLoss(BigramActor(), entropy_bonus=False, kl_to_ref_coeff=0.0, masking_strategy="rlhf")
+    td = ragged(samples(SHAPES))
+    td = td.exclude(REF, ("tokens", "prompt"))
+    out = loss(td)
+    assert set(out.keys()) == {"loss_objective", "clip_fraction", "kl_approx", "ESS", "num_dropped_tokens"}
+    assert set(out.keys()) == set(loss.out_keys)
+    assert out.loss_kl_to_ref is None
+    assert ("masks", "all_assistant_mask") in loss.in_keys
+    assert REF not in loss.in_keys
+    assert loss.actor_network.calls[-1]["entropy"] is False
+
+
+def test_a_kl_with_coefficient_zero_is_measured() -> None:
+    out = GRPOLoss(BigramActor(), kl_to_inference_coeff=0.0)(ragged(samples(SHAPES)))
+    assert out.kl_to_inference.item() > 0
+    assert out.loss_kl_to_inference.item() == 0
+
+
+def test_set_keys() -> None:
+    td = ragged(samples(SHAPES))
+    loss = GRPOLoss(BigramActor(), **EVERYTHING)
+    expected = numbers(loss(td))
+    renamed = {"advantage": "a", "sample_log_prob": ("b", "c"), "ref_log_probs": "d", "prompt": "e"}
+    for name, key in renamed.items():
+        td.rename_key_(getattr(loss.tensor_keys, name), key)
+    with pytest.raises(ValueError, match=r"the tensordict has no \('tokens', 'prompt'\)"):
+        loss(td)
+    loss.set_keys(**renamed)
+    assert numbers(loss(td)) == expected
+    assert set(renamed.values()) <= set(loss.in_keys)
+    with pytest.raises(ValueError, match="value is not an accepted tensordict key"):
+        loss.set_keys(value="v")
+
+
+def test_the_clip_range_is_saved_and_can_be_scheduled() -> None:
+    td, actor = by_hand()
+    loss = GRPOLoss(actor, clip_epsilon=(0.2, 0.28))
+    assert {"clip_epsilon_low", "clip_epsilon_high", "actor_network.log_probs"} == set(loss.state_dict())
+    loss.clip_epsilon_high = 0.2
+    assert loss(td).loss_objective.item() == pytest.approx((-2.4 - 2 + 0.8) / 3, rel=1e-6)
+
+
+def test_the_input_is_left_as_it_was() -> None:
+    td = ragged(samples(SHAPES))
+    before = td.clone()
+    GRPOLoss(BigramActor(), **EVERYTHING)(td)
+    for one, other in zip(td, before, strict=True):
+        assert set(one.keys(True, True)) == set(other.keys(True, True))
+        for key, value in other.items(True, True):
+            torch.testing.assert_close(one[key], value, rtol=0, atol=0, equal_nan=True)
+
+
+def test_low_precision_log_probs_are_computed_with_in_float32() -> None:
+    td, actor = by_hand()
+    out = GRPOLoss(GivenActor(actor.log_probs.detach().bfloat16(), actor.entropy), entropy_bonus=False)(td.float())
+    assert out.loss_objective.dtype == torch.float32
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"aggregation": "mean"}, r"aggregation must be one of \['token_mean', .*\], got 'mean'"),
+        ({"masking_strategy": "all"}, r"masking_strategy must be one of \['sft', 'rlhf', 'generic'\], got 'all'"),
+        ({"reduction": "sum"}, r"reduction must be one of \[None, 'mean', 'none'\], got 'sum'"),
+        ({"ref_log_prob_padding_side": "both"}, r"ref_log_prob_padding_side must be one of .* got 'both'"),
+        ({"clip_epsilon": 1.5}, r"clip_epsilon must be a number in \[0, 1\)"),
+        ({"kl_mask_threshold": 0.0}, "kl_mask_threshold must be positive"),
+        ({"fixed_length": 3}, "fixed_length and aggregation='fixed_length' go together"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        GRPOLoss(BigramActor(), **arguments)
+
+
+@pytest.mark.parametrize("name", ["gamma", "clip_value", "samples_mc_entropy", "clip_epsilom"])
+def test_arguments_that_nobody_would_read_are_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        GRPOLoss(BigramActor(), **{name: 1})
+
+
+def test_an_actor_that_cannot_score_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"actor_network must have a score method .* got Linear: wrap the model"):
+        GRPOLoss(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [({"kl_to_ref_coeff": 0.1}, REF), ({"kl_mask_threshold": 0.1}, REF), ({}, LOG_PROBS), ({}, "advantage")],
+)
+def test_missing_keys_are_named_before_the_actor_runs(arguments: dict[str, Any], key: Any) -> None:
+    actor = BigramActor()
+    td = ragged(samples(SHAPES))
+    del td[key]
+    with pytest.raises(ValueError, match=rf"the tensordict has no {re.escape(repr(key))}"):
+        GRPOLoss(actor, **arguments)(td)
+    assert actor.calls == []
+
+
+# -- against TorchRL --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def torchrl_actor() -> Any:
+    """TorchRL's own wrapper of a tiny MoE."""
+    from torchrl.modules.llm.policies import TransformersWrapper
+
+    from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
+
+    return TransformersWrapper(
+        make_tiny_moe("qwen3_moe").eval(),
+        tokenizer=ByteTokenizer(),
+        input_mode="tokens",
+        generate=False,
+        return_log_probs=True,
+        pad_output=False,
+    )
+
+
+def torchrl_rollouts(lengths: list[tuple[int, int]], actor: Any, all_known: bool) -> TensorDictBase:
+    from torchrl.modules.llm.policies import Masks, Tokens
+
+    td = lazy_stack([one.apply(lambda x: x.float() if x.is_floating_point() else x) for one in samples(lengths)])
+    td = lazy_stack([one.update({"tokens": Tokens(**one["tokens"].to_dict(), padded=False)}) for one in td])
+    td = lazy_stack([one.update({"masks": Masks(**one["masks"].to_dict(), padded=False)}) for one in td])
+    with torch.no_grad():
+        scored = actor(td.copy())
+    for i, one in enumerate(td):
+        near = scored[i][LOG_PROBS] + 0.3 * torch.randn(len(one[LOG_PROBS]))
+        one[LOG_PROBS] = near if all_known else torch.where(one[LOG_PROBS].isnan(), one[LOG_PROBS], near)
+        one[REF] = near + 0.1
+    return td
+
+
+@pytest.mark.parametrize("strategy", ["sft", "rlhf", "generic"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean"])
+def test_torchrl_agrees_where_it_is_right(torchrl_actor: Any, strategy: Any, aggregation: Any) -> None:
+    """All of it without prompts and pads in the mean; loss, entropy loss and ESS always."""
+    from torchrl.objectives.llm import GRPOLoss as TorchRLLoss
+
+    torch.manual_seed(0)
+    arguments: dict[str, Any] = {"masking_strategy": strategy, "aggregation": aggregation, **EVERYTHING}
+    for lengths, all_known in ([(2, 3), (2, 3)], True), ([(2, 3), (4, 5)], False):
+        td = torchrl_rollouts(lengths, torchrl_actor, all_known)
+        theirs, ours = TorchRLLoss(torchrl_actor, **arguments)(td.copy()), GRPOLoss(torchrl_actor, **arguments)(td)
+        whole = strategy == "generic" and all_known
+        keys = list(theirs.keys()) if whole else ["loss_objective", "loss_entropy", "ESS"]
+        for key in keys:
+            torch.testing.assert_close(ours.get(key), theirs.get(key).squeeze(), atol=1e-5, rtol=1e-5)
+        if whole:
+            parameter = torchrl_actor.model.lm_head.weight
+            gradients = [torch.autograd.grad(sum_of(out), parameter)[0] for out in (ours, theirs)]
+            torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
+        else:  # theirs are divided by prompts and pads as well
+            valid = GRPOLoss(torchrl_actor, **arguments).denominators(td)["num_valid_tokens"]
+            share = valid / (len(td) * max(p + g for p, g in lengths))
+            torch.testing.assert_close(theirs.kl_approx, ours.kl_approx * share, atol=1e-5, rtol=1e-5)
+
+
+def sum_of(out: Any) -> Tensor:
+    return sum(value.squeeze() for key, value in out.items() if key.startswith("loss_"))
+
+
+class Rollouts:
+    """A collector: the actor answers 32 one-token prompts with three tokens; an even token is worth a point."""
+
+    init_random_frames = 0
+
+    def __init__(self, actor: BigramActor, batches: int) -> None:
+        self.actor, self.batches = actor, batches
+        self.rewards: list[float] = []
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        for _ in range(self.batches):
+            yield lazy_stack([self.rollout(i % VOCABULARY) for i in range(32)])
+
+    @torch.no_grad()
+    def rollout(self, prompt: int) -> TensorDict:
+        ids, log_probs = [prompt], [float("nan")]
+        for _ in range(3):
+            log_p = self.actor.logits[ids[-1]].log_softmax(-1)
+            ids.append(int(torch.multinomial(log_p.exp(), 1, generator=self.generator)))
+            log_probs.append(log_p[ids[-1]].item())
+        reward = sum(1 - token % 2 for token in ids[1:]) / 3
+        self.rewards.append(reward)
+        known = torch.ones(4, dtype=torch.bool)
+        return TensorDict(
+            {
+                "tokens": {"full": torch.tensor(ids), "prompt": torch.tensor(ids[:1])},
+                "masks": {"all_attention_mask": known},
+                "log_probs": {"full": torch.tensor(log_probs, dtype=torch.float64)},
+                "advantage": torch.tensor([[reward - 0.5]], dtype=torch.float64),
+                "next": {"reward": torch.tensor([[reward]])},
+            }
+        )
+
+    def shutdown(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Sender:
+    """Counts weight updates."""
+
+    updates = 0
+
+    def update_weights(self) -> None:
+        self.updates += 1
+
+
+def test_it_trains_in_the_grpo_trainer() -> None:
+    from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+    from torchrl.trainers.algorithms.grpo import GRPOTrainer
+
+    actor, sender = BigramActor(), Sender()
+    collector = Rollouts(actor, batches=12)
+    buffer = ReplayBuffer(storage=LazyStackStorage(32), sampler=SamplerWithoutReplacement(), batch_size=32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the trainer says that it is experimental
+        trainer = GRPOTrainer(
+            collector=collector,
+            total_frames=12 * 32,
+            loss_module=GRPOLoss(actor, clip_epsilon=(0.2, 0.28), kl_to_inference_coeff=0.0),
+            optimizer=torch.optim.Adam(actor.parameters(), lr=0.3),
+            replay_buffer=buffer,
+            weight_sync_sender=sender,
+            empty_replay_buffer_on_weight_update=True,
+            progress_bar=False,
+        )
+        trainer.train()
+    logged = trainer._log_dict
+    assert sender.updates == 12
+    assert trainer.optimization_stepper.optimizer_step_count == 12
+    assert trainer.optimization_stepper.state_dict()["skipped_nonfinite_steps"] == 0
+    assert len(logged["loss_objective"]) == len(logged["clip_fraction"]) == 12
+    assert all(abs(value) < 1e-6 for value in map(float, logged["kl_approx"]))  # one update per batch: on policy
+    first, last = collector.rewards[:64], collector.rewards[-64:]
+    assert sum(last) / 64 > sum(first) / 64 + 0.2

@@ -1,0 +1,112 @@
+"""The private names we reach for are there, and what is made of them needs none of them."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchrl_moe import _compat
+from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
+
+
+def test_importing_compat_imports_neither_library() -> None:
+    code = "import sys, torchrl_moe._compat; print([name for name in ('vllm', 'torchrl') if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+# -- routers ----------------------------------------------------------------------------------------------------------
+
+
+class Source:
+    """Vouches for layers as vLLM's capture protocol asks."""
+
+    def __init__(self, layer_id: int) -> None:
+        self.layer_id = layer_id
+        self.capture_fn = None
+
+
+def model_of(*modules: Any) -> Any:
+    return SimpleNamespace(modules=lambda: iter(modules))
+
+
+def runner(layer_id: int) -> Any:
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    bare = MoERunner.__new__(MoERunner)
+    object.__setattr__(bare, "layer_name", f"model.layers.{layer_id}.mlp.experts")
+    return bare
+
+
+def test_router_layers_are_sorted_once_each_and_nothing_else_counts() -> None:
+    dense = SimpleNamespace(layer_id=0)
+    assert _compat.router_layer_ids(model_of(runner(11), Source(2), dense, runner(2), runner(5))) == [2, 5, 11]
+
+
+def test_a_dense_model_has_no_router_layers() -> None:
+    assert _compat.router_layer_ids(model_of(SimpleNamespace(layer_id=0))) == []
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_vllms_refusals_are_client_errors_and_its_deaths_are_not() -> None:
+    from vllm.exceptions import GenerationError, VLLMValidationError
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    errors = _compat.vllm_client_errors()
+    assert isinstance(VLLMValidationError("too long"), errors)
+    assert isinstance(ValueError(), errors)
+    assert not isinstance(EngineDeadError(), errors)
+    assert not isinstance(GenerationError(), errors)
+
+
+def test_a_vllm_without_its_own_client_error_is_taken_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("vllm.exceptions.VLLMClientError")
+    assert _compat.vllm_client_errors() == (ValueError, TypeError)
+
+
+# -- tokenizers -------------------------------------------------------------------------------------------------------
+
+
+def cached(tokenizer: Any) -> Any:
+    from vllm.tokenizers.hf import get_cached_tokenizer
+
+    return get_cached_tokenizer(tokenizer)
+
+
+def pooled(tokenizer: Any) -> Any:
+    from vllm.tokenizers.hf import maybe_make_thread_pool
+
+    return maybe_make_thread_pool(tokenizer, 2)
+
+
+@pytest.mark.parametrize("proxies", [[], [cached], [pooled], [cached, pooled], [pooled, cached]])
+def test_the_tokenizer_comes_out_of_vllms_proxies_and_unpickles_without_vllm(proxies: list[Any]) -> None:
+    original, tokenizer = ByteTokenizer(), ByteTokenizer()
+    for proxy in proxies:
+        tokenizer = proxy(tokenizer)
+    plain = _compat.plain_tokenizer(tokenizer)
+    assert type(plain) is type(original)
+    assert b"vllm" not in pickle.dumps(plain)
+    again = pickle.loads(pickle.dumps(plain))
+    assert again.encode("é <|im_end|>") == original.encode("é <|im_end|>") == [195, 169, 32, 258]
+
+
+def test_the_proxy_stays_as_it_was() -> None:
+    proxy = cached(ByteTokenizer())
+    kind = type(proxy)
+    _compat.plain_tokenizer(proxy).padding_side = "right"
+    assert type(proxy) is kind
+    assert proxy.padding_side == "left"
+
+
+def test_a_tokenizer_that_is_vllms_own_is_returned_as_it_is() -> None:
+    from vllm.tokenizers.mistral import MistralTokenizer
+
+    own = MistralTokenizer.__new__(MistralTokenizer)
+    assert _compat.plain_tokenizer(own) is own

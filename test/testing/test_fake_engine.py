@@ -1,0 +1,422 @@
+"""The fake engine: a replica by the protocol, whose answers are a pure function of seed, version and prefix."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
+from torchrl_moe.data import RoutedExperts, RoutingLayout
+from torchrl_moe.modules.backends.replica import Completion, Replica, Request
+from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
+from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
+
+PROMPT = [10, 11, 12]
+
+
+def request(ids: Any = PROMPT, request_id: str = "r", **params: Any) -> Request:
+    params = {"max_tokens": 8, "logprobs": 0, **params}
+    if isinstance(ids, str):
+        return Request(request_id=request_id, sampling_params=params, prompt=ids)
+    return Request(request_id=request_id, sampling_params=params, prompt_token_ids=np.array(ids, np.int32))
+
+
+def answer(replica: FakeReplica, ids: Any = PROMPT, **params: Any) -> Any:
+    """Tokens, log-probs and routes of the only answer, as lists."""
+    (output,) = complete(replica, ids, **params).outputs
+    return output.token_ids.tolist(), output.logprobs.tolist(), output.routed_experts.tolist()
+
+
+def complete(replica: FakeReplica, ids: Any = PROMPT, **params: Any) -> Completion:
+    (future,) = replica.submit([request(ids, **params)])
+    return future.result(5.0)
+
+
+def eventually(condition: Any) -> None:
+    deadline = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+# -- the protocol -----------------------------------------------------------------------------------------------------
+
+
+def test_it_is_a_replica() -> None:
+    assert isinstance(FakeReplica(), Replica)
+
+
+def test_a_life_in_the_order_of_the_protocol() -> None:
+    replica = FakeReplica(3, token_seconds=60.0)
+    replica.start()
+    info = replica.wait_ready(1.0)
+    assert (info.model, info.layout, info.tensor_parallel_size) == ("fake", LAYOUT, 1)
+    assert replica.is_alive()
+    first, second = replica.submit([request(request_id="a"), request(request_id="b")])
+    replica.abort(["a", "unknown"])
+    assert first.result(5.0).outputs[0].finish_reason == "abort"
+    assert first.result().metrics.replica == 3
+    replica.shutdown()
+    replica.shutdown()
+    assert not replica.is_alive()
+    with pytest.raises(ReplicaDiedError, match="replica 3 died: shut down"):
+        second.result(5.0)
+
+
+def test_a_future_cannot_be_cancelled_as_a_request_in_an_engine_cannot() -> None:
+    replica = FakeReplica(token_seconds=60.0)
+    (future,) = replica.submit([request()])
+    assert not future.cancel()
+    replica.shutdown()
+
+
+# -- what it makes up -------------------------------------------------------------------------------------------------
+
+
+def test_shapes_and_kinds_are_those_of_an_engine() -> None:
+    completion = complete(FakeReplica(2), max_tokens=5, n=2)
+    assert (completion.request_id, completion.prompt, completion.finished, completion.aborted) == (
+        "r",
+        None,
+        True,
+        False,
+    )
+    assert completion.prompt_token_ids.tolist() == PROMPT
+    assert completion.prompt_token_ids.dtype == np.int64
+    assert [output.index for output in completion.outputs] == [0, 1]
+    for output in completion.outputs:
+        assert (output.token_ids.dtype, output.token_ids.shape) == (np.int64, (5,))
+        assert (output.logprobs.dtype, output.logprobs.shape) == (np.float32, (5,))
+        assert (output.routed_experts.dtype, output.routed_experts.shape) == (np.uint8, (3 + 5 - 1, 4, 2))
+        assert (output.policy_versions.dtype, output.policy_versions.tolist()) == (np.int32, [0] * 5)
+        assert output.finish_reason == "length"
+        assert (output.logprobs < 0).all()
+    assert completion.metrics.replica == 2
+
+
+def test_tokens_are_printable_and_the_text_is_theirs() -> None:
+    (output,) = complete(FakeReplica(), max_tokens=200).outputs
+    assert all(32 <= token < 127 for token in output.token_ids)
+    assert output.text == "".join(map(chr, output.token_ids))
+    assert ByteTokenizer().decode(output.token_ids) == output.text
+
+
+def test_text_is_encoded_by_the_byte_tokenizer() -> None:
+    completion = complete(FakeReplica(), "1+1=")
+    assert completion.prompt == "1+1="
+    assert completion.prompt_token_ids.tolist() == [49, 43, 49, 61]
+    assert answer(FakeReplica(), "1+1=") == answer(FakeReplica(), [49, 43, 49, 61])
+
+
+def test_what_was_not_asked_for_does_not_come() -> None:
+    assert complete(FakeReplica(), logprobs=None).outputs[0].logprobs is None
+    bare = Request(
+        request_id="r",
+        sampling_params=None,
+        prompt_token_ids=np.array(PROMPT, np.int32),
+        return_routed_experts=False,
+    )
+    (future,) = FakeReplica().submit([bare])
+    (output,) = future.result().outputs
+    assert (output.logprobs, output.routed_experts) == (None, None)
+    assert len(output.token_ids) == 16  # vLLM's default
+
+
+def test_sampling_parameters_may_be_an_object() -> None:
+    class Params:
+        max_tokens, n, logprobs = 3, 2, None
+
+    (future,) = FakeReplica().submit(
+        [Request(request_id="r", sampling_params=Params(), prompt_token_ids=np.array(PROMPT, np.int32))]
+    )
+    assert [len(output.token_ids) for output in future.result().outputs] == [3, 3]
+
+
+def test_the_same_seed_version_and_prefix_give_the_same_answer_on_any_replica() -> None:
+    assert answer(FakeReplica(0, seed=5)) == answer(FakeReplica(1, seed=5))
+    replica = FakeReplica()
+    assert answer(replica) == answer(replica)
+
+
+def test_seed_version_and_prefix_each_change_the_answer() -> None:
+    newer = FakeReplica()
+    newer.version = 1
+    answers = [answer(FakeReplica()), answer(FakeReplica(seed=1)), answer(newer), answer(FakeReplica(), [10, 11, 13])]
+    for kind in range(3):  # tokens, log-probs, routes
+        assert len({repr(one[kind]) for one in answers}) == 4
+    assert complete(newer).outputs[0].policy_versions.tolist() == [1] * 8
+
+
+def test_samples_of_one_prompt_differ_but_share_the_routes_of_the_prompt() -> None:
+    first, second = complete(FakeReplica(), n=2).outputs
+    assert first.token_ids.tolist() != second.token_ids.tolist()
+    assert first.routed_experts[:3].tolist() == second.routed_experts[:3].tolist()
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_a_resumed_prompt_continues_the_same_answer(k: int) -> None:
+    replica = FakeReplica(seed=4)
+    tokens, log_probs, routes = answer(replica, PROMPT, max_tokens=8)
+    resumed = answer(replica, PROMPT + tokens[:k], max_tokens=8 - k)
+    assert resumed == (tokens[k:], log_probs[k:], routes)
+
+
+def test_a_shorter_answer_is_the_beginning_of_a_longer_one() -> None:
+    long, short = answer(FakeReplica(), max_tokens=8), answer(FakeReplica(), max_tokens=2)
+    assert short == (long[0][:2], long[1][:2], long[2][:4])
+
+
+def test_routes_are_valid_for_the_layout() -> None:
+    (output,) = complete(FakeReplica(), max_tokens=40).outputs
+    routes = RoutedExperts.from_vllm(output.routed_experts, num_tokens=43, layout=LAYOUT).validate(LAYOUT)
+    assert routes.coverage(LAYOUT) == pytest.approx(42 / 43)
+    assert set(routes.full[:-1, 1:].unique().tolist()) == set(range(8))
+    assert (routes.full[:, 0] == -1).all()
+
+
+def test_expert_ids_beyond_a_byte_are_not_wrapped_around() -> None:
+    layout = RoutingLayout(num_layers=2, moe_layers=(0, 1), top_k=4, num_experts=1000)
+    (output,) = complete(FakeReplica(layout=layout), max_tokens=50).outputs
+    assert output.routed_experts.dtype == np.uint16
+    assert output.routed_experts.max() > 255
+    RoutedExperts.from_vllm(output.routed_experts, num_tokens=53, layout=layout).validate(layout)
+
+
+def test_a_dense_model_has_no_routes() -> None:
+    with FakeAsyncVLLM(layout=None) as engine:
+        assert engine.routing_layout is None
+        assert engine.generate(PROMPT, use_tqdm=False).outputs[0].routed_experts is None
+
+
+# -- delays -----------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_take_their_time() -> None:
+    replica = FakeReplica(token_seconds=0.02)
+    started = time.monotonic()
+    (future,) = replica.submit([request(max_tokens=5)])
+    assert not future.done()
+    total = future.result(5.0).metrics.total_seconds
+    assert 0.1 <= total <= time.monotonic() - started
+
+
+def test_the_time_may_depend_on_the_request() -> None:
+    replica = FakeReplica(token_seconds=lambda r: 60.0 if r.request_id == "slow" else 0.0)
+    slow, fast = replica.submit([request(request_id="slow"), request(request_id="fast")])
+    assert fast.done()
+    assert not slow.done()
+    replica.shutdown()
+
+
+def test_time_does_not_change_the_answer() -> None:
+    assert answer(FakeReplica(token_seconds=0.001)) == answer(FakeReplica())
+
+
+def test_an_aborted_request_returns_what_it_had() -> None:
+    replica = FakeReplica(token_seconds=0.01)
+    (future,) = replica.submit([request(max_tokens=1000)])
+    time.sleep(0.2)
+    replica.abort(["r"])
+    (output,) = future.result(5.0).outputs
+    assert future.result().aborted
+    assert 1 <= (count := len(output.token_ids)) < 1000
+    assert output.token_ids.tolist() == answer(FakeReplica(), max_tokens=count)[0]
+    assert output.routed_experts.shape[0] == 3 + count - 1
+
+
+def test_an_abort_adds_no_token_of_its_own() -> None:
+    replica = FakeReplica(token_seconds=60.0)
+    (future,) = replica.submit([request()])
+    replica.abort(["r"])
+    assert len(future.result(5.0).outputs[0].token_ids) == 0
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_injected_refusal_fails_its_request_only() -> None:
+    replica = FakeReplica(refuse=lambda r: "too long" if len(r.prompt_token_ids) > 3 else None)
+    fine, refused, also_fine = replica.submit([request(), request([1] * 4), request()])
+    with pytest.raises(ValueError, match=r"^too long$"):
+        refused.result()
+    assert fine.result().outputs[0].text == also_fine.result().outputs[0].text
+    assert len(replica.submitted) == 3
+
+
+def test_a_request_id_in_flight_is_refused() -> None:
+    replica = FakeReplica(token_seconds=60.0)
+    _, again = replica.submit([request(request_id="a"), request(request_id="a")])
+    with pytest.raises(ValueError, match="request id 'a' is in flight already"):
+        again.result()
+    replica.shutdown()
+
+
+def test_an_injected_death_fails_what_runs_and_all_that_comes() -> None:
+    replica = FakeReplica(1, token_seconds=60.0)
+    running: Future[Completion]
+    (running,) = replica.submit([request()])
+    replica.die("out of memory")
+    replica.die("something later")
+    (later,) = replica.submit([request()])
+    for future in (running, later):
+        with pytest.raises(ReplicaDiedError, match=r"^replica 1 died: out of memory$"):
+            future.result(5.0)
+    for use in (
+        lambda: replica.call("tokenizer", 1.0),
+        lambda: replica.stats(1.0),
+        lambda: replica.wait_ready(1.0),
+    ):
+        with pytest.raises(ReplicaDiedError, match="out of memory"):
+            use()
+    assert not replica.is_alive()
+
+
+def test_every_future_resolves_when_death_comes_at_any_moment() -> None:
+    for _ in range(20):
+        replica = FakeReplica(token_seconds=1e-6)
+        killer = threading.Thread(target=replica.die)
+        futures = replica.submit([request(request_id=str(i), max_tokens=1) for i in range(5)])
+        killer.start()
+        futures += replica.submit([request(request_id=str(i), max_tokens=1) for i in range(5, 10)])
+        killer.join()
+        for future in futures:
+            error = future.exception(5.0)
+            assert error is None or isinstance(error, ReplicaDiedError)
+            assert error is not None or len(future.result().outputs[0].token_ids) == 1
+
+
+# -- pause and commands -----------------------------------------------------------------------------------------------
+
+
+def test_keep_freezes_requests_until_resume() -> None:
+    replica = FakeReplica(token_seconds=0.001)
+    (running,) = replica.submit([request(request_id="a", max_tokens=300)])
+    replica.pause("keep", False, 1.0)
+    (new,) = replica.submit([request(request_id="b")])
+    time.sleep(0.4)
+    assert (running.done(), new.done()) == (False, False)
+    replica.resume(1.0)
+    assert running.result(5.0).outputs[0].token_ids.tolist() == answer(FakeReplica(), max_tokens=300)[0]
+    assert len(new.result(5.0).outputs[0].token_ids) == 8
+
+
+def test_a_paused_replica_without_delays_waits_too() -> None:
+    replica = FakeReplica()
+    replica.pause("keep", False, 1.0)
+    (future,) = replica.submit([request()])
+    assert not future.done()
+    replica.resume(1.0)
+    assert len(future.result(5.0).outputs[0].token_ids) == 8
+
+
+def test_wait_lets_requests_finish_first() -> None:
+    replica = FakeReplica(token_seconds=0.01)
+    (running,) = replica.submit([request()])
+    replica.pause("wait", False, 5.0)
+    assert len(running.result(5.0).outputs[0].token_ids) == 8
+    (new,) = replica.submit([request()])
+    assert not new.done()
+    replica.resume(1.0)
+    new.result(5.0)
+
+
+def test_wait_gives_up_at_its_deadline_and_does_not_pause() -> None:
+    replica = FakeReplica(token_seconds=60.0)
+    replica.submit([request(request_id="slow")])
+    with pytest.raises(EngineError, match=r"replica 0 was not idle within 0\.05 s"):
+        replica.pause("wait", False, 0.05)
+    replica.token_seconds = 0.0
+    (new,) = replica.submit([request(request_id="fast")])
+    assert new.done()
+    replica.shutdown()
+
+
+def test_abort_cuts_requests_and_pauses() -> None:
+    replica = FakeReplica(token_seconds=60.0)
+    (running,) = replica.submit([request(request_id="a")])
+    replica.pause("abort", False, 1.0)
+    assert running.result(5.0).aborted
+    replica.token_seconds = 0.0
+    (new,) = replica.submit([request(request_id="b")])
+    assert not new.done()
+    replica.abort(["b"])  # a paused request can be aborted
+    assert new.result(5.0).aborted
+
+
+def test_commands_by_name_are_those_of_the_methods() -> None:
+    replica = FakeReplica()
+    assert replica.call("tokenizer", 1.0).encode("a") == [97]
+    assert replica.call("reset_prefix_cache", 1.0) is True
+    replica.call("pause", 1.0, mode="keep", clear_cache=True)
+    (future,) = replica.submit([request()])
+    assert replica.call("stats", 1.0).running == 1
+    assert replica.call("reset_prefix_cache", 1.0) is False
+    replica.call("resume", 1.0)
+    future.result(5.0)
+    with pytest.raises(EngineError, match="the fake engine has no command 'metadata'"):
+        replica.call("metadata", 1.0)
+
+
+def test_stats_count_what_was_done() -> None:
+    replica = FakeReplica(refuse=lambda r: "no" if r.request_id == "refused" else None)
+    replica.submit([request(max_tokens=5, n=2), request(request_id="refused")])
+    stats = replica.stats(1.0)
+    assert (stats.requests, stats.completions, stats.prompt_tokens, stats.generated_tokens) == (1, 2, 3, 10)
+    assert (stats.running, stats.waiting, stats.cache_usage) == (0, 0, 0.0)
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_serves_on_construction() -> None:
+    engine = FakeAsyncVLLM()
+    assert engine.is_running
+    assert [entry.state.name for entry in engine.roster] == ["SERVING"]
+    assert engine.routing_layout == LAYOUT
+    engine.shutdown()
+    with pytest.raises(RuntimeError, match="the service is not running"):
+        engine.generate("hi")
+
+
+def test_every_argument_reaches_every_replica() -> None:
+    layout = RoutingLayout(num_layers=1, moe_layers=(0,), top_k=1, num_experts=4)
+
+    def refuse(request: Request) -> str | None:
+        return None
+
+    engine = FakeAsyncVLLM(3, 7, sampling_params={"max_tokens": 2}, layout=layout, token_seconds=1e-4, refuse=refuse)
+    assert [(r.index, r.seed, r.layout, r.token_seconds, r.refuse) for r in engine.replicas] == [
+        (i, 7, layout, 1e-4, refuse) for i in range(3)
+    ]
+    assert len(engine.generate("hi", use_tqdm=False).outputs[0].token_ids) == 2
+    engine.shutdown()
+
+
+def test_replicas_of_one_engine_answer_alike() -> None:
+    with FakeAsyncVLLM(2, seed=3) as engine:
+        one, two = (engine.generate("hi", actor_index=i, use_tqdm=False).outputs[0] for i in range(2))
+    assert one.token_ids.tolist() == two.token_ids.tolist()
+    assert torch.equal(torch.from_numpy(one.routed_experts), torch.from_numpy(two.routed_experts))
+
+
+def test_an_engine_without_replicas_is_refused() -> None:
+    with pytest.raises(ValueError, match="a service needs at least one replica, got none"):
+        FakeAsyncVLLM(0)
+
+
+def test_a_dead_replica_of_several_leaves_the_others_serving() -> None:
+    with FakeAsyncVLLM(2) as engine:
+        engine.replicas[0].die()
+        eventually(lambda: engine.stats()[0]["state"] == "DEAD")
+        assert engine.generate("hi", use_tqdm=False).metrics.replica == 1
+        engine.replicas[1].die()
+        with pytest.raises(ReplicaDiedError):
+            engine.generate("hi", use_tqdm=False)
+        with pytest.raises(NoReplicaError):
+            engine.generate("hi", use_tqdm=False)

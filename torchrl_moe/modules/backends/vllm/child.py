@@ -1,0 +1,99 @@
+"""The child process of a :class:`LocalReplica`: how it is started and ended, its socket, its log. No request is known.
+
+The child is a session leader of its own, so a Ctrl-C at the terminal reaches the driver only, and the whole group
+(vLLM starts two more processes) can be ended at once. The child is started by module name: the user's script is not
+imported again and needs no ``__main__`` guard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from torchrl_moe.modules.backends.vllm import wire
+from torchrl_moe.modules.backends.vllm.lifeline import kill_group
+
+__all__ = ["Child"]
+
+MODULE = "torchrl_moe.modules.backends.vllm.engine_process"
+GRACE_SECONDS = 10.0
+SOCKET_NAME_BYTES = 107  # of a Unix socket, by the kernel
+LOG_BYTES = 1 << 18
+SHOWN_LOG_LINES = 6
+SHOWN_LOG_COLUMNS = 400
+
+
+class Child:
+    """One engine process.
+
+    Args:
+        index: of the replica; names the log.
+        environment: of the process.
+    """
+
+    def __init__(self, index: int, environment: Mapping[str, str]) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix=f"torchrl_moe-replica-{index}-"))
+        self.log = self.folder / "log"
+        ours, theirs = socket.socketpair()
+        with ours, theirs, self.log.open("wb") as log:
+            try:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
+                    pass_fds=[theirs.fileno()],
+                    env={**_place_for_sockets(self.folder), **environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except BaseException:
+                shutil.rmtree(self.folder)
+                raise
+            self.connection = Connection(ours.detach())
+        self.outbox = wire.Outbox(self.connection, list)
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def end(self) -> None:
+        """End the process and its whole group: politely, then for certain. Idempotent; all callers wait for the end."""
+        with self._lock:
+            if self._ended:
+                return
+            self.outbox.put(wire.encode(("shutdown",)))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE_SECONDS)
+            kill_group(self.process.pid)
+            self.process.wait()
+            self._ended = True
+
+    def end_and_forget(self) -> None:
+        """End it and remove its folder."""
+        self.end()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def log_tail(self, lines: int = SHOWN_LOG_LINES) -> str:
+        """Return the last errors that the process printed, or its last lines if it printed none."""
+        if not self.log.exists():
+            return "(no log)"
+        with self.log.open("rb") as log:
+            log.seek(max(log.seek(0, os.SEEK_END) - LOG_BYTES, 0))
+            text = [line[:SHOWN_LOG_COLUMNS] for line in log.read().decode(errors="replace").splitlines()]
+        errors = [line for line in text if "Error" in line and "See root cause above" not in line]
+        shown = errors or [line for line in text if "WARNING" not in line and "shards:" not in line]
+        return "\n".join(shown[-lines:]) or "(its log holds no error)"
+
+
+def _place_for_sockets(folder: Path) -> dict[str, str]:
+    """Have vLLM make its sockets, which it leaves behind, where they are removed; if their names then fit a socket."""
+    longest = folder / str(uuid.uuid4())
+    return {"VLLM_RPC_BASE_PATH": str(folder)} if len(os.fsencode(longest)) <= SOCKET_NAME_BYTES else {}

@@ -1,0 +1,125 @@
+"""What ties an engine process to its driver: messages come in here, and the whole process group ends when they cannot.
+
+Nothing here knows an engine. The process must be the leader of its process group, as :class:`LocalReplica` starts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from torchrl_moe.modules.backends.vllm import wire
+
+__all__ = ["Inbox", "end_group", "end_group_later", "kill_group"]
+
+WATCH_SECONDS = 0.5
+EXIT_SECONDS = 8.0  # that the process gets to end by itself; less than the driver's patience
+KILL_ROUNDS, KILL_SECONDS = 100, 0.01
+TRACKER = b"multiprocessing.resource_tracker"
+
+
+class Inbox:
+    """Reads the driver's messages in a thread of its own, and sees to it that the group ends when the driver does.
+
+    A driver is gone at the end of the file, or when it is no longer the parent: a process that it forked may hold its
+    end of the socket open. While the engine starts, the event loop is vLLM's alone, so the end then comes at once.
+
+    Args:
+        connection: the socket to the driver.
+        driver: its process id.
+        loop: the event loop that reads ``messages``.
+    """
+
+    def __init__(self, connection: Connection, driver: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.messages: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+        self.serving = False
+        self._connection = connection
+        self._driver = driver
+        self._loop = loop
+        self._ended = threading.Event()
+        for task in (self._read, self._watch_driver):
+            threading.Thread(target=task, name="inbox", daemon=True).start()
+
+    def put(self, *message: Any) -> None:
+        """Add a message from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever would read this
+            self._loop.call_soon_threadsafe(self.messages.put_nowait, message)
+
+    def _read(self) -> None:
+        try:
+            while (message := wire.receive(self._connection))[0] != "shutdown":
+                self.put(*message)
+        except (EOFError, OSError):
+            return
+        except (AttributeError, ImportError, pickle.UnpicklingError) as error:  # a class that only the driver has
+            traceback.print_exception(error)
+        finally:
+            self._end()
+
+    def _watch_driver(self) -> None:
+        while os.getppid() == self._driver:
+            if self._ended.wait(WATCH_SECONDS):
+                return
+        self._end()
+
+    def _end(self) -> None:
+        self._ended.set()
+        if not self.serving:
+            end_group()
+        end_group_later()
+        self.put("shutdown")
+
+
+def end_group(code: int = 1) -> None:
+    """End this process and all that vLLM started, for certain and at once."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.getpgrp() == os.getpid():  # else it was run by hand, in a shell's group
+        kill_group(os.getpid())
+    os._exit(code)
+
+
+def end_group_later() -> None:
+    """End the group if it has not ended by itself: an event loop that is stuck does not."""
+    timer = threading.Timer(EXIT_SECONDS, end_group)
+    timer.daemon = True
+    timer.start()
+
+
+def kill_group(leader: int) -> None:
+    """Kill a process group, except the caller and Python's resource tracker.
+
+    The tracker ends by itself when the others are gone, and removes the shared memory that they left behind: vLLM's
+    processes leave some even when they end in peace.
+    """
+    for _ in range(KILL_ROUNDS):  # a member may fork while it is killed; one that waits for a disk dies later
+        members = _members(leader)
+        if not members:
+            return
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(KILL_SECONDS)
+
+
+def _members(leader: int) -> list[int]:
+    found = []
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
+        try:
+            state, _, group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:  # it is gone
+            continue
+        if int(group) == leader and state not in "XZ" and pid != os.getpid() and TRACKER not in command:
+            found.append(pid)
+    return found

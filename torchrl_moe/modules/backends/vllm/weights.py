@@ -1,0 +1,111 @@
+"""The engine process's side of a weight update: check a version, then swap it in, or say how far it came.
+
+One transaction: staging looks at names, shapes and digests while the engine serves; applying pauses, starts, loads,
+finishes, resumes, and asks for one token, whose log-prob must be a number. A failure before the start leaves the old
+version serving; after it, the engine stays paused, since its layers may be half old and half new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.data.weight_store import WeightStoreReader, check_tensors
+from torchrl_moe.modules.backends.replica import PauseMode, StageReport, SwapReport
+
+__all__ = ["EngineWeights"]
+
+
+class EngineWeights:
+    """The weights of one ``AsyncLLM``.
+
+    Args:
+        engine: the ``AsyncLLM``.
+        expected: returns checkpoint name -> (dtype, shape) of what the engine was started from.
+    """
+
+    def __init__(self, engine: Any, expected: Callable[[], dict[str, Any]]) -> None:
+        self.engine = engine
+        self._read_expected = expected
+        self._expected: dict[str, Any] = {}
+        self.version = 0
+        self._swaps = 0
+        self._reader: WeightStoreReader | None = None
+        self._probes = 0
+
+    async def init(self, transport: str, folder: str) -> None:
+        """Open the transport in the workers, and here."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        info = {"transport": transport, "folder": folder}
+        await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        self._expected = await asyncio.to_thread(self._read_expected)
+        self._reader = WeightStoreReader(folder)
+
+    def salt(self) -> dict[str, str]:
+        """Return the part of a prompt that keeps cached prefixes of different versions apart."""
+        # by swap, not by version: another trainer may begin to count anew
+        return {"cache_salt": f"swap-{self._swaps}"} if self._swaps else {}
+
+    async def stage(self, version: int) -> StageReport:
+        """Check a version while the engine serves; reading it also brings its pages into memory.
+
+        Raises:
+            WeightSyncError: the transport was not initialised, or the version is not what the engine expects.
+        """
+        if self._reader is None:
+            raise WeightSyncError("the weight transport is not initialised: call init_all_workers_group() first")
+        reader, started = self._reader, time.perf_counter()
+        manifest = reader.manifest(version)
+        check_tensors(manifest.tensors, self._expected)
+        await asyncio.to_thread(reader.verify, manifest)
+        return StageReport(seconds=time.perf_counter() - started, nbytes=manifest.nbytes, digest=manifest.digest)
+
+    async def swap(self, version: int, pause: PauseMode, clear_cache: bool) -> SwapReport:
+        """Replace the weights. Never raises for a failed update: the report says how far it came."""
+        started = time.perf_counter()
+        await self.engine.pause_generation(mode=pause, clear_cache=clear_cache)
+        paused = time.perf_counter()
+        (error,) = await asyncio.gather(self._load(version), return_exceptions=True)
+        loaded = time.perf_counter()
+        if error is None:
+            self.version = version
+            self._swaps += 1
+            await self.engine.resume_generation()
+            (error,) = await asyncio.gather(self._probe(), return_exceptions=True)
+        if isinstance(error, BaseException):
+            await self.engine.pause_generation(mode=pause, clear_cache=False)
+        return SwapReport(
+            pausing_seconds=paused - started,
+            loading_seconds=loaded - paused,
+            paused_seconds=time.perf_counter() - started,
+            error=None if error is None else f"{type(error).__name__}: {error}",
+        )
+
+    async def _load(self, version: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self.engine.start_weight_update()
+        await self.engine.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
+        await self.engine.finish_weight_update(str(version))
+
+    async def _probe(self) -> None:
+        """Ask the new weights for one token; a tensor that did not arrive shows as NaN."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._probes += 1
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        prompt = {"prompt_token_ids": [0], "cache_salt": f"probe-{self._probes}"}
+        final: Any = None
+        async for output in self.engine.generate(prompt, params, f"weight-probe-{self._probes}"):
+            final = output
+        (position,) = final.outputs[0].logprobs
+        if not all(math.isfinite(entry.logprob) for entry in position.values()):
+            raise WeightSyncError("the new weights give a log-prob that is not a number")

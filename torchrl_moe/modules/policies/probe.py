@@ -1,0 +1,75 @@
+"""Is replay helping? The same rollouts, scored with the recorded experts and with the live router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_moe.modules.policies.scoring import read_rows
+from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
+
+__all__ = ["Mismatch", "ReplayProbe", "probe_replay"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """|log-prob of the trainer - log-prob of the engine| over response tokens, and the k3 estimate of the KL."""
+
+    mean: float
+    p99: float
+    maximum: float
+    kl: float
+
+    @classmethod
+    def of(cls, trained: Tensor, sampled: Tensor) -> Mismatch:
+        """Compare two flat tensors of log-probs."""
+        gap = trained - sampled
+        size = gap.abs()
+        return cls(size.mean().item(), size.quantile(0.99).item(), size.max().item(), (gap.expm1() - gap).mean().item())
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayProbe:
+    """What replay changes on given rollouts. ``agreement``: share of rows where the live router chose the same set."""
+
+    replay: Mismatch
+    live: Mismatch
+    agreement: float
+    tokens: int
+
+    @property
+    def gain(self) -> float:
+        """How many times smaller the mean mismatch is with replay."""
+        return self.live.mean / max(self.replay.mean, 1e-12)
+
+
+@torch.no_grad()
+def probe_replay(actor: TransformersWrapper, td: TensorDictBase) -> ReplayProbe:
+    """Score rollouts with replay on and off; ``td`` is not changed.
+
+    Args:
+        actor: a scoring wrapper with ``replay="R3"``.
+        td: rollouts ``[B]`` with ``("log_probs", "full")`` and ``("routed_experts", "full")``.
+
+    Raises:
+        ValueError: the actor does not replay the engine's routes.
+    """
+    if actor.replay != "R3":
+        raise ValueError(f"probe_replay needs an actor with replay='R3', got {actor.replay!r}")
+    sampled = read_rows(td, (actor.log_probs_key, "full"), float("nan"))
+    if sampled is None:
+        raise ValueError(f"no {(actor.log_probs_key, 'full')!r} in the rollouts")
+    scratch = td.copy()
+    replayed, _, _ = actor.get_new_version(measure_agreement=True).score(scratch, entropy=False)
+    live, _, _ = actor.get_new_version(replay="none").score(td.copy(), entropy=False)
+    sampled = sampled.to(replayed.device)
+    known = sampled.isfinite()
+    return ReplayProbe(
+        replay=Mismatch.of(replayed[known], sampled[known]),
+        live=Mismatch.of(live[known], sampled[known]),
+        agreement=scratch.get(("routing", "agreement")).nanmean().item(),
+        tokens=int(known.sum()),
+    )

@@ -1,0 +1,105 @@
+"""The tensors of a scoring pass: token sequences laid out as a batch, run through a model, and read back.
+
+Sequences of unequal length are padded on the left, as TorchRL's losses read them, or packed into one row; both give
+the same log-probs. Nothing here knows which experts are used.
+
+Letters: B sequences, T tokens of the longest, N all tokens, V vocabulary, L decoder layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+__all__ = ["ScoringBatch", "pad_left", "read_batch", "read_rows", "token_scores"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringBatch:
+    """Tokens of a batch. ``ids`` int64 ``[B, T]``, ``mask`` bool ``[B, T]``; pads may stand on both sides."""
+
+    ids: Tensor
+    mask: Tensor
+
+    @property
+    def scored(self) -> Tensor:
+        """bool ``[B, T]``: tokens that have a token before them."""
+        before = torch.zeros_like(self.mask)
+        before[:, 1:] = self.mask[:, :-1]
+        return self.mask & before
+
+    def padded_inputs(self) -> dict[str, Tensor]:
+        """Return the model's inputs with padding."""
+        positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
+        return {"input_ids": self.ids, "attention_mask": self.mask.long(), "position_ids": positions}
+
+    def packed_inputs(self) -> dict[str, Tensor]:
+        """Return the model's inputs in one row ``[1, N]``; positions that start over separate the sequences."""
+        positions = (self.mask.cumsum(-1) - 1)[self.mask]
+        return {"input_ids": self.ids[self.mask][None], "position_ids": positions[None]}
+
+    def unpack(self, values: Tensor) -> Tensor:
+        """Return ``[1, N, ...]`` as ``[B, T, ...]``, zero on pads."""
+        out = values.new_zeros(*self.mask.shape, *values.shape[2:])
+        return out.masked_scatter(self.mask.view(*self.mask.shape, *[1] * (values.ndim - 2)).expand_as(out), values[0])
+
+
+def pad_left(rows: Sequence[Tensor], value: Any) -> Tensor:
+    """Stack ``[T, ...]`` rows to ``[B, T, ...]``, padded on the left."""
+    longest = max(len(row) for row in rows)
+    out = rows[0].new_full((len(rows), longest, *rows[0].shape[1:]), value)
+    for i, row in enumerate(rows):
+        out[i, longest - len(row) :] = row
+    return out
+
+
+def read_rows(td: TensorDictBase, key: Any, value: Any) -> Tensor | None:
+    """Read a per-token entry of a dense or a lazily stacked batch as ``[B, T, ...]``; ``None`` if there is none."""
+    rows = td.get(key, None, as_list=True)
+    if rows is None or any(row is None for row in rows):
+        return None
+    return pad_left(rows, value)
+
+
+def read_batch(td: TensorDictBase, tokens_key: Any, mask_key: Any) -> ScoringBatch:
+    """Read the tokens to score.
+
+    Raises:
+        KeyError: there are no tokens at ``tokens_key``.
+        ValueError: the attention mask has another shape.
+    """
+    rows = td.get(tokens_key, None, as_list=True)
+    if rows is None or any(row is None for row in rows):
+        raise KeyError(f"no {tokens_key!r} in the input, whose keys are {sorted(map(str, td.keys(True, True)))}")
+    mask = read_rows(td, mask_key, False)
+    ids = pad_left(rows, 0)
+    if mask is None:
+        mask = pad_left([torch.ones_like(row, dtype=torch.bool) for row in rows], False)
+    if mask.shape != ids.shape:
+        raise ValueError(f"{mask_key!r} has shape {list(mask.shape)}, {tokens_key!r} has {list(ids.shape)}")
+    return ScoringBatch(ids.long(), mask.bool())
+
+
+def token_scores(logits: Tensor, ids: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """Return log-probs and entropies of the distributions that tokens were drawn from.
+
+    Args:
+        logits: ``[B, T, V]``; row t is the model's output at token t, so it scores token t + 1.
+        ids: ``[B, T]``.
+        temperature: of sampling; the logits are divided by it.
+        entropy: whether to compute entropies.
+
+    Returns:
+        float32 ``[B, T]`` each, of token t given the tokens before it; 0 at t = 0.
+    """
+    log_probs = log_softmax(logits[:, :-1].float() / temperature, -1)
+    chosen = log_probs.gather(-1, ids[:, 1:, None])[..., 0]
+    first = chosen.new_zeros(len(ids), 1)
+    spread = -(log_probs.exp() * log_probs).sum(-1) if entropy else None
+    return torch.cat([first, chosen], 1), None if spread is None else torch.cat([first, spread], 1)

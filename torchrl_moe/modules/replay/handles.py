@@ -1,0 +1,138 @@
+"""What sits on a model's modules while it has a ``RouterReplay``: stand-ins for the forward of a few of them.
+
+A handle is an object in the module's own ``__dict__``, not a closure: a deep copy or a pickle of the model holds
+handles of its own modules, which do nothing until a ``RouterReplay`` is made for that model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_moe.modules.replay.binding import Binding, ReplayState
+from torchrl_moe.modules.replay.checkpointing import release_checkpoints
+from torchrl_moe.modules.replay.discovery import RouterSite
+from torchrl_moe.modules.replay.interception import TopK, TopKInterception
+
+__all__ = ["has_owner", "install", "restore_jitter", "silence_jitter", "uninstall"]
+
+
+class _Handle:
+    """Stands in for ``module.forward``."""
+
+    def __init__(self, module: nn.Module, state: ReplayState) -> None:
+        self.module = module
+        self.state = state
+        self.shadowed = module.__dict__.get("forward")  # somebody else's stand-in
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, looked up late: FSDP and parametrizations change its class."""
+        native = self.shadowed or type(self.module).forward.__get__(self.module)
+        return native(*args, **kwargs)
+
+
+class _RouterHandle(_Handle):
+    """On a router: runs its forward under the active binding."""
+
+    def __init__(self, module: nn.Module, state: ReplayState, site: RouterSite) -> None:
+        super().__init__(module, state)
+        self.site = site
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        binding, recompute = self.state.binding, self.state.recompute
+        if binding is None:
+            return self.forward(*args, **kwargs)
+        if binding.measure and not recompute:
+            binding.compare(self.site, self._own_choice(*args, **kwargs))
+        site = self.site
+
+        def choose(scores: Tensor, own: Any) -> Tensor:
+            return binding.choose(site, scores, own, recompute)
+
+        def groups(scores: Tensor, own: Any) -> Tensor:
+            return binding.groups(site, scores, own)
+
+        opening = None if binding.routes is None else groups
+        with TopKInterception(site.num_experts, site.top_k, site.rank, choose, opening):
+            return self.forward(*args, **kwargs)
+
+    def _own_choice(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the experts ``[N, K]`` that the router chooses by itself, in a run of its own: groups are its own."""
+        chosen: list[Tensor] = []
+
+        def choose(scores: Tensor, own: Any) -> Tensor:
+            result: TopK = own()
+            chosen.append(result.indices.reshape(len(scores), -1))
+            return chosen[-1]
+
+        site = self.site
+        with torch.no_grad(), TopKInterception(site.num_experts, site.top_k, site.rank, choose):
+            self.forward(*args, **kwargs)
+        return chosen[-1]
+
+
+class _LayerHandle(_Handle):
+    """On a decoder layer: routers see rows, this sees the batch's ``[B, T]``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        binding: Binding | None = self.state.binding
+        if binding is not None and binding.recording is not None:
+            hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+            binding.recording.shape = tuple(hidden.shape[:2])
+        return self.forward(*args, **kwargs)
+
+
+def _handles(model: nn.Module) -> Iterator[_Handle]:
+    """Outermost first where a module has two."""
+    for module in model.modules():
+        handle = module.__dict__.get("forward")
+        while isinstance(handle, _Handle):
+            yield handle
+            handle = handle.shadowed
+
+
+def has_owner(model: nn.Module) -> bool:
+    """Whether a ``RouterReplay`` owns handles on this model; a deep copy's handles have no owner."""
+    return any(handle.state.owned for handle in _handles(model))
+
+
+def install(model: nn.Module, sites: Sequence[RouterSite], state: ReplayState) -> None:
+    """Put a handle on every router, and on the first decoder layer that has one."""
+    modules = dict(model.named_modules())
+    for site in sites:
+        router = modules[site.name]
+        router.forward = _RouterHandle(router, state, site)
+    layer = modules[sites[0].layer_name]
+    layer.forward = _LayerHandle(layer, state)
+
+
+def uninstall(model: nn.Module) -> None:
+    """Take every handle off again."""
+    for handle in list(_handles(model)):
+        if handle.shadowed is None:
+            del handle.module.forward
+        else:
+            handle.module.forward = handle.shadowed
+    release_checkpoints(model)
+
+
+def silence_jitter(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
+    """Set router jitter to 0, since it moves the scores under the replay; return what to put back."""
+    found = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "jitter" in name and isinstance(value, float) and value > 0
+    ]
+    for module, name, _ in found:
+        setattr(module, name, 0.0)
+    return found
+
+
+def restore_jitter(silenced: Sequence[tuple[nn.Module, str, float]]) -> None:
+    """Put the routers' jitter back."""
+    for module, name, value in silenced:
+        setattr(module, name, value)

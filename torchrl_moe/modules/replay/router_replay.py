@@ -1,0 +1,196 @@
+"""``RouterReplay``: record the experts a stock transformers MoE chooses, or make it follow recorded ones.
+
+The face of one model; the interception itself is in ``interception``, what one forward does in ``binding``, what sits
+on the model in ``handles``, and how checkpointed layers keep their routes in ``checkpointing``.
+
+Letters: B sequences, T tokens, N = B * T rows, L decoder layers, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_moe._errors import ReplayError, RoutingError, UnsupportedRouterError
+from torchrl_moe.modules.replay import handles
+from torchrl_moe.modules.replay.binding import Binding, LayerReport, Recording, ReplayState, bind_routes
+from torchrl_moe.modules.replay.checkpointing import wrap_checkpoints
+from torchrl_moe.modules.replay.discovery import discover, dry_inputs, number_of_layers
+
+__all__ = ["Recording", "RouterReplay"]
+
+
+class RouterReplay:
+    """Records and replays the routers of one transformers model.
+
+    Construction runs a small forward pass three times: it finds the routers, and checks that each is hit exactly once
+    and that replaying the model's own choice gives the very same logits. Do it after peft has wrapped the model.
+    Router jitter is off from then on, until :meth:`remove`.
+
+    A deep copy or a pickle of the model alone comes without a ``RouterReplay``, and takes one of its own; copied
+    together with its ``RouterReplay``, the copies belong to each other.
+
+    Args:
+        model: a transformers MoE for causal language modelling.
+
+    Raises:
+        ReplayError: the model has a RouterReplay already.
+        UnsupportedRouterError: no router was found, or one cannot be replayed exactly.
+
+    >>> from torchrl_moe.testing import make_tiny_moe
+    >>> model = make_tiny_moe("qwen3_moe")
+    >>> replay = RouterReplay(model)
+    >>> ids = torch.arange(6)[None]
+    >>> with replay.record() as recording:
+    ...     before = model(ids).logits
+    >>> with replay.replay(recording.routed_experts):
+    ...     after = model(ids).logits
+    >>> torch.equal(before, after), recording.routed_experts.shape
+    (True, torch.Size([1, 6, 4, 4]))
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if handles.has_owner(model):
+            raise ReplayError("this model has a RouterReplay already: use it, or call its remove() first")
+        handles.uninstall(model)  # those of the model that this one is a copy of
+        self.model = model
+        self._state = ReplayState(owned=True)
+        self._last: dict[int, LayerReport] = {}
+        self._jitter = handles.silence_jitter(model)
+        try:
+            with _evaluating(model), torch.no_grad():
+                self.sites = discover(model)
+                self.num_layers = number_of_layers(model)
+                handles.install(model, self.sites, self._state)
+                self._self_test()
+        except BaseException:
+            self.remove()
+            raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._state.owned = True
+
+    # -- what was found ---------------------------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Decoder layers that have a router, as global indices."""
+        return tuple(site.layer for site in self.sites)
+
+    @property
+    def top_k(self) -> int:
+        """K, the greatest of all layers."""
+        return max(site.top_k for site in self.sites)
+
+    @property
+    def num_experts(self) -> int:
+        """E, the greatest of all layers."""
+        return max(site.num_experts for site in self.sites)
+
+    def __repr__(self) -> str:
+        return (
+            f"RouterReplay({type(self.model).__name__}, routers in layers {list(self.layers)} of {self.num_layers}, "
+            f"num_experts={self.num_experts}, top_k={self.top_k})"
+        )
+
+    # -- contexts ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Record one forward pass; the routers choose for themselves.
+
+        Raises:
+            ReplayError: not exactly one forward pass ran, or a context of this model is open already.
+        """
+        recording = Recording(self.num_layers, self.top_k)
+        with self._opened(Binding(layers=self.layers, recording=recording)):
+            yield recording
+
+    @contextmanager
+    def replay(self, routes: Any, attention_mask: Tensor | None = None, measure: bool = False) -> Iterator[None]:
+        """Make one forward pass follow recorded experts. ``backward()`` may come after the context has closed.
+
+        Args:
+            routes: int ``[B, T, L, K]``, laid out as the batch (or a ``RoutedExperts`` of that shape). A row of -1 runs
+                on the live router; every row given is used, the last included.
+            attention_mask: ``[B, T]``; pads run on the live router whatever their rows hold.
+            measure: also run each router on its own, for :meth:`report`'s agreement.
+
+        Raises:
+            RouteShapeError: routes or mask of another shape.
+            RouteValueError: an id out of range, twice in a row, on a layer without a router, or a row that is partly
+                -1; or routes that are no signed integers.
+            ReplayError: the rows are not those of the batch, not exactly one forward pass ran, or a context of this
+                model is open already.
+        """
+        with self._opened(bind_routes(routes, self.sites, self.num_layers, attention_mask, measure)):
+            yield
+
+    @contextmanager
+    def _opened(self, binding: Binding) -> Iterator[None]:
+        with self._state.opened(binding):
+            wrap_checkpoints(self.model, self._state)
+            yield
+        binding.check_used()
+        self._last = binding.report()
+
+    # -- what happened ----------------------------------------------------------------------------------------------
+
+    def report(self) -> dict[int, dict[str, Any]]:
+        """Return what the last context's forward did, by layer.
+
+        Returns:
+            ``replayed`` and ``live``: numbers of rows; ``agreement``: the share of replayed rows for which the router
+            by itself chooses the same set, ``None`` unless measured.
+        """
+        return {layer: done.to_dict() for layer, done in self._last.items()}
+
+    def remove(self) -> None:
+        """Take every handle off the model again; harmless if done before.
+
+        Raises:
+            ReplayError: a context is open.
+        """
+        if self._state.active is not None:
+            raise ReplayError("a context of this model is open: close it before remove()")
+        if not self._state.owned:
+            return
+        self._state.owned = False
+        handles.uninstall(self.model)
+        handles.restore_jitter(self._jitter)
+
+    # -- construction -----------------------------------------------------------------------------------------------
+
+    def _self_test(self) -> None:
+        inputs = dry_inputs(self.model)
+        try:
+            with self.record() as recording:
+                native = self.model(**inputs)[0]
+            with self.replay(recording.routed_experts):
+                replayed = self.model(**inputs)[0]
+        except RoutingError as error:
+            raise UnsupportedRouterError(f"{type(self.model).__name__} failed the self-test: {error}") from error
+        if not torch.equal(native, replayed):
+            worst = (native - replayed).abs().max().item()
+            raise UnsupportedRouterError(
+                f"{type(self.model).__name__} failed the self-test: replaying its own routes changes its output by up "
+                f"to {worst:.1e}. Its routing is more than the choice that topk makes."
+            )
+        self._last = {}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Run with every module in eval mode, and put back what each was in."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode

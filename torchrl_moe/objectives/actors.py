@@ -1,0 +1,81 @@
+"""How a loss asks an actor for log-probs: by ``score``, or by the ``get_dist`` of TorchRL's wrappers.
+
+The contract is the protocol below; no actor is imported. Letters: B sequences, T tokens of the longest, L decoder
+layers, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from torchrl_moe import _checks
+
+__all__ = ["ScoringActor", "TokenScores", "score_tokens"]
+
+
+class ScoringActor(Protocol):
+    """What a loss calls."""
+
+    def score(
+        self, td: TensorDictBase, router_logits: bool = False, entropy: bool = True
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Score the tokens of ``td`` (batch size ``[B]``, ragged or dense).
+
+        Sequences shorter than the longest stand at the right end of their row: padded on the left, as
+        ``td.get(("tokens", "full"), as_padded_tensor=True, padding_side="left")``; a dense batch keeps its own pads.
+
+        Returns:
+            ``[B, T]`` log-probs of token t given those before it, 0 at first tokens and pads; ``[B, T]`` entropies of
+            the distributions that token t was drawn from, or ``None`` without ``entropy``; ``[B, T, L, E]`` router
+            logits, or ``None`` without ``router_logits``. The actor may write to ``td`` (route agreement, say).
+        """
+        ...
+
+
+class TokenScores(NamedTuple):
+    """What a loss reads of an actor: ``[B, T]`` each."""
+
+    log_probs: Tensor
+    entropy: Tensor | None
+
+
+def score_tokens(
+    actor: Any, tensordict: TensorDictBase, tokens: Tensor, attention_mask_key: NestedKey, entropy: bool
+) -> TokenScores:
+    """Return the actor's log-probs of ``tokens``, with a gradient, and their entropies if ``entropy``.
+
+    Args:
+        actor: a :class:`ScoringActor`, or a TorchRL ``LLMWrapperBase`` with ``generate=False``.
+        tensordict: the batch, batch size ``[B]``.
+        tokens: ``[B, T]``, padded on the left.
+        attention_mask_key: the mask under which a TorchRL wrapper scores.
+        entropy: whether entropies are wanted.
+
+    Raises:
+        ValueError: the actor's tensors are not ``[B, T]``, or it returned no entropy although it was asked for.
+    """
+    if hasattr(actor, "score"):
+        # An actor that always computes entropies need not know the argument.
+        log_probs, spread, _ = actor.score(tensordict) if entropy else actor.score(tensordict, entropy=False)
+    else:
+        # The side is explicit: TorchRL's wrappers differ in their default.
+        dist = actor.get_dist(tensordict.copy(), mask_key=attention_mask_key, padding_side="left")
+        _checks.check_shape("logits of the actor", dist.logits.shape, (*tokens.shape, "V"), hint=_ALIGNED)
+        log_probs = dist.log_prob(tokens.to(dist.logits.device))
+        spread = dist.entropy() if entropy else None
+    _checks.check_same_shape({"log-probs of the actor": log_probs, "tokens": tokens}, hint=_ALIGNED)
+    if not entropy:
+        return TokenScores(log_probs, None)
+    if spread is None:
+        raise ValueError(
+            "entropy_bonus=True needs entropies, and the actor's score() returned None for them: let it compute them, "
+            "or pass entropy_bonus=False."
+        )
+    _checks.check_same_shape({"entropies of the actor": spread, "tokens": tokens}, hint=_ALIGNED)
+    return TokenScores(log_probs, spread)
+
+
+_ALIGNED = "An actor scores each token of the input, padded on the left to the longest sequence."

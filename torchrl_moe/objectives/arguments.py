@@ -1,0 +1,46 @@
+"""What the arguments of a loss may be. Checked when a loss is built, so that no step is paid for before an error."""
+
+from __future__ import annotations
+
+__all__ = ["check_choice", "check_coefficients", "check_fixed_length", "clip_range"]
+
+
+def check_choice(name: str, got: object, allowed: tuple[object, ...]) -> None:
+    """Raise ValueError unless ``got`` is one of ``allowed``."""
+    if got not in allowed:
+        raise ValueError(f"{name} must be one of {list(allowed)}, got {got!r}.")
+
+
+def check_coefficients(threshold: float | None, to_ref: float | None, to_inference: float | None) -> None:
+    """Raise ValueError unless the threshold is positive and the coefficients are not negative; ``None`` passes."""
+    if threshold is not None and not threshold > 0:
+        raise ValueError(f"kl_mask_threshold must be positive, got {threshold}: None switches it off.")
+    for name, coeff in {"kl_to_ref_coeff": to_ref, "kl_to_inference_coeff": to_inference}.items():
+        if coeff is not None and not coeff >= 0:
+            raise ValueError(f"{name} must not be negative, got {coeff}: None switches it off.")
+
+
+def check_fixed_length(aggregation: str, fixed_length: int | None) -> None:
+    """Raise ValueError unless the length is there exactly if the aggregation uses it."""
+    if (aggregation == "fixed_length") != (fixed_length is not None):
+        raise ValueError(
+            f"fixed_length and aggregation='fixed_length' go together, got fixed_length={fixed_length} and "
+            f"aggregation={aggregation!r}: give the most tokens that a response may have."
+        )
+    if fixed_length is not None and fixed_length < 1:
+        raise ValueError(f"fixed_length must be at least 1, got {fixed_length}.")
+
+
+def clip_range(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
+    """Return ``(low, high)`` of a number or a pair.
+
+    >>> clip_range(0.2), clip_range((0.2, 0.28))
+    ((0.2, 0.2), (0.2, 0.28))
+    """
+    pair = tuple(clip_epsilon) if isinstance(clip_epsilon, tuple | list) else (clip_epsilon, clip_epsilon)
+    if len(pair) != 2 or not (0 <= pair[0] < 1 and pair[1] >= 0):
+        raise ValueError(
+            f"clip_epsilon must be a number in [0, 1), or (low, high) with low in [0, 1) and high >= 0, got "
+            f"{clip_epsilon}."
+        )
+    return float(pair[0]), float(pair[1])

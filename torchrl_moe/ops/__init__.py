@@ -1,0 +1,30 @@
+"""Numerical building blocks of the losses: means with a named denominator, divergences. Torch only.
+
+Nothing here knows a policy, a tensordict or an objective.
+"""
+
+from typing import TYPE_CHECKING
+
+from torchrl_moe._lazy import attach
+
+if TYPE_CHECKING:
+    from torchrl_moe.ops.divergence import LOG_RATIO_LIMIT as LOG_RATIO_LIMIT
+    from torchrl_moe.ops.divergence import bounded_log_ratio as bounded_log_ratio
+    from torchrl_moe.ops.divergence import extreme_fraction as extreme_fraction
+    from torchrl_moe.ops.divergence import k1 as k1
+    from torchrl_moe.ops.divergence import k2 as k2
+    from torchrl_moe.ops.divergence import k3 as k3
+    from torchrl_moe.ops.masked import masked_mean as masked_mean
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "LOG_RATIO_LIMIT": ".divergence",
+            "bounded_log_ratio": ".divergence",
+            "extreme_fraction": ".divergence",
+            "k1": ".divergence",
+            "k2": ".divergence",
+            "k3": ".divergence",
+            "masked_mean": ".masked",
+        },
+    )

@@ -1,0 +1,81 @@
+"""How far two policies are apart, from the log-probs that both give to the same sampled tokens.
+
+Estimators per token; the mean over tokens is :func:`torchrl_moe.ops.masked.masked_mean`. With tokens sampled from p,
+``E[k1] = E[k3] = KL(p || q)`` (J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from torchrl_moe import _checks
+from torchrl_moe.ops.masked import masked_mean
+
+__all__ = ["LOG_RATIO_LIMIT", "bounded_log_ratio", "extreme_fraction", "k1", "k2", "k3"]
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are cut to this range: beyond it, ``exp`` is of no use to a loss, and soon infinite."""
+
+
+def bounded_log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return ``log p - log q``, cut to ``±LOG_RATIO_LIMIT``, in float32 at least.
+
+    Where it is cut its gradient is 0. NaN stays NaN.
+
+    >>> bounded_log_ratio(torch.tensor([-1.0, -50.0]), torch.tensor([-1.5, -0.1]))
+    tensor([  0.5000, -20.0000])
+    """
+    _checks.check_same_shape({"log_p": log_p, "log_q": log_q})
+    _checks.check_floating("log_p", log_p)
+    _checks.check_floating("log_q", log_q)
+    dtype = torch.promote_types(torch.promote_types(log_p.dtype, log_q.dtype), torch.float32)
+    return (log_p.to(dtype) - log_q.to(dtype)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def k1(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return ``log p - log q``: unbiased, of high variance, of either sign.
+
+    >>> k1(torch.tensor([-1.0]), torch.tensor([-1.5]))
+    tensor([0.5000])
+    """
+    return bounded_log_ratio(log_p, log_q)
+
+
+def k2(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return ``(log p - log q)^2 / 2``: biased, of low variance, never negative.
+
+    >>> k2(torch.tensor([-1.0]), torch.tensor([-1.5]))
+    tensor([0.1250])
+    """
+    return 0.5 * bounded_log_ratio(log_p, log_q).square()
+
+
+def k3(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return ``q/p - 1 - log(q/p)``: unbiased, of low variance, never negative.
+
+    >>> k3(torch.tensor([-1.0]), torch.tensor([-1.5]))
+    tensor([0.1065])
+    """
+    log_ratio = bounded_log_ratio(log_q, log_p)
+    return log_ratio.expm1() - log_ratio
+
+
+def extreme_fraction(log_ratio: Tensor, mask: Tensor, tau: float = 2.0) -> Tensor:
+    """Return F(tau): the share of tokens with ``max(p/q, q/p) > tau`` (arXiv 2510.11370).
+
+    Args:
+        log_ratio: ``log p - log q``, any shape.
+        mask: bool, same shape: the tokens that count.
+        tau: greater than 1.
+
+    >>> extreme_fraction(torch.tensor([0.1, -1.0, 3.0]), torch.tensor([True, True, False]))
+    tensor(0.5000)
+    """
+    if not tau > 1:
+        raise ValueError(f"tau must be greater than 1, got {tau}: it bounds a ratio that is 1 where policies agree.")
+    _checks.check_same_shape({"log_ratio": log_ratio, "mask": mask})
+    _checks.check_floating("log_ratio", log_ratio)
+    return masked_mean((log_ratio.abs() > math.log(tau)).float(), mask, mask.sum())

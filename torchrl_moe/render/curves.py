@@ -1,0 +1,51 @@
+"""The curves of a training run in one figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["training_figure"]
+
+PHASES = ("generate", "score", "train", "sync")
+
+
+def _series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    """Return steps and values of one column, empty cells left out."""
+    points = [(row["step"], float(row[name])) for row in rows if row.get(name, "") not in ("", None)]
+    return [float(step) for step, _ in points], [value for _, value in points]
+
+
+def training_figure(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
+    """Draw reward, mismatch, length and seconds per phase.
+
+    Args:
+        rows: one per step, with the columns of ``metrics.csv``: ``step``, ``reward``, ``held_out_reward``,
+            ``dlogp_mean``, ``dlogp_max``, ``length`` and ``seconds_*``.
+        title: of the figure.
+
+    Returns:
+        A matplotlib figure.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    (reward, mismatch), (length, seconds) = figure.subplots(2, 2)
+    reward.plot(*_series(rows, "reward"), label="rollouts")
+    reward.plot(*_series(rows, "held_out_reward"), "o--", label="held-out problems, greedy")
+    reward.set(title="reward", ylim=(-0.02, 1.02))
+    mismatch.plot(*_series(rows, "dlogp_mean"), label="mean")
+    mismatch.plot(*_series(rows, "dlogp_max"), label="max")
+    mismatch.set(title="|log-prob, trainer - engine|", yscale="log")
+    length.plot(*_series(rows, "length"))
+    length.set(title="answer length, tokens")
+    columns = [_series(rows, f"seconds_{phase}") for phase in PHASES]
+    seconds.stackplot(columns[0][0], *(values for _, values in columns), labels=PHASES)
+    seconds.set(title="seconds per step")
+    for axes in (reward, mismatch, length, seconds):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+    for axes in (reward, mismatch, seconds):
+        axes.legend(frameon=False)
+    figure.suptitle(title)
+    return figure

@@ -1,0 +1,89 @@
+"""The run folder: metrics, events, checkpoints, figure. Whatever was written survives a kill."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchrl.record.loggers import TensorboardLogger
+
+COLUMNS = (
+    "step", "reward", "held_out_reward", "loss", "kl", "dlogp_mean", "dlogp_max", "agreement", "entropy",
+    "clip_fraction", "ess", "length", "tokens_per_second", "version", "seconds_generate", "seconds_score",
+    "seconds_train", "seconds_sync",
+)  # fmt: skip
+PACKAGES = ("torch", "torchrl", "tensordict", "transformers", "torchrl_moe")
+Row = dict[str, Any]
+
+
+class RunFolder:
+    """One run's files.
+
+    Args:
+        settings: of the run; written beside the results.
+    """
+
+    def __init__(self, settings: DictConfig) -> None:
+        self.path = Path(settings.out)
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "config.yaml").write_text(OmegaConf.to_yaml(settings))
+        (self.path / "versions.json").write_text(json.dumps({name: version(name) for name in PACKAGES}, indent=1))
+        self.logger = TensorboardLogger(exp_name="events", log_dir=str(self.path))
+        self.rows: list[Row] = []
+        self._metrics = self.path / "metrics.csv"
+        self._checkpoint = self.path / "checkpoint.pt"
+        if not settings.resume:
+            self._rewrite()
+
+    def add(self, row: Row) -> None:
+        """Append one step to ``metrics.csv`` and to the events."""
+        self.rows.append(row)
+        with self._metrics.open("a", newline="") as stream:
+            csv.DictWriter(stream, COLUMNS).writerow(row)
+        for name, value in row.items():
+            if isinstance(value, int | float) and name != "step":
+                self.logger.log_scalar(name, float(value), step=row["step"])
+
+    def _rewrite(self) -> None:
+        draft = self._metrics.with_suffix(".tmp")
+        with draft.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, COLUMNS)
+            writer.writeheader()
+            writer.writerows(self.rows)
+        os.replace(draft, self._metrics)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Write a checkpoint in one rename; the RNGs are added."""
+        draft = self._checkpoint.with_suffix(".tmp")
+        rng = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+        torch.save({**state, "rng": rng}, draft)
+        os.replace(draft, self._checkpoint)
+
+    def load(self) -> dict[str, Any]:
+        """Read the checkpoint, set the RNGs, and drop the metrics of steps after it, which will be made again."""
+        state: dict[str, Any] = torch.load(self._checkpoint, weights_only=False)
+        torch.set_rng_state(state["rng"]["torch"])
+        random.setstate(state["rng"]["python"])
+        np.random.set_state(state["rng"]["numpy"])
+        with self._metrics.open(newline="") as stream:
+            rows = [{name: _number(text) for name, text in row.items()} for row in csv.DictReader(stream)]
+        self.rows = [row for row in rows if row["step"] < state["step"]]
+        self._rewrite()
+        return state
+
+
+def _number(text: str) -> Any:
+    if text == "":
+        return ""
+    value = float(text)
+    return int(value) if value.is_integer() and "." not in text else value

@@ -1,0 +1,340 @@
+"""GRPO on a tiny MoE with real vLLM rollouts and Rollout Routing Replay, on a CPU.
+
+A supervised warm-up, then steps of: roll out with the engine, score the rollouts, one optimizer step on the recorded
+experts, weights back to the engine. ``config/train.yaml`` lists every knob; change one as ``key=value``.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from records import Row, RunFolder
+from rich.console import Console
+from rich.table import Table
+from settings import CONFIG, InputError, load_settings
+from tensordict import TensorDict, TensorDictBase, set_list_to_stack
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data.llm import History
+from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
+from torchrl.modules.llm.policies import ChatHistory
+from torchrl.objectives.llm import MCAdvantage
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from warmup import warm_up
+
+from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, UnsupportedRouterError, probe_replay, vLLMWrapper
+from torchrl_moe.objectives import GRPOLoss
+from torchrl_moe.render.curves import training_figure
+from torchrl_moe.testing import make_tiny_moe
+from torchrl_moe.testing.arithmetic import ArithmeticTask, CharacterTokenizer, share_correct
+from torchrl_moe.weight_update import VLLMWeightSyncScheme
+
+console = Console(highlight=False)
+
+
+class Clock:
+    """Seconds of each phase of a step."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("generate", "score", "train", "sync"), 0.0)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - started
+
+
+class Run:
+    """One training run: its task, its model, its engine, its records.
+
+    Args:
+        settings: see ``config/train.yaml``.
+        engine: one that serves a model of the same shape; default: the run starts its own, and ends it.
+    """
+
+    def __init__(self, settings: DictConfig, engine: AsyncVLLM | None = None) -> None:
+        self.settings = settings
+        self._owns_engine = engine is None
+        torch.manual_seed(settings.seed)
+        self.folder = RunFolder(settings)
+        self.state = self.folder.load() if settings.resume else None
+        self.first_step = self.state["step"] if self.state else 0
+        self.task = ArithmeticTask(digits=settings.task.digits, held_out=settings.task.held_out, seed=settings.seed)
+        self.model, self.tokenizer = self._make_model()
+        temperature = settings.rollout.temperature
+        self.actor = TransformersWrapper(
+            self.model, tokenizer=self.tokenizer, replay=settings.replay, temperature=temperature
+        )
+        self.loss = GRPOLoss(self.actor, clip_epsilon=tuple(settings.train.clip), entropy_bonus=True, entropy_coeff=0.0)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.train.lr)
+        if self.state:
+            self.optimizer.load_state_dict(self.state["optimizer"])
+        self.engine = self._start_engine() if engine is None else engine
+        try:
+            self.sender = self._make_sender()
+        except BaseException:
+            self._end_engine()
+            raise
+        self.buffer = ReplayBuffer(
+            storage=LazyStackStorage(settings.rollout.answers),
+            sampler=SamplerWithoutReplacement(),
+            batch_size=settings.rollout.answers,
+            transform=MCAdvantage(grpo_size=settings.rollout.group_size),
+        )
+        if self.state and self.state["buffer"] is not None:
+            self.buffer.extend(self.state["buffer"])
+        self.policy, self.collector = self._make_collector()
+
+    # -- set-up -----------------------------------------------------------------------------------------------------
+
+    def _make_model(self) -> tuple[Any, Any]:
+        settings = self.settings
+        if settings.model.path is not None:
+            tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
+            model = AutoModelForCausalLM.from_pretrained(settings.model.path, dtype=torch.float32)
+        else:
+            tokenizer = CharacterTokenizer()
+            sizes = {key: value for key, value in settings.model.items() if key != "path"}
+            model = make_tiny_moe(
+                "qwen3_moe",
+                seed=settings.seed,
+                vocab_size=len(tokenizer),
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                bos_token_id=None,
+                mlp_only_layers=[],
+                **sizes,
+            )
+        if self.state:
+            model.load_state_dict(self.state["model"])
+        elif settings.model.path is None:
+            probability = warm_up(model, self.task.train, tokenizer, settings.warmup, settings.seed)
+            console.print(f"warm-up done: exact answers have probability {probability:.2f}")
+        return model, tokenizer
+
+    def _start_engine(self) -> AsyncVLLM:
+        settings = self.settings
+        start = self.folder.path / "engine-start"
+        self.model.save_pretrained(start)
+        self.tokenizer.save_pretrained(start)
+        console.print(f"starting {settings.engine.num_replicas} vLLM replica(s)")
+        arguments = {key: value for key, value in settings.engine.items() if key != "num_replicas"}
+        return AsyncVLLM.from_pretrained(start, settings.engine.num_replicas, enforce_eager=True, **arguments)
+
+    def _end_engine(self) -> None:
+        if self._owns_engine:
+            self.engine.shutdown()
+            shutil.rmtree(self.folder.path / "engine-start", ignore_errors=True)
+
+    def _make_sender(self) -> Any:
+        sender = VLLMWeightSyncScheme(transport="memmap").create_sender()
+        sender.register_model(self.actor)
+        sender.init_all_workers_group(None, vllm_engine=self.engine)
+        if self.state or not self._owns_engine:
+            # an engine of our own has these weights already; this gives them the number they had
+            sender.version = (self.state["version"] if self.state else 0) - 1
+            sender.update_weights()
+        return sender
+
+    def _make_collector(self) -> tuple[vLLMWrapper, LLMCollector]:
+        settings = self.settings.rollout
+        policy = vLLMWrapper(
+            self.engine,
+            tokenizer=self.tokenizer,
+            generate_kwargs={"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature},
+        )
+        prompts = settings.answers // settings.group_size
+        env = self.task.env(prompts, settings.group_size, self.tokenizer, start=self.first_step * prompts)
+        collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=settings.answers, replay_buffer=self.buffer)
+        return policy, collector
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Run all steps that are left."""
+        rollouts = iter(self.collector)
+        steps = range(self.first_step, self.settings.train.steps)
+        with tqdm(steps, desc="GRPO", unit="step", initial=self.first_step, total=self.settings.train.steps) as bar:
+            for step in bar:
+                row = self.step(step, rollouts)
+                self.folder.add(row)
+                bar.set_postfix_str(
+                    f"reward {row['reward']:.2f}, loss {row['loss']:.3f}, kl {row['kl']:.1e}, "
+                    f"{row['tokens_per_second']:.0f} tok/s, version {row['version']}"
+                )
+                if (step + 1) % self.settings.train.checkpoint_every == 0:
+                    self.checkpoint(step + 1)
+
+    def step(self, step: int, rollouts: Iterator[Any]) -> Row:
+        """Roll out, score, train, sync; return the step's row of metrics."""
+        clock = Clock()
+        with clock("generate"):
+            self.buffer.empty()
+            next(rollouts)
+            batch = spoil(self.buffer.sample(), self.settings.control)
+        with clock("score"):
+            mismatch = self.mismatch(batch)
+        with clock("train"):
+            losses, norm = self.update(batch)
+        version = self.sender.version
+        with clock("sync"):
+            if self.settings.control != "no_sync":
+                version = self.sender.update_weights().version
+        held_out = self.evaluate() if (step + 1) % self.settings.eval.every == 0 or step == 0 else ""
+        lengths = [len(sample["tokens", "response"]) for sample in batch.unbind(0)]
+        del norm
+        return {
+            "step": step,
+            "reward": batch["next", "reward"].mean().item(),
+            "held_out_reward": held_out,
+            "loss": losses.loss_objective.item(),
+            **mismatch,
+            "entropy": losses.entropy.item(),
+            "clip_fraction": losses.clip_fraction.item(),
+            "ess": losses.ESS.item(),
+            "length": sum(lengths) / len(lengths),
+            "tokens_per_second": sum(lengths) / clock.seconds["generate"],
+            "version": version,
+            **{f"seconds_{phase}": seconds for phase, seconds in clock.seconds.items()},
+        }
+
+    @torch.no_grad()
+    def mismatch(self, batch: TensorDictBase) -> Row:
+        """Compare the trainer's log-probs with the engine's, before the update; under R2 this records the routes."""
+        log_probs, _, _ = self.actor.score(batch, entropy=False)
+        sampled = batch.get(("log_probs", "full"), as_padded_tensor=True, padding_side="left", padding_value=torch.nan)
+        known = sampled.isfinite()
+        gap = (log_probs - sampled)[known]
+        agreement = batch.get(("routing", "agreement"), None)
+        return {
+            "kl": (gap.expm1() - gap).mean().item(),
+            "dlogp_mean": gap.abs().mean().item(),
+            "dlogp_max": gap.abs().max().item(),
+            "agreement": "" if agreement is None or agreement.isnan().all() else agreement.nanmean().item(),
+        }
+
+    def update(self, batch: TensorDictBase) -> tuple[Any, float]:
+        """Make one optimizer step on a batch."""
+        losses = self.loss(batch)
+        self.optimizer.zero_grad()
+        losses.loss_objective.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.train.max_grad_norm)
+        self.optimizer.step()
+        return losses, norm.item()
+
+    def evaluate(self) -> float:
+        """Return the share of held-out problems that greedy decoding gets right; nothing of it is kept."""
+        chats, answers = self.task.chats("test")
+        greedy = self.policy.get_new_version(
+            generate_kwargs={"max_new_tokens": self.settings.rollout.max_new_tokens, "temperature": 0.0},
+            return_routed_experts=False,
+            inplace=False,
+        )
+        rollout = greedy(TensorDict(history=ChatHistory(prompt=History.from_chats(chats)), batch_size=[len(chats)]))
+        return share_correct(answers, rollout)
+
+    def checkpoint(self, step: int) -> None:
+        """Save everything that a later start needs to go on from ``step``."""
+        self.folder.save(
+            {
+                "step": step,
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "version": self.sender.version,
+                "buffer": self.buffer[:] if len(self.buffer) else None,
+            }
+        )
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Export the model, draw the figure, print the summary."""
+        self.checkpoint(self.settings.train.steps)
+        self.model.save_pretrained(self.folder.path / "model")
+        self.tokenizer.save_pretrained(self.folder.path / "model")
+        training_figure(self.folder.rows, f"GRPO, replay={self.settings.replay}").savefig(self.folder.path / "run.png")
+        console.print(self.summary())
+        console.print(f"metrics, events, figure and the trained model are in {self.folder.path}")
+
+    def summary(self) -> Table:
+        """Return what was reached, and whether replay helps."""
+        rows = self.folder.rows
+        table = Table(title="summary")
+        table.add_column("what")
+        table.add_column("value", justify="right")
+        first, last = (sum(row["reward"] for row in part) / len(part) for part in (rows[:5], rows[-5:]))
+        table.add_row("mean rollout reward, first and last five steps", f"{first:.2f} -> {last:.2f}")
+        table.add_row("held-out problems, greedy", f"{self.evaluate():.2f}")
+        for phase in ("generate", "score", "train", "sync"):
+            mean = sum(row[f"seconds_{phase}"] for row in rows) / len(rows)
+            table.add_row(f"seconds per step, {phase}", f"{mean:.3f}")
+        if self.settings.replay == "R3" and len(self.buffer):
+            self._add_probe(table)
+        return table
+
+    def _add_probe(self, table: Table) -> None:
+        self.buffer.empty()
+        next(iter(self.collector))
+        probe = probe_replay(self.actor, self.buffer.sample())
+        table.add_section()
+        table.add_row("is R3 helping? mean |dlogp| with the engine's experts", f"{probe.replay.mean:.1e}")
+        table.add_row("... with the live router", f"{probe.live.mean:.1e}")
+        table.add_row("... rows where the live router agrees", f"{probe.agreement:.1%}")
+
+    def shutdown(self) -> None:
+        """End the engine and remove what only the run needed."""
+        self.collector.shutdown()
+        self.sender.shutdown()
+        self._end_engine()
+
+
+def spoil(batch: TensorDictBase, control: str) -> TensorDictBase:
+    """Put a fault into a batch on purpose: a negative control, for tests of the checks."""
+    if control == "shuffle_advantages":
+        batch.set("advantage", batch.get("advantage")[torch.randperm(len(batch))])
+    if control not in ("shift_routes", "wrong_ids"):
+        return batch
+    for sample in batch.unbind(0):
+        routes = sample["routed_experts", "full"]
+        if control == "shift_routes":
+            wrong = torch.cat([routes[-1:], routes[:-1]])
+        else:
+            count = int(routes.max()) + 1
+            wrong = torch.where(routes < 0, routes, (routes + 1) % count)
+        sample.set(("routed_experts", "full"), wrong)
+    return batch
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the command line and run; bad input is one clear line and exit code 2."""
+    overrides = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(overrides):
+        print(__doc__, (CONFIG / "train.yaml").read_text(), sep="\n")
+        return 0
+    set_list_to_stack(True).set()
+    torch.set_num_threads(1)
+    try:
+        settings = load_settings(overrides)
+        run = Run(settings)
+    except (InputError, UnsupportedRouterError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    try:
+        run.train()
+        run.finish()
+    finally:
+        run.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
