@@ -70,7 +70,7 @@ format: venv ## fix what ruff can fix, and format
 	$(VENV) -m ruff format
 
 train: venv ## train a tiny MoE with GRPO on real vLLM rollouts
-	@$(VENV) tutorials/grpo/rollout.py $(ARGS)
+	@$(VENV) tutorials/grpo/train.py $(ARGS)
 
 bench: venv ## run every benchmark and write one table
 	@$(VENV) -m benchmarks $(ARGS)

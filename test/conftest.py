@@ -9,7 +9,6 @@ import pytest
 
 if TYPE_CHECKING:
     from engines import EngineShelf, EngineSpec
-
     from torchrl_moe.modules import AsyncVLLM
 
 

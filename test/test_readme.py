@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from engines import EngineShelf
 
 ROOT = Path(__file__).parents[1]

@@ -10,6 +10,8 @@ import contextlib
 from typing import Any
 
 __all__ = [
+    "delivered_tokens",
+    "forget_half_loads",
     "plain_tokenizer",
     "register_weight_engine",
     "restore_moe_kernels",
@@ -49,7 +51,7 @@ def plain_tokenizer(tokenizer: Any) -> Any:
     for kind in type(tokenizer).__mro__:
         if kind.__module__.startswith("vllm.") or kind.__module__ in not_a_tokenizer:
             continue
-        plain = object.__new__(kind)
+        plain: Any = object.__new__(kind)
         plain.__dict__.update(vars(tokenizer))
         return plain
     return tokenizer
@@ -90,3 +92,30 @@ def restore_moe_kernels(taken: list[tuple[Any, Any]]) -> None:
     for method, kernel in taken:
         if method.moe_kernel is None:
             method.moe_kernel = kernel
+
+
+def forget_half_loads(model: Any) -> None:
+    """Drop what an update that failed midway left waiting in vLLM's layerwise reload.
+
+    Starting anew skips layers that are taken apart already, and would count those tensors twice: the layer would be put
+    together before its last tensors arrive.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.load_numel = 0
+            info.loaded_weights.clear()
+
+
+def delivered_tokens(engine: Any) -> dict[str, dict[int, int]]:
+    """Return, for each request that an ``AsyncLLM`` runs, answer -> tokens that its output processor has (0.30, 0.31).
+
+    With ``FINAL_ONLY`` there is no other way to know; vLLM >= 0.32 gives a version with each token.
+    """
+    counts: dict[str, dict[int, int]] = {}
+    for state in engine.output_processor.request_states.values():
+        if state.detokenizer is not None:
+            counts.setdefault(state.external_req_id, {})[state.request_index] = state.detokenizer.num_output_tokens()
+    return counts

@@ -17,6 +17,8 @@ from torchrl_moe.modules.backends.replica import Completion, Replica, Request
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
 
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+
 PROMPT = [10, 11, 12]
 
 

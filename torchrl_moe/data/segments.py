@@ -23,7 +23,7 @@ def shared_prefix(earlier_ids: Tensor, later_ids: Tensor) -> int:
     0
     """
     length = len(earlier_ids)
-    return length if length <= len(later_ids) and torch.equal(earlier_ids, later_ids[:length]) else 0
+    return length if torch.equal(earlier_ids, later_ids[:length]) else 0
 
 
 def first_writer_wins(earlier: Tensor, later: Tensor) -> Tensor:

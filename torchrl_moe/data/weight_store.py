@@ -2,14 +2,15 @@
 
 A trainer writes version v into slot v % 2, a file that stays allocated and mapped (new files cost page allocation),
 then publishes a manifest by renaming it into place. A reader takes a shared lock on the slot while it reads, which the
-writer's exclusive lock waits for: a slot is never overwritten under a reader. Every tensor has a digest (xxh3), so a
-reader knows that what it maps is what was written.
+writer's exclusive lock waits for: a slot is never overwritten under a reader, and its old manifest is gone before the
+first byte is. Every tensor has a digest (xxh3), so a reader knows that what it maps is what was written.
 
 Torch and numpy only: neither the trainer's model nor the engine's is known here.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -25,7 +26,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_moe._errors import DigestMismatch, ManifestMismatch, SyncTimeout
+from torchrl_moe._errors import DigestMismatch, ManifestMismatch, SyncTimeout, WeightSyncError
 
 __all__ = ["Manifest", "TensorEntry", "WeightStoreReader", "WeightStoreWriter", "check_tensors"]
 
@@ -127,8 +128,16 @@ def _manifest_path(folder: Path, version: int) -> Path:
     return folder / f"manifest-{version}.json"
 
 
+def _manifest_paths(folder: Path) -> list[Path]:
+    return list(folder.glob("manifest-*.json"))
+
+
+def _version_of(path: Path) -> int:
+    return int(path.stem.removeprefix("manifest-"))
+
+
 def _digest(raw: NDArray[np.uint8]) -> str:
-    return xxhash.xxh3_64_hexdigest(memoryview(raw))
+    return xxhash.xxh3_64_hexdigest(raw.data)
 
 
 def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
@@ -156,24 +165,27 @@ class WeightStoreWriter:
         Raises:
             ManifestMismatch: a name comes twice.
             SyncTimeout: a reader did not let go of the slot in time.
+            WeightSyncError: the folder has no room.
         """
-        listed = [(name, _bytes_of(tensor), tensor) for name, tensor in tensors]
-        if len({name for name, _, _ in listed}) != len(listed):
+        listed = list(tensors)
+        if len({name for name, _ in listed}) != len(listed):
             raise ManifestMismatch(f"version {version} names a tensor twice")
         slot = version % SLOTS
-        starts = np.cumsum([0, *(-(-len(raw) // ALIGNMENT) * ALIGNMENT for _, raw, _ in listed)]).tolist()
+        sizes = [tensor.numel() * tensor.element_size() for _, tensor in listed]
+        starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
         path = _slot_path(self.folder, slot)
         with path.open("ab") as handle:
             self._lock(handle.fileno(), path)
             target = self._map(slot, path, max(starts[-1], 1))
+            self._withdraw(slot)
             entries = []
-            for (name, raw, tensor), start in zip(listed, starts, strict=False):
-                target[start : start + len(raw)] = raw
-                digest = _digest(target[start : start + len(raw)])
+            for (name, tensor), start, size in zip(listed, starts, sizes, strict=False):
+                place = target[start : start + size]
+                place[:] = _bytes_of(tensor)
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                entries.append(TensorEntry(name, dtype, tuple(tensor.shape), start, len(raw), digest))
-        manifest = Manifest(version, slot, tuple(entries))
-        self._show(manifest)
+                entries.append(TensorEntry(name, dtype, tuple(tensor.shape), start, size, _digest(place)))
+            manifest = Manifest(version, slot, tuple(entries))
+            self._show(manifest)
         return manifest
 
     def _lock(self, descriptor: int, path: Path) -> None:
@@ -191,13 +203,24 @@ class WeightStoreWriter:
         held = self._maps.get(slot)
         if held is None or len(held) < size:
             with path.open("r+b") as handle:
-                os.posix_fallocate(handle.fileno(), 0, size)
+                try:
+                    os.posix_fallocate(handle.fileno(), 0, size)
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    raise WeightSyncError(
+                        f"no room for {size / 1e6:.0f} MB in {self.folder}: the weight store keeps two versions. Make "
+                        "room, or name a folder with more of it."
+                    ) from None
             self._maps[slot] = held = np.memmap(path, np.uint8, "r+", shape=(size,))
         return held
 
+    def _withdraw(self, slot: int) -> None:
+        for path in _manifest_paths(self.folder):
+            if _version_of(path) % SLOTS == slot:
+                path.unlink()
+
     def _show(self, manifest: Manifest) -> None:
-        # the version that lost its slot is gone before the new one appears
-        _manifest_path(self.folder, manifest.version - SLOTS).unlink(missing_ok=True)
         draft = self.folder / f".manifest-{manifest.version}.tmp"
         draft.write_text(manifest.to_json())
         os.replace(draft, _manifest_path(self.folder, manifest.version))
@@ -223,19 +246,24 @@ class WeightStoreReader:
         try:
             return Manifest.from_json(path.read_text())
         except FileNotFoundError:
-            there = sorted(int(p.stem.split("-")[1]) for p in self.folder.glob("manifest-*.json"))
+            there = sorted(map(_version_of, _manifest_paths(self.folder)))
             raise ManifestMismatch(f"version {version} is not in the store, which holds {there}") from None
 
     @contextmanager
     def reading(self, manifest: Manifest) -> Iterator[Mapping[str, Tensor]]:
         """Hold a version's slot and give its tensors, mapped and not copied; do not keep them afterwards."""
+        with self._holding(manifest) as flat:
+            yield {entry.name: _tensor(flat, entry) for entry in manifest.entries}
+
+    @contextmanager
+    def _holding(self, manifest: Manifest) -> Iterator[NDArray[np.uint8]]:
         path = _slot_path(self.folder, manifest.slot)
         with path.open("rb") as handle:
             fcntl.flock(handle.fileno(), fcntl.LOCK_SH)
-            self.manifest(manifest.version)  # still there, now that the slot is held
+            if self.manifest(manifest.version) != manifest:  # now that the slot is held
+                raise ManifestMismatch(f"version {manifest.version} was published again since its manifest was read")
             # copy-on-write: torch wants writable memory; nobody writes, so no page is copied
-            flat: NDArray[np.uint8] = np.memmap(path, np.uint8, "c")
-            yield {entry.name: _tensor(flat, entry) for entry in manifest.entries}
+            yield np.memmap(path, np.uint8, "c")
 
     def verify(self, manifest: Manifest) -> None:
         """Compare every tensor's digest.
@@ -243,8 +271,7 @@ class WeightStoreReader:
         Raises:
             DigestMismatch: bytes differ from those that were published; the first such tensor is named.
         """
-        with self.reading(manifest):
-            flat: NDArray[np.uint8] = np.memmap(_slot_path(self.folder, manifest.slot), np.uint8, "r")
+        with self._holding(manifest) as flat:
             for entry in manifest.entries:
                 if _digest(flat[entry.offset : entry.offset + entry.nbytes]) != entry.digest:
                     raise DigestMismatch(f"version {manifest.version}: bytes of {entry.name} are not those published")

@@ -39,8 +39,8 @@ def training_figure(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
     mismatch.set(title="|log-prob, trainer - engine|", yscale="log")
     length.plot(*_series(rows, "length"))
     length.set(title="answer length, tokens")
-    columns = [_series(rows, f"seconds_{phase}") for phase in PHASES]
-    seconds.stackplot(columns[0][0], *(values for _, values in columns), labels=PHASES)
+    columns = [[float(row.get(f"seconds_{phase}") or 0.0) for row in rows] for phase in PHASES]
+    seconds.stackplot([float(row["step"]) for row in rows], *columns, labels=PHASES)
     seconds.set(title="seconds per step")
     for axes in (reward, mismatch, length, seconds):
         axes.set_xlabel("step")

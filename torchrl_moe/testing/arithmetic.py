@@ -73,9 +73,11 @@ class ArithmeticTask:
     test: tuple[tuple[str, str], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.digits < 1:
+            raise ValueError(f"digits must be at least 1, got {self.digits}")
         limit = 10**self.digits
-        if self.digits < 1 or not 0 < self.held_out < limit**2:
-            raise ValueError(f"digits must be positive and held_out in 1..{limit**2 - 1}, got {self.held_out}")
+        if not 0 < self.held_out < limit**2:
+            raise ValueError(f"held_out must be in 1..{limit**2 - 1}, got {self.held_out}")
         problems = [(f"{a}+{b}=", str(a + b)) for a in range(limit) for b in range(limit)]
         random.Random(self.seed).shuffle(problems)
         object.__setattr__(self, "test", tuple(problems[: self.held_out]))

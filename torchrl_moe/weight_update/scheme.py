@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +21,7 @@ __all__ = ["VLLMWeightSyncScheme"]
 TRANSPORTS = ("memmap",)
 MODES = ("hot_swap", "drain")
 CACHES = ("salt", "recompute")
-MEANINGLESS = ("master_address", "master_port", "gpus_per_replica", "device")
+MEANINGLESS = ("master_address", "master_port", "gpus_per_replica", "device", "strategy")
 
 
 class VLLMWeightSyncScheme:
@@ -70,10 +71,13 @@ class VLLMWeightSyncScheme:
             raise ValueError(f"{name} belongs to a collective transport; transport={transport!r} has no process group")
         if min_serving is not None and min_serving < 0:
             raise ValueError(f"min_serving must be at least 0, got {min_serving}")
+        if timeout_seconds <= 0:
+            raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds:g}")
         self.transport, self.mode, self.kv = transport, mode, kv
         self.min_serving, self.timeout_seconds, self.num_replicas = min_serving, timeout_seconds, num_replicas
-        self._owns_folder = folder is None
         self.folder = Path(folder) if folder is not None else _store_folder()
+        # also at interpreter exit: memory that nobody frees outlives the process
+        self._clean = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True) if folder is None else None
 
     def create_sender(self) -> WeightSender:
         """Return the trainer's side."""
@@ -83,8 +87,8 @@ class VLLMWeightSyncScheme:
 
     def shutdown(self) -> None:
         """Remove the weight store, if it is the scheme's own. Idempotent."""
-        if self._owns_folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._clean is not None:
+            self._clean()
 
     def __repr__(self) -> str:
         return f"VLLMWeightSyncScheme(transport={self.transport!r}, mode={self.mode!r}, kv={self.kv!r})"

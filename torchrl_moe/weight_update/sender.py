@@ -1,8 +1,8 @@
 """The trainer's side of a weight sync: publish a version once, then bring every replica to it, one after another.
 
 A replica takes no new requests while its weights are swapped; the others go on serving. A failure before the swap
-leaves it serving its old version; after it, the swap is tried once more, and a replica that fails twice is quarantined,
-never resumed and never routed to.
+leaves it serving its old version; after it, the swap is tried once more, and a replica that fails twice is quarantined:
+never resumed, never routed to, and its process ended, so that the requests frozen in it fail instead of waiting.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from torchrl_moe._errors import EngineError, TorchRLMoEError, WeightSyncError
+from torchrl_moe._errors import EngineError, ManifestMismatch, ReplicaDiedError, TorchRLMoEError, WeightSyncError
 from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter, check_tensors
 from torchrl_moe.modules.backends.replica import PauseMode, StageReport, SwapReport
-from torchrl_moe.modules.policies.unstack import checkpoint_tensors
+from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
+from torchrl_moe.modules.serving.roster import RosterEntry
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.weight_update.metadata import trained_model
@@ -28,11 +31,16 @@ from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 __all__ = ["WeightSender"]
 
 ATTEMPTS = 2
-SYNCABLE = {ReplicaState.SERVING, ReplicaState.DRAINING}
+SYNCABLE = frozenset({ReplicaState.SERVING, ReplicaState.DRAINING})
+LATE = SYNCABLE | {ReplicaState.STARTING}  # what may be brought to a version by name
+
+Staged = StageReport | TorchRLMoEError
 
 
 class WeightSender:
-    """Sends a model's weights to the replicas of an engine.
+    """Sends a model's weights to the replicas of an engine. Its methods may be called from any thread; they take turns.
+
+    Versions go on from the highest that the engine holds.
 
     Example of a life, in order::
 
@@ -52,7 +60,10 @@ class WeightSender:
         self._manifest: Manifest | None = None
         self._published_seconds = 0.0
         self._collectors: list[weakref.ref[Any]] = []
-        self._lock = threading.Lock()
+        self._announced = 0  # the last version that collectors were told of
+        self._opened: weakref.WeakSet[Any] = weakref.WeakSet()  # replicas that know the store
+        self._lock = threading.RLock()
+        self._closed = False
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
@@ -62,6 +73,8 @@ class WeightSender:
 
     def register_collector(self, collector: Any) -> None:
         """Take a collector whose policy version counts the updates (``increment_version``)."""
+        if not callable(getattr(collector, "increment_version", None)):
+            raise TypeError(f"a collector counts updates by increment_version(), got {type(collector).__name__}")
         self._collectors.append(weakref.ref(collector))
 
     def init_all_workers_group(self, metadata: Mapping[str, Any] | None = None, vllm_engine: Any = None) -> None:
@@ -77,21 +90,44 @@ class WeightSender:
         """
         if not isinstance(vllm_engine, GenerationService):
             raise ValueError(f"vllm_engine must be an AsyncVLLM, got {type(vllm_engine).__name__}")
-        if self.scheme.num_replicas not in (None, vllm_engine.num_replicas):
-            raise ValueError(f"num_replicas={self.scheme.num_replicas}, but the engine has {vllm_engine.num_replicas}")
-        self._engine = vllm_engine
-        self._expected = vllm_engine.call_all("metadata", self.scheme.timeout_seconds)[0]
-        if metadata is not None and not _same_names(metadata, self._expected):
-            raise WeightSyncError(
-                "metadata names neither the engine's checkpoint tensors nor the model's own: pass None, "
-                "get_model_metadata(model) or engine.get_model_metadata()"
-            )
-        vllm_engine.call_all(
-            "init_weights",
-            self.scheme.timeout_seconds,
-            transport=self.scheme.transport,
-            folder=str(self.scheme.folder),
+        count = vllm_engine.num_replicas
+        if self.scheme.num_replicas not in (None, count):
+            raise ValueError(f"num_replicas={self.scheme.num_replicas}, but the engine has {count}")
+        if (self.scheme.min_serving or 0) > count:
+            raise ValueError(f"min_serving={self.scheme.min_serving}, but the engine has {count} replicas")
+        with self._lock:
+            self._check_open()
+            expected = vllm_engine.call_all("metadata", self.scheme.timeout_seconds)[0]
+            self._check_names(metadata, expected)
+            self._opened.clear()
+            for entry in vllm_engine.roster:
+                if entry.state in SYNCABLE:
+                    self._open(entry)
+            self._engine, self._expected = vllm_engine, expected
+            self.version = max(self.version, *(entry.version for entry in vllm_engine.roster))
+
+    def _check_names(self, metadata: Mapping[str, Any] | None, expected: Mapping[str, Any]) -> None:
+        own: set[str] = set()
+        if self._model is not None:
+            check_tensors(model_metadata(self._model), expected)
+            own = set(self._model.state_dict())
+        if metadata is None or set(metadata) in (set(expected), own):
+            return
+        if not own and any("experts" in name and name not in expected for name in metadata):
+            return  # a model's stacked experts: fewer, larger tensors, which nobody here can un-stack yet
+        raise ManifestMismatch(
+            "metadata names neither the engine's checkpoint tensors nor the model's own: pass None, "
+            "get_model_metadata(model) or engine.get_model_metadata()"
         )
+
+    def _open(self, entry: RosterEntry) -> None:
+        options = {"transport": self.scheme.transport, "folder": str(self.scheme.folder)}
+        entry.replica.call("init_weights", self.scheme.timeout_seconds, **options)
+        self._opened.add(entry.replica)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the sender was shut down: make a new scheme and sender")
 
     # -- one update -------------------------------------------------------------------------------------------------
 
@@ -108,110 +144,178 @@ class WeightSender:
             WeightSyncError: fewer than ``min_serving`` replicas hold it; ``.report`` has the details.
             ManifestMismatch: the weights do not have the engine's tensors; no replica was touched.
         """
-        version = self.publish(weights)
-        return self.apply(version, prefetched=self.prefetch(version))
+        with self._lock:
+            self._running_engine()
+            version = self.publish(weights)
+            return self.apply(version, prefetched=self.prefetch(version))
 
     def publish(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None = None) -> int:
         """Write a new version to the store, and return its number. The engine is not touched."""
-        if weights is None:
-            if self._model is None:
-                raise RuntimeError("publish: no model; call register_model(model) first, or pass weights")
-            weights = checkpoint_tensors(self._model)
-        items = list(weights.items() if isinstance(weights, Mapping) else weights)
-        if self._expected is not None:
-            check_tensors({name: (tensor.dtype, tensor.shape) for name, tensor in items}, self._expected)
         with self._lock:
+            self._check_open()
+            if weights is None:
+                if self._model is None:
+                    raise RuntimeError("publish: no model; call register_model(model) first, or pass weights")
+                weights = checkpoint_tensors(self._model)
+            items = list(weights.items() if isinstance(weights, Mapping) else weights)
+            if self._expected is not None:
+                check_tensors({name: (tensor.dtype, tensor.shape) for name, tensor in items}, self._expected)
             started = time.perf_counter()
             manifest = self._store.publish(items, self.version + 1)
             self.version, self._manifest = manifest.version, manifest
             self._published_seconds = time.perf_counter() - started
-        return manifest.version
+            return manifest.version
 
-    def prefetch(self, version: int) -> dict[int, StageReport | TorchRLMoEError]:
-        """Let every replica check a version while it serves; return what each found."""
-        found: dict[int, StageReport | TorchRLMoEError] = {}
-        for entry in self._running_engine().roster:
-            try:
-                found[entry.index] = entry.replica.call("stage_weights", self.scheme.timeout_seconds, version=version)
-            except TorchRLMoEError as error:
-                found[entry.index] = error
-        return found
-
-    def apply(self, version: int, prefetched: Mapping[int, StageReport | TorchRLMoEError] | None = None) -> SyncReport:
-        """Swap a published version into every replica, one after another."""
-        engine = self._running_engine()
-        if self._manifest is None or self._manifest.version != version:
-            raise WeightSyncError(f"version {version} is not the one published last ({self.version})")
-        staged = self.prefetch(version) if prefetched is None else prefetched
+    def prefetch(self, version: int, replicas: Sequence[int] | None = None) -> dict[int, Staged]:
+        """Let replicas, all by default, check a version while they serve; return what each found."""
         with self._lock:
-            replicas = tuple(self._bring(entry.index, version, staged[entry.index]) for entry in engine.roster)
-        report = SyncReport(
-            version=version,
-            nbytes=self._manifest.nbytes,
-            digest=self._manifest.digest,
-            published=self._published_seconds,
-            replicas=replicas,
-        )
+            roster = self._running_engine().roster
+            takes = SYNCABLE if replicas is None else LATE
+            entries = list(roster) if replicas is None else [roster[index] for index in replicas]
+            with ThreadPoolExecutor(max_workers=max(len(entries), 1)) as pool:
+                found = pool.map(lambda entry: self._stage(entry, version, takes), entries)
+                return {entry.index: staged for entry, staged in zip(entries, found, strict=True)}
+
+    def _stage(self, entry: RosterEntry, version: int, takes: frozenset[ReplicaState]) -> Staged:
+        if entry.state not in takes:
+            return WeightSyncError(f"the replica is {entry.state.name}")
+        try:
+            if entry.replica not in self._opened:
+                self._open(entry)
+            staged: StageReport = entry.replica.call("stage_weights", self.scheme.timeout_seconds, version=version)
+        except TorchRLMoEError as error:
+            return error
+        except ValueError as error:  # so a ManifestMismatch arrives from another process
+            return ManifestMismatch(str(error))
+        return staged
+
+    def apply(
+        self,
+        version: int,
+        prefetched: Mapping[int, Staged] | None = None,
+        *,
+        replicas: Sequence[int] | None = None,
+    ) -> SyncReport:
+        """Swap the version published last into replicas, one after another.
+
+        Args:
+            version: what :meth:`publish` returned.
+            prefetched: what :meth:`prefetch` returned; asked for, if not given.
+            replicas: indices of the only ones to bring; all by default. A replica that was late, or is STARTING after
+                a restart, is brought by naming it here.
+
+        Raises:
+            WeightSyncError: a replica failed, and fewer than ``min_serving`` hold the version now.
+        """
+        with self._lock:
+            engine, manifest = self._running_engine(), self._manifest
+            if manifest is None or manifest.version != version:
+                raise WeightSyncError(f"version {version} is not the one published last ({self.version})")
+            staged = self.prefetch(version, replicas) if prefetched is None else prefetched
+            chosen = staged if replicas is None else replicas
+            report = SyncReport(
+                version=version,
+                nbytes=manifest.nbytes,
+                digest=manifest.digest,
+                published=self._published_seconds,
+                replicas=tuple(self._bring(index, manifest, staged[index]) for index in chosen),
+            )
+            self._check_serving(engine, report)
+            self._announce(version)
+            return report
+
+    def _check_serving(self, engine: GenerationService, report: SyncReport) -> None:
         needed = self.scheme.min_serving
         needed = max(engine.num_replicas - 1, 1) if needed is None else needed
-        if len(replicas) - len(report.failed) < needed:
-            raise WeightSyncError(f"fewer than {needed} replicas hold version {version}: {report.failed}", report)
+        holding = sum(entry.state in SYNCABLE and entry.version == report.version for entry in engine.roster)
+        if report.failed and holding < needed:
+            raise WeightSyncError(
+                f"fewer than {needed} replicas hold version {report.version}: {report.failed}", report
+            )
+
+    def _announce(self, version: int) -> None:
+        if version == self._announced:  # a late replica: the others had it before
+            return
+        self._announced = version
         for collector in self._collectors:
             if (alive := collector()) is not None:
                 alive.increment_version()
-        return report
 
     def _running_engine(self) -> GenerationService:
+        self._check_open()
         if self._engine is None:
             raise RuntimeError("no engine: call init_all_workers_group(metadata, vllm_engine=engine) first")
         return self._engine
 
     # -- one replica ------------------------------------------------------------------------------------------------
 
-    def _bring(self, index: int, version: int, staged: StageReport | TorchRLMoEError) -> ReplicaSync:
-        if isinstance(staged, TorchRLMoEError):  # it was not touched: its old version goes on serving
+    def _bring(self, index: int, manifest: Manifest, staged: Staged) -> ReplicaSync:
+        """Bring one replica to a version, or say why it was not; until it is swapped, its old version goes on."""
+        if isinstance(staged, TorchRLMoEError):
             return ReplicaSync(replica=index, error=str(staged))
+        outcome = ReplicaSync(replica=index, fetched=staged.seconds)
+        if staged.digest != manifest.digest:
+            return replace(outcome, error="the replica found other bytes than were published: is the store shared?")
         roster = self._running_engine().roster
-        state = roster[index].state
-        if state not in SYNCABLE:
-            return ReplicaSync(replica=index, fetched=staged.seconds, error=f"the replica is {state.name}")
-        started = time.perf_counter()
-        if self.scheme.mode == "drain" and not self._drain(index):
-            roster.set_state(index, ReplicaState.SERVING)
-            return ReplicaSync(replica=index, fetched=staged.seconds, error="requests did not finish in time to drain")
-        waited = time.perf_counter() - started
-        roster.set_state(index, ReplicaState.SYNCING)
-        swap, attempts = self._swap(index, version)
-        if swap.error is None:
-            roster.set_version(index, version)
-        roster.set_state(index, ReplicaState.SERVING if swap.error is None else ReplicaState.QUARANTINED)
-        return ReplicaSync(
-            replica=index,
-            waited=waited,
-            fetched=staged.seconds,
-            paused=swap.paused_seconds,
-            loaded=swap.loading_seconds,
-            attempts=attempts,
-            error=swap.error,
+        before, started = roster[index].state, time.perf_counter()
+        if before not in LATE:
+            return replace(outcome, error=f"the replica is {before.name}")
+        if self.scheme.mode == "drain" and before in SYNCABLE and not self._drain(index):
+            self._move(index, before)
+            return replace(outcome, error="requests did not finish in time to drain")
+        if before in SYNCABLE and not self._move(index, ReplicaState.SYNCING):
+            return replace(outcome, error="the replica is DEAD")
+        outcome = replace(outcome, waited=time.perf_counter() - started)
+        swap, attempts = self._swap(index, manifest.version)
+        self._settle(index, manifest.version, before, swap)
+        return replace(
+            outcome, paused=swap.paused_seconds, loaded=swap.loading_seconds, attempts=attempts, error=swap.error
         )
+
+    def _settle(self, index: int, version: int, before: ReplicaState, swap: SwapReport) -> None:
+        """Put a replica back into service, or out of it for good."""
+        roster = self._running_engine().roster
+        if swap.error is not None:
+            self._move(index, ReplicaState.QUARANTINED)
+            roster[index].replica.shutdown()
+            return
+        with roster.changed:
+            roster.set_version(index, version)
+            if self._move(index, ReplicaState.SERVING) and before is ReplicaState.DRAINING:
+                self._move(index, before)
+
+    def _move(self, index: int, state: ReplicaState) -> bool:
+        """Set a state, unless the replica died meanwhile, which anyone may have noted."""
+        roster = self._running_engine().roster
+        with roster.changed:
+            if roster[index].state is ReplicaState.DEAD:
+                return False
+            if roster[index].state is not state:
+                roster.set_state(index, state)
+            return True
 
     def _drain(self, index: int) -> bool:
         roster = self._running_engine().roster
-        if roster[index].state is ReplicaState.SERVING:
-            roster.set_state(index, ReplicaState.DRAINING)
+        entry = roster[index]
+        self._move(index, ReplicaState.DRAINING)
         with roster.changed:
-            return roster.changed.wait_for(lambda: roster[index].inflight == 0, self.scheme.timeout_seconds)
+            return roster.changed.wait_for(
+                lambda: entry.inflight == 0 or entry.state is ReplicaState.DEAD, self.scheme.timeout_seconds
+            )
 
     def _swap(self, index: int, version: int) -> tuple[SwapReport, int]:
         """Swap, and once more if it failed; a replica that does not answer is not asked again."""
-        replica = self._running_engine().roster[index].replica
+        roster = self._running_engine().roster
         pause: PauseMode = "keep"
         options = {"version": version, "pause": pause, "clear_cache": self.scheme.kv == "recompute"}
         report = SwapReport(error="not tried")
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                report = replica.call("swap_weights", self.scheme.timeout_seconds, **options)
-            except EngineError as error:
+                report = roster[index].replica.call("swap_weights", self.scheme.timeout_seconds, **options)
+            except ReplicaDiedError as error:
+                roster.mark_dead(index)
+                return SwapReport(error=str(error)), attempt
+            except (EngineError, ValueError) as error:
                 return SwapReport(error=str(error)), attempt
             if report.error is None:
                 return report, attempt
@@ -219,9 +323,6 @@ class WeightSender:
 
     def shutdown(self) -> None:
         """Remove the weight store. Idempotent."""
-        self.scheme.shutdown()
-
-
-def _same_names(metadata: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
-    """Whether metadata is the engine's, or that of a model with stacked experts (fewer, larger tensors)."""
-    return set(metadata) == set(expected) or any("experts" in name and name not in expected for name in metadata)
+        with self._lock:
+            self._closed = True
+            self.scheme.shutdown()

@@ -787,7 +787,6 @@ CHANGES: dict[str, Any] = {
     "use_tqdm": True,
 }
 """Another value than the default for every argument that has one; ``num_samples`` goes with no ``inplace``."""
-HELD = {"batching": "batching", "generate_kwargs": "sampling_params", "device": "device"}
 
 
 def visible(policy: vLLMWrapper) -> dict[str, Any]:
@@ -811,13 +810,10 @@ def test_a_new_version_keeps_every_argument(fake: FakeAsyncVLLM) -> None:
 
 @pytest.mark.parametrize("name", [*CHANGES, "num_samples"])
 def test_a_new_version_changes_one_argument_and_keeps_the_others(fake: FakeAsyncVLLM, name: str) -> None:
-    base = {"num_samples": 2} if name == "inplace" else CHANGES
-    change = {"num_samples": 3, "inplace": None} if name == "num_samples" else {name: CHANGES[name]}
-    if name == "inplace":
-        change = {"inplace": False}
-    others = {key: value for key, value in base.items() if key not in change}
-    changed = vLLMWrapper(fake, **others).get_new_version(**change)
-    assert visible(changed) == visible(vLLMWrapper(fake, **others, **change))
+    every = {**CHANGES, "inplace": False, "num_samples": 2}
+    others = {key: value for key, value in every.items() if key != name}
+    changed = vLLMWrapper(fake, **others).get_new_version(**{name: every[name]})
+    assert visible(changed) == visible(vLLMWrapper(fake, **every))
 
 
 def test_a_new_version_keeps_the_number_of_samples(fake: FakeAsyncVLLM) -> None:
@@ -861,6 +857,8 @@ def test_a_later_turn_keeps_what_the_first_wrote() -> None:
             )
         out = policy(later)
         fresh = policy(later.select(("tokens", "prompt")))
+        layout = engine.routing_layout
+    assert layout is not None
     for was, now, new in zip(first.unbind(0), out.unbind(0), fresh.unbind(0), strict=True):
         old = len(was["tokens", "full"])
         assert now["tokens", "full"].tolist() == new["tokens", "full"].tolist()
@@ -873,12 +871,7 @@ def test_a_later_turn_keeps_what_the_first_wrote() -> None:
         versions = [-1] * (old - NEW) + [0] * NEW + [-1, -1] + [5] * NEW
         assert now["policy_versions", "full"].tolist() == versions
         assert now["policy_version"] == 5  # of this turn's response
-        now["routed_experts"].validate(engine_layout(), num_tokens=old + 2 + NEW)
-
-
-def engine_layout() -> Any:
-    with FakeAsyncVLLM() as engine:
-        return engine.routing_layout
+        now["routed_experts"].validate(layout, num_tokens=old + 2 + NEW)
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
@@ -903,6 +896,19 @@ def test_turns_of_a_chat_env_are_joined(mode: str, pad_output: bool) -> None:
         torch.testing.assert_close(
             now["log_probs", "full"][real][:old], was["log_probs", "full"], equal_nan=True, rtol=0, atol=0
         )
+
+
+def test_a_chat_env_of_tokens_forgets_the_ids_so_nothing_is_kept() -> None:
+    with FakeAsyncVLLM(seed=3) as engine:
+        env = ChatEnv(batch_size=(2,), input_mode="tokens", tokenizer=ByteTokenizer())
+        policy = wrapper(engine, "tokens")
+        td = env.step_mdp(env.step(policy(env.reset(TensorDict(query=["ab", "cd"], batch_size=[2])))))
+        assert {"full"}.isdisjoint(td[0]["tokens"].keys())
+        engine.replicas[0].version = 5
+        for out in policy(td).unbind(0):
+            p = len(out["tokens", "prompt"])
+            assert out["policy_versions", "full"].tolist() == [-1] * p + [5] * NEW
+            assert out["routed_experts", "full"][:-1, 1:].ge(0).all()
 
 
 def test_the_same_input_asked_again_is_no_later_turn() -> None:

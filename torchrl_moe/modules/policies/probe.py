@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_moe.modules.policies.scoring import read_rows
+from torchrl_moe.modules.policies.scoring import read_batch, read_rows
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 
 __all__ = ["Mismatch", "ReplayProbe", "probe_replay"]
@@ -52,21 +52,24 @@ def probe_replay(actor: TransformersWrapper, td: TensorDictBase) -> ReplayProbe:
 
     Args:
         actor: a scoring wrapper with ``replay="R3"``.
-        td: rollouts ``[B]`` with ``("log_probs", "full")`` and ``("routed_experts", "full")``.
+        td: rollouts ``[B]`` with ``("log_probs", "full")`` and ``("routed_experts", "full")``. A token counts if its
+            log-prob there is finite, and it is no pad.
 
     Raises:
-        ValueError: the actor does not replay the engine's routes.
+        ValueError: the actor does not replay the engine's routes, or there is no log-prob to compare with.
     """
     if actor.replay != "R3":
         raise ValueError(f"probe_replay needs an actor with replay='R3', got {actor.replay!r}")
-    sampled = read_rows(td, (actor.log_probs_key, "full"), float("nan"))
-    if sampled is None:
-        raise ValueError(f"no {(actor.log_probs_key, 'full')!r} in the rollouts")
+    batch = read_batch(td, actor.input_key, (actor.masks_key, "all_attention_mask"))
+    key = (actor.log_probs_key, "full")
+    sampled = read_rows(td, key, float("nan"), batch.lengths)
+    known = batch.scored if sampled is None else batch.scored & sampled.isfinite()
+    if sampled is None or not known.any():
+        raise ValueError(f"no log-probs of the engine at {key!r} in the rollouts: vLLMWrapper(return_log_probs=True)")
     scratch = td.copy()
     replayed, _, _ = actor.get_new_version(measure_agreement=True).score(scratch, entropy=False)
     live, _, _ = actor.get_new_version(replay="none").score(td.copy(), entropy=False)
-    sampled = sampled.to(replayed.device)
-    known = sampled.isfinite()
+    sampled, known = sampled.to(replayed.device), known.to(replayed.device)
     return ReplayProbe(
         replay=Mismatch.of(replayed[known], sampled[known]),
         live=Mismatch.of(live[known], sampled[known]),

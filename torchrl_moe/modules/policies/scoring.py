@@ -17,15 +17,27 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-__all__ = ["ScoringBatch", "pad_left", "read_batch", "read_rows", "token_scores"]
+__all__ = ["ScoringBatch", "align", "pad_left", "read_batch", "read_rows", "token_scores"]
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringBatch:
-    """Tokens of a batch. ``ids`` int64 ``[B, T]``, ``mask`` bool ``[B, T]``; pads may stand on both sides."""
+    """Tokens of a batch. ``ids`` int64 ``[B, T]``, ``mask`` bool ``[B, T]``; pads may stand on both sides.
+
+    ``lengths`` counts the rows of each sample, its own pads included: what is left of them was added here.
+    """
 
     ids: Tensor
     mask: Tensor
+    lengths: tuple[int, ...]
+
+    def to(self, device: torch.device) -> ScoringBatch:
+        """Return the batch on ``device``."""
+        return ScoringBatch(self.ids.to(device), self.mask.to(device), self.lengths)
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """Return ``[B, T, ...]`` as one tensor per sample, as long as the sample's own rows."""
+        return [row[len(row) - length :] for row, length in zip(values, self.lengths, strict=True)]
 
     @property
     def scored(self) -> Tensor:
@@ -59,31 +71,65 @@ def pad_left(rows: Sequence[Tensor], value: Any) -> Tensor:
     return out
 
 
-def read_rows(td: TensorDictBase, key: Any, value: Any) -> Tensor | None:
-    """Read a per-token entry of a dense or a lazily stacked batch as ``[B, T, ...]``; ``None`` if there is none."""
+def read_rows(
+    td: TensorDictBase,
+    key: Any,
+    value: Any,
+    lengths: Sequence[int] | None = None,
+    error: type[Exception] = ValueError,
+) -> Tensor | None:
+    """Read a per-token entry of a dense or a lazily stacked batch as ``[B, T, ...]``.
+
+    Args:
+        td: batch size ``[B]``.
+        key: of the entry.
+        value: what to pad with on the left.
+        lengths: the rows that each sample must have. A short entry would be padded to the wrong tokens.
+        error: raised if a sample has another number of rows.
+
+    Returns:
+        The entry, or ``None`` if a sample has none.
+    """
     rows = td.get(key, None, as_list=True)
     if rows is None or any(row is None for row in rows):
         return None
+    for i, (row, length) in enumerate(zip(rows, lengths or map(len, rows), strict=True)):
+        if len(row) != length:
+            raise error(
+                f"{key!r} of sample {i} has {len(row)} rows, its tokens are {length}: both must have been cut or "
+                "padded alike"
+            )
     return pad_left(rows, value)
 
 
 def read_batch(td: TensorDictBase, tokens_key: Any, mask_key: Any) -> ScoringBatch:
-    """Read the tokens to score.
+    """Read the tokens to score; without a mask all are real.
 
     Raises:
         KeyError: there are no tokens at ``tokens_key``.
-        ValueError: the attention mask has another shape.
+        ValueError: another batch size than ``[B]``, or an attention mask of another length than its tokens.
     """
+    if td.batch_dims != 1 or not len(td):
+        raise ValueError(
+            f"scoring takes a batch of sequences, batch size [B] with B >= 1, got {list(td.batch_size)}: use "
+            "td.reshape(-1) on a batch of more dimensions, and td.unsqueeze(0) on a single sample"
+        )
     rows = td.get(tokens_key, None, as_list=True)
     if rows is None or any(row is None for row in rows):
         raise KeyError(f"no {tokens_key!r} in the input, whose keys are {sorted(map(str, td.keys(True, True)))}")
-    mask = read_rows(td, mask_key, False)
-    ids = pad_left(rows, 0)
+    lengths = tuple(len(row) for row in rows)
+    mask = read_rows(td, mask_key, False, lengths)
     if mask is None:
         mask = pad_left([torch.ones_like(row, dtype=torch.bool) for row in rows], False)
-    if mask.shape != ids.shape:
-        raise ValueError(f"{mask_key!r} has shape {list(mask.shape)}, {tokens_key!r} has {list(ids.shape)}")
-    return ScoringBatch(ids.long(), mask.bool())
+    return ScoringBatch(pad_left(rows, 0).long(), mask.bool(), lengths)
+
+
+def align(logits: Tensor, temperature: float) -> Tensor:
+    """Return a model's logits ``[B, T, V]`` moved by one, so that row t is of token t's own distribution; float32.
+
+    Row 0 is zero: nothing comes before a first token.
+    """
+    return torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1).float() / temperature
 
 
 def token_scores(logits: Tensor, ids: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -20,9 +21,11 @@ from torch import Tensor, nn
 from torchrl.modules.distributions import LLMMaskedCategorical
 from torchrl.modules.llm.policies import LLMWrapperBase, LogProbs
 
-from torchrl_moe._errors import ReplayError
+from torchrl_moe._errors import ReplayError, UnsupportedRouterError
 from torchrl_moe.data import UNSET_EXPERT, RoutedExperts
-from torchrl_moe.modules.policies.scoring import ScoringBatch, read_batch, read_rows, token_scores
+from torchrl_moe.modules.policies.rollout import stack_answers
+from torchrl_moe.modules.policies.scoring import ScoringBatch, align, pad_left, read_batch, read_rows, token_scores
+from torchrl_moe.modules.replay.discovery import discover, number_of_layers
 from torchrl_moe.modules.replay.router_replay import Recording, RouterReplay
 
 __all__ = ["TransformersWrapper"]
@@ -45,7 +48,7 @@ class TransformersWrapper(LLMWrapperBase):
         measure_agreement: also compute the live router's choice, for ``("routing", "agreement")``.
         router_replay: a handle that the model has already.
         input_key: where the tokens are; default ``("tokens", "full")``.
-        inplace: write into the input (default), or a new TensorDict (``False``).
+        inplace: write into the input (default), or into a new TensorDict (``False`` or ``"empty"``).
         tokens_key, masks_key, log_probs_key, routed_experts_key: where to read and write.
 
     Raises:
@@ -71,7 +74,7 @@ class TransformersWrapper(LLMWrapperBase):
         measure_agreement: bool = False,
         router_replay: RouterReplay | None = None,
         input_key: NestedKey | None = None,
-        inplace: bool = True,
+        inplace: bool | Literal["empty"] = True,
         tokens_key: str = "tokens",
         masks_key: str = "masks",
         log_probs_key: str = "log_probs",
@@ -93,6 +96,7 @@ class TransformersWrapper(LLMWrapperBase):
         self.input_key = (tokens_key, "full") if input_key is None else input_key
         self.in_keys = [self.input_key, *([(routed_experts_key, "full")] if replay == "R3" else [])]
         self.out_keys = [log_probs_key, *(["routing"] if replay != "none" else [])]
+        self.out_keys += [RECORDED] if replay == "R2" else []
         # what TorchRL's base class reads
         self.num_samples, self.layout, self.pad_output = None, None, True
         self._min_batch_size = self._max_batch_size = self._batching_lock = None
@@ -105,11 +109,15 @@ class TransformersWrapper(LLMWrapperBase):
         return next(self.model.parameters()).device
 
     def get_new_version(self, **kwargs: Any) -> TransformersWrapper:
-        """Return a wrapper of the same model with some arguments changed and all others kept."""
+        """Return a wrapper of the same model with some arguments changed and all others kept.
+
+        The handle on its routers is shared; another ``model`` gets one of its own.
+        """
         unknown = sorted(set(kwargs) - set(self._arguments))
         if unknown:
             raise TypeError(f"get_new_version got unknown arguments {unknown}; known: {sorted(self._arguments)}")
-        return type(self)(**{**self._arguments, **kwargs})
+        own = {"router_replay": None} if kwargs.get("model", self.model) is not self.model else {}
+        return type(self)(**{**self._arguments, **own, **kwargs})
 
     # -- scoring ----------------------------------------------------------------------------------------------------
 
@@ -139,8 +147,7 @@ class TransformersWrapper(LLMWrapperBase):
         return log_probs, spread, self._router_logits(output, batch) if router_logits else None
 
     def _batch(self, td: TensorDictBase) -> ScoringBatch:
-        batch = read_batch(td, self.input_key, (self.masks_key, "all_attention_mask"))
-        return ScoringBatch(batch.ids.to(self.device), batch.mask.to(self.device))
+        return read_batch(td, self.input_key, (self.masks_key, "all_attention_mask")).to(self.device)
 
     def _run(self, td: TensorDictBase, batch: ScoringBatch, router_logits: bool = False) -> tuple[Any, Tensor]:
         """Run the model under the routes that ``replay`` asks for; return its output and the logits ``[B, T, V]``."""
@@ -167,16 +174,14 @@ class TransformersWrapper(LLMWrapperBase):
         if self.replay == "none":
             return None
         key = (self.routed_experts_key if self.replay == "R3" else RECORDED, "full")
-        routes = read_rows(td, key, UNSET_EXPERT)
+        routes = read_rows(td, key, UNSET_EXPERT, batch.lengths, ReplayError)
         if routes is None and self.replay == "R3":
             raise ReplayError(
-                f"replay='R3' needs {key!r}, which the input does not have: start the engine with route capture and "
-                "keep the routes (vLLMWrapper(return_routed_experts=True)), or pass replay='none'"
+                f"replay='R3' needs {key!r} in every sample, and the input lacks it: start the engine with route "
+                "capture and keep the routes (vLLMWrapper(return_routed_experts=True)), or pass replay='none'"
             )
         if routes is None:
             raise ReplayError(f"replay='R2' needs {key!r}: score the batch once under torch.no_grad() to record it")
-        if routes.shape[:2] != batch.ids.shape:
-            raise ReplayError(f"{key!r} has {list(routes.shape[:2])} rows, the tokens have {list(batch.ids.shape)}")
         return routes.to(batch.ids.device)
 
     # -- what it writes about routing -------------------------------------------------------------------------------
@@ -186,9 +191,7 @@ class TransformersWrapper(LLMWrapperBase):
         routes = recording.routed_experts
         routes = routes if self.pad_model_input else batch.unpack(routes)
         routes = routes.masked_fill(~batch.mask[..., None, None], UNSET_EXPERT).to(td.device or "cpu")
-        lengths = [len(row) for row in td.get(self.input_key, as_list=True)]
-        rows = [row[len(row) - length :] for row, length in zip(routes, lengths, strict=True)]
-        td.set(RECORDED, lazy_stack([RoutedExperts(full=row) for row in rows]))
+        td.set(RECORDED, lazy_stack([RoutedExperts(full=row) for row in batch.split(routes)]))
 
     def _note(self, td: TensorDictBase, batch: ScoringBatch, routes: Tensor) -> None:
         """Write how many rows ran on live routing, and how far the live router would have agreed."""
@@ -202,12 +205,19 @@ class TransformersWrapper(LLMWrapperBase):
         td.set(("routing", "fallback"), live.sum(-1).to(td.device or "cpu"))
         td.set(("routing", "agreement"), agreement.to(td.device or "cpu"))
 
+    @cached_property
+    def _router_layers(self) -> tuple[int, ...]:
+        """Decoder layers that have a router; runs a small forward pass where no handle knows them."""
+        if self.router_replay is not None:
+            return self.router_replay.layers
+        return tuple(site.layer for site in discover(self.model))
+
     def _router_logits(self, output: Any, batch: ScoringBatch) -> Tensor:
-        layers = range(len(output.router_logits)) if self.router_replay is None else self.router_replay.layers
-        depth = max(layers) + 1 if self.router_replay is None else self.router_replay.num_layers
-        first = output.router_logits[0]
-        out = first.new_zeros(*batch.mask.shape, depth, first.shape[-1])
-        for layer, logits in zip(layers, output.router_logits, strict=True):
+        given = getattr(output, "router_logits", None)
+        if not given:
+            raise UnsupportedRouterError(f"{type(self.model).__name__} returns no router logits: score without them")
+        out = given[0].new_zeros(*batch.mask.shape, number_of_layers(self.model), given[0].shape[-1])
+        for layer, logits in zip(self._router_layers, given, strict=True):
             rows = logits.view(*batch.mask.shape, -1) if self.pad_model_input else batch.unpack(logits[None])
             out[:, :, layer] = rows
         return out
@@ -223,59 +233,134 @@ class TransformersWrapper(LLMWrapperBase):
         Args:
             tensordict: of any batch size.
             tensordict_out: where to write, instead of what ``inplace`` says.
-            logits_only: write ``"logits"`` ``[B, T, V]`` instead, padded on the left.
+            logits_only: write ``"logits"`` ``[B, T, V]`` instead, padded on the left: row t is of token t's own
+                distribution, as TorchRL has them.
         """
-        if tensordict.ndim != 1:
-            flat = lazy_stack([tensordict]) if not tensordict.ndim else tensordict.reshape(-1)
-            out = self.forward(flat, tensordict_out=None, logits_only=logits_only)
-            out = out[0] if not tensordict.ndim else out.view(tensordict.shape)
-            return out if tensordict_out is None else tensordict_out.update(out)
-        target = tensordict if self.inplace else tensordict.copy()
+        samples = list(tensordict.reshape(-1).unbind(0)) if tensordict.ndim else [tensordict]
+        batch_td = tensordict.copy() if tensordict.ndim == 1 else lazy_stack(samples).copy()
         if logits_only:
-            return target.set("logits", self._run(target, self._batch(target))[1])
-        log_probs = self.score(target, entropy=False)[0].to(target.device or "cpu")
-        lengths = [len(row) for row in target.get(self.input_key, as_list=True)]
-        rows = [row[len(row) - length :] for row, length in zip(log_probs, lengths, strict=True)]
-        entries = [LogProbs(full=row, padded=False) for row in rows]
-        target.set(self.log_probs_key, lazy_stack(entries))
-        return target if tensordict_out is None else tensordict_out.update(target.select(*self.out_keys, strict=False))
+            batch_td.set("logits", self._token_logits(batch_td, self._batch(batch_td)))
+        else:
+            log_probs = self.score(batch_td, entropy=False)[0].to(batch_td.device or "cpu")
+            rows = self._batch(batch_td).split(log_probs)
+            batch_td.set(self.log_probs_key, lazy_stack([LogProbs(full=row, padded=False) for row in rows]))
+        keys = ["logits"] if logits_only else self.out_keys
+        written = batch_td.select(*keys, strict=False)
+        if tensordict.ndim != 1:
+            written = stack_answers(written.unbind(0), tensordict.batch_size)
+        target = tensordict_out
+        if target is None:
+            target = tensordict if self.inplace is True else tensordict.empty()
+        for key in written.keys():  # noqa: SIM118  a TensorDict iterates over its batch
+            target.set(key, written.get(key))
+        return target
 
-    def _masked_dist(self, tensordict: TensorDictBase, mask: Tensor | None = None) -> LLMMaskedCategorical:
-        """Return the dense distributions, aligned so that row t scores token t, at the sampling temperature."""
-        batch = self._batch(tensordict)
-        _, logits = self._run(tensordict, batch)
-        aligned = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1) / self.temperature
-        keep = batch.scored if mask is None else mask.to(batch.mask.device) & batch.scored
-        return LLMMaskedCategorical(logits=aligned.float(), mask=keep)
+    def _token_logits(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor:
+        return align(self._run(td, batch)[1], self.temperature)
 
-    def get_dist(self, tensordict: TensorDictBase, mask_key: NestedKey | None = None, **_: Any) -> LLMMaskedCategorical:
-        """Return the distributions of all tokens, or of those that the mask at ``mask_key`` names."""
-        return self._masked_dist(tensordict, None if mask_key is None else read_rows(tensordict, mask_key, False))
-
-    def _get_dist_with_prompt_mask(self, tensordict: TensorDictBase, **_: Any) -> LLMMaskedCategorical:
-        batch = self._batch(tensordict)
-        prompts = tensordict.get((self.tokens_key, "prompt"), None, as_list=True)
-        if prompts is None:
-            return self._get_dist_with_assistant_mask(tensordict)
-        responses = read_rows(tensordict, (self.masks_key, "all_assistant_mask"), False)
-        if responses is not None:
-            return self._masked_dist(tensordict, responses)
-        mask = batch.mask.clone()
-        for row, prompt in zip(mask, prompts, strict=True):
-            row[row.nonzero()[: len(prompt), 0]] = False
-        return self._masked_dist(tensordict, mask)
-
-    def _get_dist_with_assistant_mask(self, tensordict: TensorDictBase, **_: Any) -> LLMMaskedCategorical:
-        mask = read_rows(tensordict, (self.masks_key, "all_assistant_mask"), False)
+    def _dist(self, td: TensorDictBase, mask_key: NestedKey | None) -> LLMMaskedCategorical:
+        """Return the dense distributions of all tokens, or of those that the mask at ``mask_key`` names."""
+        if mask_key is None:
+            return self._masked_dist(td, None)
+        mask = read_rows(td, mask_key, False, self._batch(td).lengths)
         if mask is None:
-            raise KeyError(f"no {(self.masks_key, 'all_assistant_mask')!r} in the input")
+            raise KeyError(f"no {mask_key!r} in the input, whose keys are {sorted(map(str, td.keys(True, True)))}")
+        return self._masked_dist(td, mask)
+
+    def _masked_dist(self, td: TensorDictBase, mask: Tensor | None) -> LLMMaskedCategorical:
+        batch = self._batch(td)
+        if mask is not None and mask.shape != batch.mask.shape:
+            raise ValueError(f"the mask has shape {list(mask.shape)}, the padded tokens have {list(batch.mask.shape)}")
+        keep = batch.scored if mask is None else mask.to(batch.mask.device).bool() & batch.scored
+        return LLMMaskedCategorical(logits=self._token_logits(td, batch), mask=keep)
+
+    def get_dist(
+        self,
+        tensordict: TensorDictBase,
+        tensordict_out: None = None,
+        logits_key: NestedKey = "logits",
+        mask_key: NestedKey | None = None,
+        as_padded_tensor: bool | None = None,
+        as_nested_tensor: bool | None = None,
+        padding_value: float | None = None,
+        padding_side: str = "left",
+        layout: torch.layout | None = None,
+    ) -> LLMMaskedCategorical:
+        """Return the distributions of all tokens, or of those that the mask at ``mask_key`` names.
+
+        They are dense, padded on the left, and nothing is written: the other arguments are TorchRL's, and must not ask
+        for anything else.
+
+        Raises:
+            KeyError: there is no mask at ``mask_key``.
+            ValueError: another layout was asked for.
+        """
+        _check_dense(logits_key, padding_side)
+        if tensordict_out is not None or as_nested_tensor or as_padded_tensor is False:
+            raise ValueError(
+                "get_dist returns dense distributions and writes nothing: leave tensordict_out, as_nested_tensor and "
+                "as_padded_tensor out"
+            )
+        if padding_value not in (None, 0.0) or layout not in (None, torch.strided):
+            raise ValueError(f"pads are masked out and dense, got padding_value={padding_value}, layout={layout}")
+        return self._dist(tensordict, mask_key)
+
+    def _get_dist_with_prompt_mask(
+        self,
+        tensordict: TensorDictBase,
+        tokens_key: NestedKey | None = None,
+        logits_key: NestedKey = "logits",
+        assistant_mask_key: NestedKey | None = None,
+        attention_mask_key: NestedKey | None = None,
+        padding_side: str = "left",
+    ) -> LLMMaskedCategorical:
+        """Return those of the tokens that follow the prompt; without a prompt, those of the assistant."""
+        prompts = tensordict.get(tokens_key or (self.tokens_key, "prompt"), None, as_list=True)
+        if prompts is None:
+            return self._get_dist_with_assistant_mask(tensordict, assistant_mask_key, logits_key, padding_side)
+        _check_dense(logits_key, padding_side)
+        batch = self._batch(tensordict)
+        rows = [torch.arange(length) >= len(p) for length, p in zip(batch.lengths, prompts, strict=True)]
+        mask = pad_left(rows, False)
+        if attention_mask_key is not None:
+            attended = read_rows(tensordict, attention_mask_key, False, batch.lengths)
+            mask = mask if attended is None else mask & attended.bool().to(mask.device)
         return self._masked_dist(tensordict, mask)
 
-    def _get_dist_with_attention_mask(self, tensordict: TensorDictBase, **_: Any) -> LLMMaskedCategorical:
-        return self._masked_dist(tensordict)
+    def _get_dist_with_assistant_mask(
+        self,
+        tensordict: TensorDictBase,
+        assistant_mask_key: NestedKey | None = None,
+        logits_key: NestedKey = "logits",
+        padding_side: str = "left",
+    ) -> LLMMaskedCategorical:
+        _check_dense(logits_key, padding_side)
+        return self._dist(tensordict, assistant_mask_key or (self.masks_key, "all_assistant_mask"))
 
-    def _get_dist_with_custom_mask(self, tensordict: TensorDictBase, mask: Tensor, **_: Any) -> LLMMaskedCategorical:
+    def _get_dist_with_attention_mask(
+        self,
+        tensordict: TensorDictBase,
+        attention_mask_key: NestedKey | None = None,
+        logits_key: NestedKey = "logits",
+        padding_side: str = "left",
+    ) -> LLMMaskedCategorical:
+        _check_dense(logits_key, padding_side)
+        return self._dist(tensordict, attention_mask_key)
+
+    def _get_dist_with_custom_mask(
+        self, tensordict: TensorDictBase, mask: Tensor, logits_key: NestedKey = "logits", padding_side: str = "left"
+    ) -> LLMMaskedCategorical:
+        _check_dense(logits_key, padding_side)
         return self._masked_dist(tensordict, mask)
+
+
+def _check_dense(logits_key: NestedKey, padding_side: str) -> None:
+    """Refuse what TorchRL's masked distributions could be asked for, and these cannot."""
+    if padding_side != "left" or logits_key != "logits":
+        raise ValueError(
+            f"distributions are padded on the left and made from 'logits', got padding_side={padding_side!r} and "
+            f"logits_key={logits_key!r}"
+        )
 
 
 def _refuse(arguments: dict[str, Any]) -> None:
@@ -289,7 +374,7 @@ def _refuse(arguments: dict[str, Any]) -> None:
             f"input_mode={arguments['input_mode']!r}: encoding text anew may give other tokens than those that were "
             "generated and routed. Use input_mode='tokens', which reads ('tokens', 'full') of the rollout."
         )
-    if arguments["temperature"] <= 0:
+    if not arguments["temperature"] > 0:
         raise ValueError(f"temperature must be positive, got {arguments['temperature']}")
 
 

@@ -19,12 +19,15 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     Tied weights come once. Expert slices are views of the stacked tensors where transformers makes them so; treat all
     as read-only. Buffers count: a router's correction bias is one.
+
+    Raises:
+        TypeError: the model has adapters beside its weights.
     """
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    bare: Any = model
-    if hasattr(model, "get_base_model"):  # peft: the adapter must be merged for its weights to count
+    bare: Any = getattr(model, "_orig_mod", model)  # of torch.compile
+    if hasattr(bare, "get_base_model") or getattr(bare, "_hf_peft_config_loaded", False):
         raise TypeError("a peft model has adapters beside its weights: merge them first, model.merge_and_unload()")
     state = remove_tied_weights_from_state_dict(dict(bare.state_dict()), bare)
     converted: dict[str, Tensor] = revert_weight_conversion(bare, state)

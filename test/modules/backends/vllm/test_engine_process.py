@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from modules.backends.vllm import toy_engine
 from modules.backends.vllm.processes import until
 from torchrl_moe._errors import EngineError
-from torchrl_moe.modules.backends.replica import Completion, ReplicaInfo, ReplicaStats, Request
+from torchrl_moe.modules.backends.replica import Completion, PauseMode, ReplicaInfo, ReplicaStats, Request
 from torchrl_moe.modules.backends.vllm import engine_process, wire
 from torchrl_moe.modules.backends.vllm.engine_process import EngineProcess
 from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica
@@ -144,6 +145,20 @@ def test_an_abort_right_behind_its_request_is_not_lost(serve: Serve) -> None:
 
     ((_, completion),) = serve(script).sent
     assert completion.aborted
+
+
+def test_an_abort_spares_the_next_request_of_the_same_id(serve: Serve) -> None:
+    async def script(bench: Bench) -> None:
+        bench.generate(by_ids("again", seconds=9))
+        await asyncio.sleep(0.05)
+        bench.inbox.put("abort", ["again"])
+        await bench.until_sent(1)
+        bench.generate(by_ids("again", seconds=5 * engine_process.ABORT_SECONDS))
+        await bench.until_sent(2)
+
+    first, second = (completion for _, completion in serve(script).sent)
+    assert first.aborted
+    assert not second.aborted
 
 
 def test_an_abort_of_what_is_done_asks_nothing(serve: Serve) -> None:
@@ -410,6 +425,15 @@ def running(engine: Any, request: Request) -> Future[Completion]:
     return future
 
 
+@contextlib.contextmanager
+def paused(replica: LocalReplica, mode: PauseMode, clear_cache: bool = False) -> Iterator[None]:
+    replica.pause(mode, clear_cache, 20)
+    try:
+        yield
+    finally:
+        replica.resume(20)
+
+
 @pytest.mark.engine("qwen3_moe")
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_aborted_request_returns_what_it_has_with_a_row_for_each_token_but_the_last(engine: Any, n: int) -> None:
@@ -444,10 +468,9 @@ def test_a_pause_freezes_requests_and_a_resume_lets_them_go_on(engine: Any, clea
     greedy = {**LONG, "temperature": 0.0}
     (whole,) = generate(engine, by_ids("whole", *prompt(6, 12), **greedy))
     future = running(engine, by_ids("frozen", *prompt(6, 12), **greedy))
-    replica.pause("keep", clear_cache, 20)
-    time.sleep(1.5 * whole.metrics.total_seconds)
-    assert not future.done()
-    replica.resume(20)
+    with paused(replica, "keep", clear_cache):
+        time.sleep(1.5 * whole.metrics.total_seconds)
+        assert not future.done()
     completion = future.result(30)
     assert completion.outputs[0].token_ids.tolist() == whole.outputs[0].token_ids.tolist()
     np.testing.assert_allclose(completion.outputs[0].logprobs, whole.outputs[0].logprobs, atol=1e-4)
@@ -461,14 +484,13 @@ def test_a_pause_freezes_requests_and_a_resume_lets_them_go_on(engine: Any, clea
 def test_a_pause_that_aborts_returns_what_there_is_and_a_resume_serves_again(engine: Any) -> None:
     replica = replica_of(engine)
     future = running(engine, by_ids("cut", *prompt(7, 12), n=2, **LONG))
-    replica.pause("abort", False, 20)
-    completion = future.result(10)
-    assert completion.outputs[0].finish_reason == "abort"
-    check_rows(completion)
-    (held,) = replica.submit([by_ids("held", *prompt(8, 4), max_tokens=2)])
-    time.sleep(0.5)
-    assert not held.done()
-    replica.resume(20)
+    with paused(replica, "abort"):
+        completion = future.result(10)
+        assert completion.outputs[0].finish_reason == "abort"
+        check_rows(completion)
+        (held,) = replica.submit([by_ids("held", *prompt(8, 4), max_tokens=2)])
+        time.sleep(0.5)
+        assert not held.done()
     assert held.result(20).outputs[0].finish_reason in ("length", "stop")
 
 
@@ -476,12 +498,9 @@ def test_a_pause_that_aborts_returns_what_there_is_and_a_resume_serves_again(eng
 def test_a_paused_engine_lets_a_frozen_request_be_aborted(engine: Any) -> None:
     replica = replica_of(engine)
     future = running(engine, by_ids("frozen", *prompt(9, 12), n=2, **LONG))
-    replica.pause("keep", False, 20)
-    try:
+    with paused(replica, "keep"):
         replica.abort(["frozen"])
         completion = future.result(10)
-    finally:
-        replica.resume(20)
     assert completion.outputs[0].finish_reason == "abort"
     check_rows(completion)
 

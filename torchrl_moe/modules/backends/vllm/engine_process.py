@@ -79,7 +79,7 @@ class EngineProcess:
         self.seconds = 0.0
         self._inbox = inbox
         self._send = send
-        self._open: set[str] = set()
+        self._open: dict[str, Request] = {}
         self._death_reported = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._errors = _compat.vllm_client_errors()
@@ -90,7 +90,7 @@ class EngineProcess:
     def generate(self, packed: dict[str, Any]) -> None:
         """Start one task per request of a message."""
         for request in wire.unpack_requests(packed):
-            self._open.add(request.request_id)
+            self._open[request.request_id] = request
             self._spawn(self._run(request), partial(self._send_completion, request, time.monotonic()))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, Any], *on_done: Callable[[asyncio.Task[Any]], None]) -> None:
@@ -100,7 +100,7 @@ class EngineProcess:
             task.add_done_callback(callback)
 
     def _send_completion(self, request: Request, started: float, task: asyncio.Task[Completion]) -> None:
-        self._open.discard(request.request_id)
+        del self._open[request.request_id]
         if task.cancelled():  # the process is ending: the driver fails what is open
             return
         error = task.exception()
@@ -134,7 +134,7 @@ class EngineProcess:
             final = output
         if final is None:
             raise RuntimeError(f"vLLM ended request {request.request_id!r} without an output")
-        return completion_from_vllm(final, request, self.weights.version)
+        return self.weights.stamp(completion_from_vllm(final, request, self.weights.version))
 
     def _count(self, completion: Completion, seconds: float) -> None:
         self.counts["requests"] += 1
@@ -146,11 +146,12 @@ class EngineProcess:
 
     def abort(self, request_ids: list[str]) -> None:
         """Cut requests short. Asked until they are gone: vLLM does not know a request whose prompt it still reads."""
-        self._spawn(self._abort(request_ids))
+        self._spawn(self._abort([self._open[name] for name in request_ids if name in self._open]))
 
-    async def _abort(self, request_ids: list[str]) -> None:
-        while still := [name for name in request_ids if name in self._open]:
-            await self.engine.abort(still)
+    async def _abort(self, requests: list[Request]) -> None:
+        # by the request and not by its id, which the driver may use again the moment it is free
+        while requests := [request for request in requests if self._open.get(request.request_id) is request]:
+            await self.engine.abort([request.request_id for request in requests])
             await asyncio.sleep(ABORT_SECONDS)
 
     # -- commands ---------------------------------------------------------------------------------------------------

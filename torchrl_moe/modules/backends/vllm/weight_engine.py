@@ -1,8 +1,9 @@
 """The worker's side of a weight update: vLLM's own weight-transfer interface, dispatching to a transport of ours.
 
 vLLM asks for the backend at start-up, before a transport is chosen; so every engine starts with this one, and init
-names the transport. ``memmap`` reads a version from the weight store of the same host. One bracket of vLLM's layerwise
-reload per update: start takes the layers apart, each is put together when its last tensor arrives, finish does the rest.
+names the transport. ``memmap`` reads a version from the weight store of the same host. An update is one bracket of
+vLLM's layerwise reload: start takes the layers apart, each is put together when its last tensor arrives, finish does
+the rest.
 
 Imported in vLLM's worker processes only.
 """
@@ -67,7 +68,8 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         would then be read in the wrong layout.
         """
         if self.device.type == "cpu":
-            self._kernels = _compat.take_moe_kernels(self.model)
+            self._kernels += _compat.take_moe_kernels(self.model)
+        _compat.forget_half_loads(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:

@@ -13,11 +13,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torchrl_moe import _compat
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.data.weight_store import WeightStoreReader, check_tensors
-from torchrl_moe.modules.backends.replica import PauseMode, StageReport, SwapReport
+from torchrl_moe.modules.backends.replica import Completion, PauseMode, StageReport, SwapReport
 
 __all__ = ["EngineWeights"]
+
+SETTLE_SECONDS = 0.01  # between two looks at tokens that are still on their way
 
 
 class EngineWeights:
@@ -35,7 +38,7 @@ class EngineWeights:
         self.version = 0
         self._swaps = 0
         self._reader: WeightStoreReader | None = None
-        self._probes = 0
+        self._marks: dict[str, list[tuple[int, dict[int, int]]]] = {}  # request -> version, tokens of each answer
 
     async def init(self, transport: str, folder: str) -> None:
         """Open the transport in the workers, and here."""
@@ -50,6 +53,13 @@ class EngineWeights:
         """Return the part of a prompt that keeps cached prefixes of different versions apart."""
         # by swap, not by version: another trainer may begin to count anew
         return {"cache_salt": f"swap-{self._swaps}"} if self._swaps else {}
+
+    def stamp(self, completion: Completion) -> Completion:
+        """Give tokens that a request had before a swap the version that made them; the rest has the version now."""
+        for version, counts in reversed(self._marks.pop(completion.request_id, [])):
+            for output in completion.outputs:
+                output.policy_versions[: counts.get(output.index, 0)] = version
+        return completion
 
     async def stage(self, version: int) -> StageReport:
         """Check a version while the engine serves; reading it also brings its pages into memory.
@@ -69,12 +79,13 @@ class EngineWeights:
         """Replace the weights. Never raises for a failed update: the report says how far it came."""
         started = time.perf_counter()
         await self.engine.pause_generation(mode=pause, clear_cache=clear_cache)
+        await self._mark()
         paused = time.perf_counter()
+        self._swaps += 1  # whatever comes of it, nothing cached before is good for what comes after
         (error,) = await asyncio.gather(self._load(version), return_exceptions=True)
         loaded = time.perf_counter()
         if error is None:
             self.version = version
-            self._swaps += 1
             await self.engine.resume_generation()
             (error,) = await asyncio.gather(self._probe(), return_exceptions=True)
         if isinstance(error, BaseException):
@@ -85,6 +96,15 @@ class EngineWeights:
             paused_seconds=time.perf_counter() - started,
             error=None if error is None else f"{type(error).__name__}: {error}",
         )
+
+    async def _mark(self) -> None:
+        """Note how many tokens each running request has under the version so far."""
+        seen, counts = None, _compat.delivered_tokens(self.engine)
+        while counts != seen:  # the last step's tokens may still be on their way
+            seen = counts
+            await asyncio.sleep(SETTLE_SECONDS)
+            counts = _compat.delivered_tokens(self.engine)
+        self._marks = {name: [*self._marks.get(name, []), (self.version, had)] for name, had in counts.items()}
 
     async def _load(self, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -98,13 +118,12 @@ class EngineWeights:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        self._probes += 1
         params = SamplingParams(
             max_tokens=1, temperature=0.0, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        prompt = {"prompt_token_ids": [0], "cache_salt": f"probe-{self._probes}"}
+        prompt = {"prompt_token_ids": [0], "cache_salt": f"probe-{self._swaps}"}
         final: Any = None
-        async for output in self.engine.generate(prompt, params, f"weight-probe-{self._probes}"):
+        async for output in self.engine.generate(prompt, params, f"weight-probe-{self._swaps}"):
             final = output
         (position,) = final.outputs[0].logprobs
         if not all(math.isfinite(entry.logprob) for entry in position.values()):

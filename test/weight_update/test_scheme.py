@@ -1,0 +1,86 @@
+"""The choices of a weight sync: what is accepted, what is refused and why, and whose folder it is."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrl_moe.weight_update import VLLMWeightSyncScheme
+from torchrl_moe.weight_update.sender import WeightSender
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"transport": "nccl"}, "transport must be one of 'memmap', got 'nccl'"),
+        ({"mode": "abort"}, "mode must be one of 'hot_swap', 'drain', got 'abort'"),
+        ({"kv": "keep"}, "kv must be one of 'salt', 'recompute', got 'keep'"),
+        ({"min_serving": -1}, "min_serving must be at least 0, got -1"),
+        ({"timeout_seconds": 0}, "timeout_seconds must be positive, got 0"),
+    ],
+)
+def test_a_bad_choice_is_refused_with_the_good_ones(kwargs: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        VLLMWeightSyncScheme(**kwargs)
+
+
+@pytest.mark.parametrize("name", ["master_address", "master_port", "gpus_per_replica", "device", "strategy"])
+def test_torchrls_arguments_of_a_collective_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} belongs to a collective transport; transport='memmap' has no"):
+        VLLMWeightSyncScheme(**{name: 1})
+
+
+def test_an_argument_that_nobody_knows_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="VLLMWeightSyncScheme has no argument 'min_servin'"):
+        VLLMWeightSyncScheme(min_servin=1)
+
+
+def test_num_replicas_has_a_meaning() -> None:
+    assert VLLMWeightSyncScheme(num_replicas=2).num_replicas == 2
+
+
+def test_it_makes_a_sender_and_shows_its_choices() -> None:
+    scheme = VLLMWeightSyncScheme(mode="drain", kv="recompute")
+    assert isinstance(scheme.create_sender(), WeightSender)
+    assert repr(scheme) == "VLLMWeightSyncScheme(transport='memmap', mode='drain', kv='recompute')"
+    scheme.shutdown()
+
+
+def test_its_own_folder_goes_at_shutdown_and_a_given_one_stays(tmp_path: Path) -> None:
+    own, given = VLLMWeightSyncScheme(), VLLMWeightSyncScheme(folder=tmp_path / "store")
+    given.create_sender()
+    assert own.folder.is_dir()
+    for scheme in (own, given, own):
+        scheme.shutdown()
+    assert not own.folder.exists()
+    assert (tmp_path / "store").is_dir()
+
+
+def test_two_schemes_do_not_share_a_folder() -> None:
+    one, other = VLLMWeightSyncScheme(), VLLMWeightSyncScheme()
+    assert one.folder != other.folder
+    one.shutdown()
+    assert other.folder.is_dir()
+    other.shutdown()
+
+
+def test_a_scheme_that_is_forgotten_leaves_no_memory_behind() -> None:
+    scheme = VLLMWeightSyncScheme()
+    folder = scheme.folder
+    del scheme
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_a_process_that_ends_without_shutdown_leaves_no_memory_behind() -> None:
+    script = (
+        "from torchrl_moe.weight_update import VLLMWeightSyncScheme as S; s = S(); print(s.folder, s.folder.is_dir())"
+    )
+    folder, existed = subprocess.check_output([sys.executable, "-c", script], text=True).split()
+    assert existed == "True"
+    assert not Path(folder).exists()
