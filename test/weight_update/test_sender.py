@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchrl_moe._errors import EngineError, ManifestMismatch, ReplicaDiedError, WeightSyncError
+from torchrl_moe._errors import EngineError, ManifestMismatch, NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM, make_tiny_moe
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
@@ -114,9 +114,7 @@ def test_weights_are_a_mapping_or_pairs(connect: Connect, given: Callable[[Any],
     assert engine.holds(0) == 7.0
 
 
-def test_a_registered_model_is_sent_with_its_experts_one_by_one(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_registered_model_is_sent_with_its_experts_one_by_one() -> None:
     model = make_tiny_moe("qwen3_moe", num_hidden_layers=2)
     sender = VLLMWeightSyncScheme().create_sender()
     sender.register_model(model)
@@ -155,6 +153,13 @@ def test_an_engine_must_be_there(step: str) -> None:
 def test_a_wrong_engine_is_refused(connect: Connect, choices: Any, engine: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         connect(engine, **choices)
+
+
+def test_an_engine_that_is_over_is_refused(connect: Connect) -> None:
+    engine = Fleet(1)
+    engine.shutdown()
+    with pytest.raises(NoReplicaError, match="no replica serves: Fleet"):
+        connect(engine)
 
 
 def test_an_engine_that_cannot_take_weights_says_so(connect: Connect) -> None:
@@ -496,10 +501,8 @@ def test_drain_waits_for_requests_in_flight_and_sends_new_ones_elsewhere(connect
 
 
 def test_a_drain_that_takes_too_long_leaves_the_old_version_serving(connect: Connect) -> None:
-    engine = Fleet(2, token_seconds=60.0)
+    engine = Fleet(2)
     sender = connect(engine, mode="drain", timeout_seconds=0.1)
-    (future,) = engine.replicas[0].submit([])[:1] or [None]
-    assert future is None
     lease = engine.load_balancer.acquire_at(0, None)
     report = sender.update_weights(weights())
     assert report.failed == {0: "requests did not finish in time to drain"}

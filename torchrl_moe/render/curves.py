@@ -34,9 +34,11 @@ def training_figure(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
     reward.plot(*_series(rows, "reward"), label="rollouts")
     reward.plot(*_series(rows, "held_out_reward"), "o--", label="held-out problems, greedy")
     reward.set(title="reward", ylim=(-0.02, 1.02))
-    mismatch.plot(*_series(rows, "dlogp_mean"), label="mean")
-    mismatch.plot(*_series(rows, "dlogp_max"), label="max")
-    mismatch.set(title="|log-prob, trainer - engine|", yscale="log")
+    for label in ("mean", "max"):
+        mismatch.plot(*_series(rows, f"dlogp_{label}"), label=label)
+    if any(value > 0 for line in mismatch.get_lines() for value in line.get_ydata()):
+        mismatch.set_yscale("log")
+    mismatch.set(title="|log-prob, trainer - engine|")
     length.plot(*_series(rows, "length"))
     length.set(title="answer length, tokens")
     columns = [[float(row.get(f"seconds_{phase}") or 0.0) for row in rows] for phase in PHASES]

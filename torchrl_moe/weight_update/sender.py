@@ -17,7 +17,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchrl_moe._errors import EngineError, ManifestMismatch, ReplicaDiedError, TorchRLMoEError, WeightSyncError
+from torchrl_moe._errors import (
+    EngineError,
+    ManifestMismatch,
+    NoReplicaError,
+    ReplicaDiedError,
+    TorchRLMoEError,
+    WeightSyncError,
+)
 from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter, check_tensors
 from torchrl_moe.modules.backends.replica import PauseMode, StageReport, SwapReport
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
@@ -86,6 +93,7 @@ class WeightSender:
 
         Raises:
             ValueError: no engine, or one of another number of replicas than the scheme says.
+            NoReplicaError: none of its replicas serves.
             ManifestMismatch: metadata, or the registered model, does not have the engine's tensors.
         """
         if not isinstance(vllm_engine, GenerationService):
@@ -97,12 +105,14 @@ class WeightSender:
             raise ValueError(f"min_serving={self.scheme.min_serving}, but the engine has {count} replicas")
         with self._lock:
             self._check_open()
-            expected = vllm_engine.call_all("metadata", self.scheme.timeout_seconds)[0]
+            ready = [entry for entry in vllm_engine.roster if entry.state in SYNCABLE]
+            if not ready:
+                raise NoReplicaError(f"no replica serves: {vllm_engine!r}")
+            expected = ready[0].replica.call("metadata", self.scheme.timeout_seconds)
             self._check_names(metadata, expected)
             self._opened.clear()
-            for entry in vllm_engine.roster:
-                if entry.state in SYNCABLE:
-                    self._open(entry)
+            for entry in ready:
+                self._open(entry)
             self._engine, self._expected = vllm_engine, expected
             self.version = max(self.version, *(entry.version for entry in vllm_engine.roster))
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_moe.modules import RouterReplay
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
@@ -82,8 +81,11 @@ def test_a_compiled_model_is_looked_through() -> None:
 
 @pytest.mark.parametrize("adapted", [{"get_base_model": lambda: None}, {"_hf_peft_config_loaded": True}])
 def test_adapters_must_be_merged_first(adapted: dict[str, object]) -> None:
-    with pytest.raises(TypeError, match=r"a peft model has adapters .* merge_and_unload"):
-        checkpoint_tensors(SimpleNamespace(**adapted))  # type: ignore[arg-type]
+    model = make_tiny_moe()
+    for name, value in adapted.items():
+        nn.Module.__setattr__(model, name, value)
+    with pytest.raises(TypeError, match=r"a peft model has adapters .*: merge them first, model\.merge_and_unload"):
+        checkpoint_tensors(model)
 
 
 def test_metadata_is_of_the_same_tensors() -> None:

@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-__all__ = ["ScoringBatch", "align", "pad_left", "read_batch", "read_rows", "token_scores"]
+__all__ = ["ScoringBatch", "align", "missing", "pad_left", "read_batch", "read_rows", "token_scores"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +116,17 @@ def read_batch(td: TensorDictBase, tokens_key: Any, mask_key: Any) -> ScoringBat
         )
     rows = td.get(tokens_key, None, as_list=True)
     if rows is None or any(row is None for row in rows):
-        raise KeyError(f"no {tokens_key!r} in the input, whose keys are {sorted(map(str, td.keys(True, True)))}")
+        raise missing(td, tokens_key)
     lengths = tuple(len(row) for row in rows)
     mask = read_rows(td, mask_key, False, lengths)
     if mask is None:
         mask = pad_left([torch.ones_like(row, dtype=torch.bool) for row in rows], False)
     return ScoringBatch(pad_left(rows, 0).long(), mask.bool(), lengths)
+
+
+def missing(td: TensorDictBase, key: Any) -> KeyError:
+    """Return the error for an entry that some sample does not have."""
+    return KeyError(f"no {key!r} in every sample; the first one has {sorted(map(str, td[0].keys(True, True)))}")
 
 
 def align(logits: Tensor, temperature: float) -> Tensor:

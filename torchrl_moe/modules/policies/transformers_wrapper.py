@@ -24,7 +24,15 @@ from torchrl.modules.llm.policies import LLMWrapperBase, LogProbs
 from torchrl_moe._errors import ReplayError, UnsupportedRouterError
 from torchrl_moe.data import UNSET_EXPERT, RoutedExperts
 from torchrl_moe.modules.policies.rollout import stack_answers
-from torchrl_moe.modules.policies.scoring import ScoringBatch, align, pad_left, read_batch, read_rows, token_scores
+from torchrl_moe.modules.policies.scoring import (
+    ScoringBatch,
+    align,
+    missing,
+    pad_left,
+    read_batch,
+    read_rows,
+    token_scores,
+)
 from torchrl_moe.modules.replay.discovery import discover, number_of_layers
 from torchrl_moe.modules.replay.router_replay import Recording, RouterReplay
 
@@ -264,7 +272,7 @@ class TransformersWrapper(LLMWrapperBase):
             return self._masked_dist(td, None)
         mask = read_rows(td, mask_key, False, self._batch(td).lengths)
         if mask is None:
-            raise KeyError(f"no {mask_key!r} in the input, whose keys are {sorted(map(str, td.keys(True, True)))}")
+            raise missing(td, mask_key)
         return self._masked_dist(td, mask)
 
     def _masked_dist(self, td: TensorDictBase, mask: Tensor | None) -> LLMMaskedCategorical:

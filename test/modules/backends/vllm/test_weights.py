@@ -1,0 +1,534 @@
+"""The engine process's side of a weight update: its order over a fake engine, and its truth over real ones.
+
+Truth is log-probs: checksums cannot tell a reload that went wrong, the trainer's own forward can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torch import Tensor
+from torchrl.modules.llm.policies import Tokens
+
+from engines import SMALL, EngineShelf
+from reference import Reference, route_mismatches
+from torchrl_moe._errors import DigestMismatch, ManifestMismatch, ReplicaDiedError, WeightSyncError
+from torchrl_moe.data.weight_store import WeightStoreWriter
+from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
+from torchrl_moe.modules.backends.vllm.weights import EngineWeights
+from torchrl_moe.modules.policies.unstack import checkpoint_tensors
+from torchrl_moe.weight_update import VLLMWeightSyncScheme, get_model_metadata
+from torchrl_moe.weight_update.sender import WeightSender
+
+EXPECTED = {"w": (torch.float32, torch.Size([4]))}
+
+
+# -- over a fake engine -----------------------------------------------------------------------------------------------
+
+
+class FakeLLM:
+    """Does what ``EngineWeights`` asks of an ``AsyncLLM``, and keeps a log."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.fail: dict[str, Exception] = {}
+        self.logprob = -1.0
+        self.prompts: list[Any] = []
+        self.counts: dict[str, tuple[str, int, int]] = {}  # state -> request, answer, tokens
+        self.arriving: list[tuple[str, int]] = []  # tokens that come in after the pause, one per look
+
+    @property
+    def output_processor(self) -> Any:
+        states = {
+            name: SimpleNamespace(
+                external_req_id=request,
+                request_index=index,
+                detokenizer=SimpleNamespace(num_output_tokens=lambda n=count: n),
+            )
+            for name, (request, index, count) in self.counts.items()
+        }
+        if self.arriving:
+            name, count = self.arriving.pop(0)
+            self.counts[name] = (*self.counts[name][:2], count)
+        return SimpleNamespace(request_states=states)
+
+    async def _step(self, name: str, *details: Any) -> None:
+        self.log.append((name, *details) if details else name)
+        if name in self.fail:
+            raise self.fail[name]
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        await self._step("init", request.init_info)
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        await self._step("pause", mode, clear_cache)
+
+    async def resume_generation(self) -> None:
+        await self._step("resume")
+
+    async def start_weight_update(self) -> None:
+        await self._step("start")
+
+    async def update_weights(self, request: Any) -> None:
+        await self._step("update", request.update_info)
+
+    async def finish_weight_update(self, version: str) -> None:
+        await self._step("finish", version)
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        self.prompts.append((prompt, request_id))
+        await self._step("probe")
+        yield SimpleNamespace(outputs=[SimpleNamespace(logprobs=[{5: SimpleNamespace(logprob=self.logprob)}])])
+
+
+GOOD = [
+    ("pause", "keep", False),
+    "start",
+    ("update", {"version": 7}),
+    ("finish", "7"),
+    "resume",
+    "probe",
+]
+
+
+def make(engine: FakeLLM | None = None) -> EngineWeights:
+    return EngineWeights(engine or FakeLLM(), lambda: dict(EXPECTED))
+
+
+def swap(weights: EngineWeights, version: int = 7, clear_cache: bool = False) -> Any:
+    return asyncio.run(weights.swap(version, "keep", clear_cache))
+
+
+def test_a_swap_is_one_transaction_that_ends_with_a_probe() -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    report = swap(weights)
+    assert engine.log == GOOD
+    assert report.error is None
+    assert 0 < report.pausing_seconds < report.paused_seconds
+    assert weights.version == 7
+
+
+def test_the_cache_is_cleared_if_asked() -> None:
+    engine = FakeLLM()
+    swap(make(engine), clear_cache=True)
+    assert engine.log[0] == ("pause", "keep", True)
+
+
+@pytest.mark.parametrize(("step", "done"), [("start", 2), ("update", 3), ("finish", 4)])
+def test_an_update_that_fails_leaves_the_engine_paused_and_says_why(step: str, done: int) -> None:
+    engine = FakeLLM()
+    engine.fail[step] = RuntimeError("boom")
+    weights = make(engine)
+    report = swap(weights)
+    assert report.error == "RuntimeError: boom"
+    assert engine.log == [*GOOD[:done], ("pause", "keep", False)]
+    assert weights.version == 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_probe_that_is_not_a_number_pauses_the_engine_again(bad: float) -> None:
+    engine = FakeLLM()
+    engine.logprob = bad
+    report = swap(make(engine))
+    assert report.error == "WeightSyncError: the new weights give a log-prob that is not a number"
+    assert engine.log == [*GOOD, ("pause", "keep", False)]
+
+
+def test_a_failed_swap_can_be_tried_again() -> None:
+    engine = FakeLLM()
+    engine.fail["update"] = RuntimeError("boom")
+    weights = make(engine)
+    swap(weights)
+    engine.fail.clear()
+    engine.log.clear()
+    assert swap(weights).error is None
+    assert engine.log == GOOD
+
+
+def test_every_swap_has_a_salt_of_its_own_even_of_the_same_version() -> None:
+    """Another trainer may begin to count at 1 again."""
+    weights = make()
+    salts = [weights.salt()]
+    for version in (1, 2, 1, 1):
+        swap(weights, version)
+        salts.append(weights.salt())
+    assert salts[0] == {}
+    assert len({salt["cache_salt"] for salt in salts[1:]}) == 4
+
+
+def test_every_probe_is_computed_anew() -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    for _ in range(3):
+        swap(weights)
+    assert len({prompt["cache_salt"] for prompt, _ in engine.prompts}) == 3
+    assert len({request_id for _, request_id in engine.prompts}) == 3
+
+
+def test_staging_needs_the_transport_and_then_checks_everything(tmp_path: Path) -> None:
+    engine, store = FakeLLM(), WeightStoreWriter(tmp_path)
+    weights = make(engine)
+    with pytest.raises(WeightSyncError, match=r"not initialised: call init_all_workers_group\(\) first"):
+        asyncio.run(weights.stage(1))
+    asyncio.run(weights.init("memmap", str(tmp_path)))
+    assert engine.log == [("init", {"transport": "memmap", "folder": str(tmp_path)})]
+    manifest = store.publish([("w", torch.ones(4))], 1)
+    report = asyncio.run(weights.stage(1))
+    assert (report.nbytes, report.digest) == (16, manifest.digest)
+    with pytest.raises(ManifestMismatch, match="version 2 is not in the store"):
+        asyncio.run(weights.stage(2))
+    store.publish([("v", torch.ones(4))], 2)
+    with pytest.raises(ManifestMismatch, match=r"1 missing \(w\); 1 unknown to the engine \(v\)"):
+        asyncio.run(weights.stage(2))
+    (tmp_path / "slot-1.weights").write_bytes(b"\x01" * 64)
+    with pytest.raises(DigestMismatch, match="bytes of w"):
+        asyncio.run(weights.stage(1))
+
+
+# -- whose tokens -----------------------------------------------------------------------------------------------------
+
+
+def completion(name: str, version: int, *lengths: int) -> Completion:
+    outputs = [
+        CompletionOutput(
+            index=index,
+            token_ids=np.zeros(length, np.int64),
+            text="",
+            finish_reason="stop",
+            policy_versions=np.full(length, version, np.int32),
+        )
+        for index, length in enumerate(lengths)
+    ]
+    return Completion(
+        request_id=name, prompt=None, prompt_token_ids=np.zeros(1, np.int64), num_cached_tokens=0, outputs=outputs
+    )
+
+
+def stamped(weights: EngineWeights, name: str, *lengths: int) -> list[list[int]]:
+    done = weights.stamp(completion(name, weights.version, *lengths))
+    return [output.policy_versions.tolist() for output in done.outputs]
+
+
+def test_tokens_delivered_before_a_swap_keep_their_version() -> None:
+    engine = FakeLLM()
+    engine.counts = {"0_a": ("a", 0, 2), "1_a": ("a", 1, 0), "b": ("b", 0, 3)}
+    weights = make(engine)
+    swap(weights, 1)
+    assert stamped(weights, "a", 4, 2) == [[0, 0, 1, 1], [1, 1]]
+    assert stamped(weights, "b", 3) == [[0, 0, 0]]
+    assert stamped(weights, "c", 2) == [[1, 1]]
+
+
+def test_many_swaps_mark_one_request_many_times() -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    for version, count in ((1, 2), (2, 2), (5, 3)):
+        engine.counts = {"a": ("a", 0, count)}
+        swap(weights, version)
+    assert stamped(weights, "a", 5) == [[0, 0, 2, 5, 5]]
+
+
+def test_a_failed_attempt_marks_nothing_twice() -> None:
+    engine = FakeLLM()
+    engine.counts = {"a": ("a", 0, 2)}
+    weights = make(engine)
+    engine.fail["update"] = RuntimeError("boom")
+    swap(weights, 1)
+    engine.fail.clear()
+    swap(weights, 1)
+    assert stamped(weights, "a", 3) == [[0, 0, 1]]
+
+
+def test_tokens_of_the_last_step_are_waited_for() -> None:
+    engine = FakeLLM()
+    engine.counts = {"a": ("a", 0, 2)}
+    engine.arriving = [("a", 3), ("a", 4)]
+    weights = make(engine)
+    swap(weights, 1)
+    assert stamped(weights, "a", 5) == [[0, 0, 0, 0, 1]]
+
+
+def test_requests_that_are_over_are_forgotten() -> None:
+    engine = FakeLLM()
+    engine.counts = {"refused": ("refused", 0, 2)}
+    weights = make(engine)
+    swap(weights, 1)
+    engine.counts = {}
+    swap(weights, 2)
+    assert stamped(weights, "refused", 3) == [[2, 2, 2]]  # the name may come again
+
+
+# -- over real engines ------------------------------------------------------------------------------------------------
+
+TOLERANCE = 1e-5
+PROMPTS = [[72, 101, 108], list(range(40, 90)), [7], [200, 3, 3, 199] * 6]
+FAMILIES = [pytest.param(family, marks=pytest.mark.engine(family)) for family in ("qwen3_moe", "deepseek_v3")]
+
+
+class Trainer:
+    """A model, what it makes of sequences, and its sender to an engine."""
+
+    def __init__(self, engine: AsyncVLLM, folder: Path, **choices: Any) -> None:
+        self.engine = engine
+        self.reference = Reference(folder)
+        self.model = self.reference.model
+        self.original = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self.sender: WeightSender = VLLMWeightSyncScheme(**choices).create_sender()
+        self.sender.register_model(self.model)
+        self.sender.init_all_workers_group(get_model_metadata(self.model), vllm_engine=engine)
+
+    @torch.no_grad()
+    def change(self, seed: int, only: str = "") -> None:
+        """Move every weight, buffers too, by a tenth or so."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, tensor in self.model.state_dict().items():
+            if only in name:
+                tensor.add_(0.1 * tensor.std(correction=0) * torch.randn(tensor.shape, generator=generator))
+
+    def restore(self) -> None:
+        self.model.load_state_dict(self.original)
+        self.sender.update_weights()
+
+    def generate(self, prompts: Any = PROMPTS, tokens: int = 12, **kwargs: Any) -> Any:
+        params = {"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, "temperature": 1.0}
+        return self.engine.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False, **kwargs)
+
+    def expected(self, completion: Completion, output: CompletionOutput) -> tuple[Tensor, dict[int, Tensor]]:
+        """Log-probs of the response and routes of the whole, by the trainer's model as it is now."""
+        ids = np.concatenate([completion.prompt_token_ids, output.token_ids])
+        log_probs, routes = self.reference(torch.from_numpy(ids))
+        return log_probs[len(completion.prompt_token_ids) :], routes
+
+    def distance(self, completions: list[Completion]) -> float:
+        return max(
+            float((torch.from_numpy(output.logprobs.copy()) - self.expected(completion, output)[0]).abs().max())
+            for completion in completions
+            for output in completion.outputs
+        )
+
+    def assert_agrees(self, completions: list[Completion]) -> None:
+        assert self.distance(completions) <= TOLERANCE
+        for completion in completions:
+            for output in completion.outputs:
+                _, routes = self.expected(completion, output)
+                got = torch.from_numpy(output.routed_experts.astype(np.int64))
+                assert len(got) == len(completion.prompt_token_ids) + len(output.token_ids) - 1
+                wrong, total = route_mismatches(got, {layer: rows[:-1] for layer, rows in routes.items()})
+                assert (wrong, total) == (0, len(got) * len(routes))
+
+
+@pytest.fixture
+def train(engine: AsyncVLLM, shelf: EngineShelf, request: pytest.FixtureRequest) -> Iterator[Callable[..., Trainer]]:
+    """Make trainers for the shared engine, which ends with the weights that it began with."""
+    trainers: list[Trainer] = []
+
+    def make(**choices: Any) -> Trainer:
+        family = request.node.get_closest_marker("engine").args[0]
+        trainers.append(Trainer(engine, shelf.folder(family), **choices))
+        return trainers[-1]
+
+    yield make
+    if trainers:
+        trainers[-1].restore()
+    for trainer in trainers:
+        trainer.sender.shutdown()
+
+
+Train = Callable[..., Trainer]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_each_sync_the_engine_computes_what_the_trainer_does(family: str, train: Train) -> None:
+    trainer = train()
+    trainer.assert_agrees(trainer.generate())
+    for seed in (1, 2):
+        trainer.change(seed)
+        assert trainer.distance(trainer.generate()) > 100 * TOLERANCE  # the change is one that shows
+        report = trainer.sender.update_weights()
+        assert report.failed == {}
+        completions = trainer.generate()
+        trainer.assert_agrees(completions)
+        assert all((output.policy_versions == report.version).all() for c in completions for output in c.outputs)
+    print(f"{family}: {report!r}, |dlogp| {trainer.distance(completions):.1e}")
+
+
+@pytest.mark.engine("deepseek_v3")
+def test_a_correction_bias_alone_is_synced(train: Train) -> None:
+    trainer = train()
+    with torch.no_grad():
+        for name, tensor in trainer.model.state_dict().items():
+            if "correction_bias" in name:
+                tensor.copy_(tensor.flip(0) * 5)  # other experts win
+    assert trainer.distance(trainer.generate()) > 100 * TOLERANCE
+    trainer.sender.update_weights()
+    trainer.assert_agrees(trainer.generate())
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_the_same_weights_again_change_nothing(train: Train) -> None:
+    trainer = train()
+    greedy = {"max_tokens": 16, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
+
+    def answers() -> list[tuple[list[int], list[float]]]:
+        completions = trainer.engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy, use_tqdm=False)
+        return [(c.outputs[0].token_ids.tolist(), c.outputs[0].logprobs.tolist()) for c in completions]
+
+    before = answers()
+    trainer.sender.update_weights()
+    after = answers()
+    assert [ids for ids, _ in after] == [ids for ids, _ in before]
+    for (_, new), (_, old) in zip(after, before, strict=True):
+        assert new == pytest.approx(old, abs=2e-6)
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.parametrize("kv", ["salt", "recompute"])
+def test_a_prefix_cached_under_older_weights_is_not_used_again(train: Train, kv: str) -> None:
+    trainer = train(kv=kv)
+    prompt = torch.randint(0, 256, (200,), generator=torch.Generator().manual_seed(hash(kv) % 100)).tolist()
+
+    def cached() -> int:
+        return trainer.generate([prompt], tokens=2)[0].num_cached_tokens
+
+    assert (cached() == 0, cached() > 0) == (True, True)
+    trainer.change(3)
+    trainer.sender.update_weights()
+    assert (cached() == 0, cached() > 0) == (True, True)
+    trainer.assert_agrees(trainer.generate([prompt]))
+    train(kv=kv).sender.update_weights()  # another trainer, with weights of its own
+    assert cached() == 0
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.parametrize("kv", ["salt", "recompute"])
+def test_requests_in_flight_go_on_with_the_new_weights_and_each_token_knows_its_version(train: Train, kv: str) -> None:
+    """Tokens made before the swap have the old weights' log-probs, exactly up to the mark. Those after have the new
+    weights' if the cache was recomputed; else their prefix is of both."""
+    trainer, prompts = train(kv=kv), [[65, 66, 67], list(range(30, 60))]
+    params = {"max_tokens": 300, "ignore_eos": True, "logprobs": 0, "temperature": 1.0, "n": 2}
+    before = trainer.sender.version
+    done: list[Completion] = []
+
+    def ask() -> None:
+        done.extend(trainer.engine.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    running_for(trainer.engine, 0.4)
+    old = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    trainer.change(4)
+    after = trainer.sender.update_weights().version
+    thread.join(60.0)
+    assert len(done) == 2
+    outputs = [(completion, output) for completion in done for output in completion.outputs]
+    new_side = [trainer.expected(*pair)[0] for pair in outputs]
+    trainer.model.load_state_dict(old)
+    old_side = [trainer.expected(*pair)[0] for pair in outputs]
+    for (completion, output), by_new, by_old in zip(outputs, new_side, old_side, strict=True):
+        versions = torch.from_numpy(output.policy_versions.astype(np.int64))
+        assert set(versions.tolist()) == {before, after}
+        assert (versions.diff() >= 0).all()
+        assert len(output.token_ids) == 300
+        assert output.finish_reason == "length"
+        assert len(output.routed_experts) == len(completion.prompt_token_ids) + 299
+        got, head = torch.from_numpy(output.logprobs.copy()), versions == before
+        assert (got - by_old)[head].abs().max() <= TOLERANCE
+        tail = (got - by_new)[~head].abs()
+        assert (got - by_old)[~head].abs().median() > 100 * TOLERANCE
+        if kv == "recompute":
+            assert tail.max() <= TOLERANCE
+        else:
+            assert tail.isfinite().all()
+
+
+def running_for(engine: AsyncVLLM, seconds: float) -> None:
+    deadline = time.monotonic() + 30
+    while not engine.stats()[0]["running"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(seconds)
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_wrappers_rows_have_versions_per_token_and_their_minimum(train: Train) -> None:
+    trainer = train()
+    before = trainer.sender.version
+    wrapper = vLLMWrapper(
+        trainer.engine, input_mode="tokens", generate_kwargs={"max_new_tokens": 250, "ignore_eos": True}
+    )
+    rows: list[Any] = []
+    prompts = lazy_stack([TensorDict(tokens=Tokens(prompt=torch.arange(60, 65)))])
+    thread = threading.Thread(target=lambda: rows.extend(wrapper(prompts).unbind(0)))
+    thread.start()
+    running_for(trainer.engine, 0.3)
+    after = trainer.sender.update_weights().version
+    thread.join(60.0)
+    (row,) = rows
+    versions = row["policy_versions", "full"]
+    assert versions[:5].tolist() == [-1] * 5
+    assert set(versions[5:].tolist()) == {before, after}
+    assert int(row["policy_version"]) == before
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_half_of_the_names_are_refused_and_the_engine_serves_on_exactly(train: Train) -> None:
+    trainer = train()
+    tensors = {name: tensor + 1 for name, tensor in checkpoint_tensors(trainer.model).items()}
+    half = dict(list(tensors.items())[::2])
+    version = trainer.sender.version
+    with pytest.raises(ManifestMismatch, match=r"\d+ missing \("):
+        trainer.sender.update_weights(half)
+    trainer.sender._expected = None  # a driver that does not check: the engine does
+    with pytest.raises(WeightSyncError, match=r"fewer than 1 replicas hold version .* missing \("):
+        trainer.sender.update_weights(half)
+    assert trainer.engine.stats()[0]["state"] == "SERVING"
+    assert trainer.engine.stats()[0]["version"] == version
+    trainer.assert_agrees(trainer.generate())
+
+
+def test_a_failed_load_is_made_good_and_weights_that_are_no_numbers_end_the_replica(no_engine: EngineShelf) -> None:
+    folder = no_engine.folder("qwen3_moe")
+    with AsyncVLLM.from_pretrained(folder, **SMALL) as engine:
+        trainer = Trainer(engine, folder)
+        trainer.change(5)
+        version = trainer.sender.publish()
+        trainer.sender.prefetch(version)
+        replica = engine.roster[0].replica
+        missing = replica.call("swap_weights", 30.0, version=99, pause="keep", clear_cache=False)
+        assert "version 99 is not in the store" in missing.error
+        assert trainer.sender.apply(version).failed == {}
+        trainer.assert_agrees(trainer.generate())
+
+        failures: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                trainer.generate([[1, 2, 3]], tokens=450)
+            except ReplicaDiedError as error:
+                failures.append(error)
+
+        frozen = threading.Thread(target=ask)
+        frozen.start()
+        running_for(engine, 0.1)
+        tensors = checkpoint_tensors(trainer.model)
+        tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], torch.nan)
+        with pytest.raises(WeightSyncError, match="log-prob that is not a number") as caught:
+            trainer.sender.update_weights(tensors)
+        assert caught.value.report.replicas[0].attempts == 2
+        frozen.join(30.0)
+        assert len(failures) == 1
+        assert engine.roster[0].state.name in ("QUARANTINED", "DEAD")
+        trainer.sender.shutdown()

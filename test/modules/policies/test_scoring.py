@@ -1,0 +1,154 @@
+"""The tensors of a scoring pass, by hand: layouts, masks, and what a row of logits says about which token."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+
+from torchrl_moe._errors import ReplayError
+from torchrl_moe.modules.policies.scoring import align, pad_left, read_batch, read_rows, token_scores
+
+TOKENS, MASK = ("tokens", "full"), ("masks", "all_attention_mask")
+
+
+def sample(ids: list[int], mask: list[int] | None = None) -> TensorDict:
+    td = TensorDict({"tokens": {"full": torch.tensor(ids)}})
+    if mask is not None:
+        td["masks"] = {"all_attention_mask": torch.tensor(mask).bool()}
+    return td
+
+
+def ragged() -> TensorDictBase:
+    return lazy_stack([sample([5, 6], [1, 1]), sample([7, 8, 9, 10], [1, 1, 1, 1])])
+
+
+def dense() -> TensorDictBase:
+    """Pads, which are ids like any other, on both sides."""
+    rows = [([9, 5, 6, 9], [0, 1, 1, 0]), ([7, 8, 1, 2], [1, 1, 1, 1])]
+    return torch.stack([sample(*row) for row in rows])
+
+
+def test_ragged_rows_are_padded_on_the_left() -> None:
+    batch = read_batch(ragged(), TOKENS, MASK)
+    assert batch.ids.tolist() == [[0, 0, 5, 6], [7, 8, 9, 10]]
+    assert batch.mask.int().tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    assert batch.lengths == (2, 4)
+    assert batch.scored.int().tolist() == [[0, 0, 0, 1], [0, 1, 1, 1]]
+    assert [row.tolist() for row in batch.split(batch.ids)] == [[5, 6], [7, 8, 9, 10]]
+
+
+def test_dense_rows_keep_their_own_pads() -> None:
+    batch = read_batch(dense(), TOKENS, MASK)
+    assert batch.ids.tolist() == [[9, 5, 6, 9], [7, 8, 1, 2]]
+    assert batch.lengths == (4, 4)
+    assert batch.scored.int().tolist() == [[0, 0, 1, 0], [0, 1, 1, 1]]
+    assert batch.padded_inputs()["position_ids"].tolist() == [[0, 0, 1, 1], [0, 1, 2, 3]]
+    assert batch.padded_inputs()["attention_mask"].dtype == torch.int64
+
+
+def test_positions_start_at_each_sequence_padded_or_packed() -> None:
+    batch = read_batch(ragged(), TOKENS, MASK)
+    assert batch.padded_inputs()["position_ids"].tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+    packed = batch.packed_inputs()
+    assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10]]
+    assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
+    assert packed.keys() == {"input_ids", "position_ids"}  # a mask would hide where sequences begin
+
+
+@pytest.mark.parametrize("trailing", [(), (2,), (2, 3)])
+def test_unpacking_undoes_packing_with_gradients(trailing: tuple[int, ...]) -> None:
+    batch = read_batch(dense(), TOKENS, MASK)
+    values = torch.randn(1, 6, *trailing, requires_grad=True)
+    out = batch.unpack(values)
+    assert out.shape == (2, 4, *trailing)
+    assert torch.equal(out[batch.mask], values[0])
+    assert not out[~batch.mask].any()
+    out.sum().backward()
+    assert torch.equal(values.grad, torch.ones_like(values))
+
+
+def test_without_a_mask_all_are_real() -> None:
+    batch = read_batch(lazy_stack([sample([5]), sample([7, 8])]), TOKENS, MASK)
+    assert batch.mask.int().tolist() == [[0, 1], [1, 1]]
+
+
+def test_a_single_token_has_nothing_to_score() -> None:
+    batch = read_batch(lazy_stack([sample([5])]), TOKENS, MASK)
+    assert not batch.scored.any()
+    log_probs, entropy = token_scores(torch.randn(1, 1, 4), batch.ids, 1.0, True)
+    assert log_probs.tolist() == entropy.tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize(
+    ("td", "shape"),
+    [
+        (sample([5, 6]), r"\[\]"),
+        (lazy_stack([ragged(), ragged()]), r"\[2, 2\]"),
+        (TensorDict(batch_size=[0]), r"\[0\]"),
+    ],
+)
+def test_another_batch_size_is_refused(td: TensorDictBase, shape: str) -> None:
+    with pytest.raises(ValueError, match=rf"batch size \[B\] with B >= 1, got {shape}: use td.reshape"):
+        read_batch(td, TOKENS, MASK)
+
+
+def test_missing_tokens_are_named() -> None:
+    with pytest.raises(KeyError, match="in every sample; the first one has .*full") as error:
+        read_batch(ragged(), ("tokens", "ids"), MASK)
+    assert error.value.args[0].startswith("no ('tokens', 'ids') in every sample")
+    with pytest.raises(KeyError, match="in every sample; the first one has .*all_attention_mask"):
+        read_batch(lazy_stack([sample([5], [1]), sample([5])]), MASK, TOKENS)
+
+
+def test_a_mask_of_another_length_is_refused_in_short_samples_too() -> None:
+    td = lazy_stack([sample([5, 6, 7], [1, 1]), sample([7, 8, 9, 10], [1, 1, 1, 1])])
+    with pytest.raises(ValueError, match=r"'all_attention_mask'\) of sample 0 has 2 rows, its tokens are 3"):
+        read_batch(td, TOKENS, MASK)
+
+
+def test_rows_are_read_with_their_trailing_dimensions() -> None:
+    td = ragged()
+    for i, one in enumerate(td.unbind(0)):
+        one["x"] = torch.full((len(one[TOKENS]), 2), i)
+    assert read_rows(td, "x", -1)[0].tolist() == [[-1, -1], [-1, -1], [0, 0], [0, 0]]
+    assert read_rows(td, "y", -1) is None
+    with pytest.raises(ReplayError, match="'x' of sample 1 has 4 rows, its tokens are 3"):
+        read_rows(td, "x", -1, (2, 3), ReplayError)
+    del td[0]["x"]
+    assert read_rows(td, "x", -1) is None
+
+
+def test_pads_have_the_type_of_the_rows() -> None:
+    out = pad_left([torch.tensor([True]), torch.tensor([True, False])], False)
+    assert out.dtype == torch.bool
+    assert out.int().tolist() == [[0, 1], [1, 0]]
+
+
+LOGITS = torch.tensor([[[0.0, 0.0], [math.log(3.0), 0.0], [9.0, 9.0]]])
+"""Of three tokens: after the first both words are as likely, after the second word 0 is three times as likely."""
+
+
+def test_a_row_of_logits_scores_the_next_token() -> None:
+    log_probs, entropy = token_scores(LOGITS, torch.tensor([[0, 1, 1]]), 1.0, True)
+    torch.testing.assert_close(log_probs, torch.tensor([[0.0, math.log(0.5), math.log(0.25)]]))
+    spread = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    torch.testing.assert_close(entropy, torch.tensor([[0.0, math.log(2.0), spread]]))
+    assert token_scores(LOGITS, torch.tensor([[0, 1, 1]]), 1.0, False)[1] is None
+
+
+def test_logits_are_divided_by_the_temperature() -> None:
+    log_probs, _ = token_scores(LOGITS, torch.tensor([[0, 1, 0]]), 0.5, False)
+    torch.testing.assert_close(log_probs[0, 2], torch.tensor(math.log(0.9)))  # odds of 3 become 9
+    torch.testing.assert_close(align(LOGITS, 0.5)[0], torch.tensor([[0.0, 0.0], [0.0, 0.0], [2 * math.log(3.0), 0.0]]))
+
+
+def test_half_precision_is_scored_in_single() -> None:
+    logits = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ids = torch.tensor([[1, 2, 3]])
+    log_probs, _ = token_scores(logits, ids, 0.7, False)
+    assert log_probs.dtype == align(logits, 0.7).dtype == torch.float32
+    wanted = (logits[0].double() / 0.7).log_softmax(-1)[[0, 1], [2, 3]]
+    torch.testing.assert_close(log_probs[0, 1:].double(), wanted, atol=1e-6, rtol=0)

@@ -1,0 +1,690 @@
+"""TransformersWrapper: each score is that of a plain forward of one sequence, with exactly the recorded experts.
+
+Rollouts come from a fake engine, whose routes are random: no router would choose them, so a row that is not replayed,
+or replayed one off, shows in the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor, nn
+from torchrl.envs.llm.transforms import RetrieveLogProb
+from torchrl.modules.llm.policies import LLMWrapperBase, LogProbs
+from torchrl.modules.llm.policies import TransformersWrapper as TorchRLWrapper
+from torchrl.modules.llm.policies import vLLMWrapper as TorchRLvLLMWrapper
+from torchrl.objectives.llm import GRPOLoss as TorchRLLoss
+
+from modules.replay.cases import FAMILIES, experts_seen, gradients, random_routes
+from torchrl_moe._errors import ReplayError, UnsupportedRouterError
+from torchrl_moe.data import RoutedExperts, RoutingLayout
+from torchrl_moe.modules import RouterReplay, TransformersWrapper, vLLMWrapper
+from torchrl_moe.modules.policies.rollout import RolloutKeys, pad_answers, stack_answers
+from torchrl_moe.modules.policies.scoring import read_rows
+from torchrl_moe.objectives import GRPOLoss
+from torchrl_moe.objectives.actors import score_tokens
+from torchrl_moe.objectives.batch import TokenReader
+from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM, make_tiny_moe
+
+LAYOUT = RoutingLayout(num_layers=4, moe_layers=(1, 2, 3), top_k=4, num_experts=16)
+MOE = LAYOUT.moe_layers
+FULL, ROUTES, RECORDED = ("tokens", "full"), ("routed_experts", "full"), ("train_routed_experts", "full")
+LOG_PROBS = ("log_probs", "full")
+SAMPLES = {"1+1=": 3, "a longer question": 6, "hm": 1}
+"""Prompt -> tokens of its answer."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two runs of one forward add up in the same order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def rollouts() -> LazyStackedTensorDict:
+    """Three answers of unequal length, without padding."""
+    with FakeAsyncVLLM(seed=1, layout=LAYOUT) as engine:
+        policy = vLLMWrapper(engine, input_mode="text")
+        answers = [
+            policy(lazy_stack([TensorDict({"text": {"prompt": prompt}})]), max_new_tokens=new)[0]
+            for prompt, new in SAMPLES.items()
+        ]
+    assert len({len(answer[FULL]) for answer in answers}) == 3
+    return lazy_stack(answers)
+
+
+@pytest.fixture
+def td(rollouts: LazyStackedTensorDict) -> TensorDictBase:
+    return rollouts.clone()
+
+
+def dense(td: TensorDictBase) -> TensorDictBase:
+    """With pads on both sides, as ``vLLMWrapper(pad_output=True)`` writes them."""
+    keys = td.select("tokens", "masks", "log_probs", "routed_experts", "policy_versions")
+    out = pad_answers(list(keys.unbind(0)), ByteTokenizer().pad_token_id, RolloutKeys(), [len(td)])
+    mask = out["masks", "all_attention_mask"]
+    assert not mask[:, 0].all()
+    assert not mask[:, -1].all()
+    return out
+
+
+LAYOUTS = {"ragged": lambda td: td, "dense": dense}
+
+
+@pytest.fixture(scope="module")
+def actor() -> TransformersWrapper:
+    return TransformersWrapper(make_tiny_moe(), tokenizer=ByteTokenizer())
+
+
+@pytest.fixture(scope="module")
+def twin() -> RouterReplay:
+    """Another model of the same weights."""
+    return RouterReplay(make_tiny_moe())
+
+
+def reference(twin: RouterReplay, ids: Tensor, routes: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies ``[T - 1]`` of the tokens after the first, in a forward of this sequence alone."""
+    with torch.no_grad():
+        if routes is None:
+            logits = make_tiny_moe()(ids[None]).logits[0]
+        else:
+            with twin.replay(routes[None]):
+                logits = twin.model(ids[None]).logits[0]
+    dist = torch.distributions.Categorical(logits=logits[:-1] / temperature)
+    return dist.log_prob(ids[1:]), dist.entropy()
+
+
+# -- scores -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("replay", "temperature"), [("R3", 1.0), ("R3", 0.7), ("none", 0.7)])
+def test_scores_are_those_of_each_sequence_alone(
+    actor: TransformersWrapper,
+    twin: RouterReplay,
+    rollouts: TensorDictBase,
+    td: TensorDictBase,
+    layout: str,
+    packed: bool,
+    replay: Any,
+    temperature: float,
+) -> None:
+    scorer = actor.get_new_version(replay=replay, temperature=temperature, pad_model_input=not packed)
+    batch = LAYOUTS[layout](td)
+    log_probs, entropy, router_logits = scorer.score(batch)
+    assert router_logits is None
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    mask = read_rows(batch, ("masks", "all_attention_mask"), False)
+    assert log_probs.shape == entropy.shape == mask.shape
+    for i, one in enumerate(rollouts.unbind(0)):
+        routes = one[ROUTES] if replay == "R3" else None
+        wanted = reference(twin, one[FULL], routes, temperature)
+        for got, alone in zip((log_probs[i], entropy[i]), wanted, strict=True):
+            torch.testing.assert_close(got[mask[i]][1:], alone, atol=1e-5, rtol=0)
+            assert not got[~mask[i]].any()  # pads
+            assert got[mask[i]][0] == 0  # the first token
+    if layout == "ragged":
+        assert mask[:, -1].all()  # padded on the left
+
+
+def test_replay_matters_here(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    live = actor.get_new_version(replay="none").score(td)[0]
+    assert (live - actor.score(td)[0]).abs().max() > 0.1
+
+
+def test_entropies_are_optional(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    log_probs, entropy, _ = actor.score(td, entropy=False)
+    assert entropy is None
+    assert torch.equal(log_probs, actor.score(td)[0])
+
+
+def test_without_a_mask_all_tokens_are_real(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    assert torch.equal(actor.score(td.exclude("masks"))[0], actor.score(td)[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_equals_padded_with_gradients(family: str) -> None:
+    padded = TransformersWrapper(make_tiny_moe(family))
+    packed = padded.get_new_version(pad_model_input=False)
+    assert padded.router_replay is not None
+    lengths = (3, 9, 5)
+    routes = [random_routes(padded.router_replay, 1, length, seed=length)[0] for length in lengths]
+    ids = [torch.arange(length) * 7 % 250 for length in lengths]
+    batch = lazy_stack([TensorDict({FULL: i, ROUTES: r}) for i, r in zip(ids, routes, strict=True)])
+    results = []
+    for scorer in (padded, packed):
+        log_probs, entropy, _ = scorer.score(batch)
+        (log_probs.sum() + entropy.sum()).backward()
+        results.append((log_probs.detach(), entropy.detach(), gradients(scorer.model)))
+    (*scores, grads), (*others, other_grads) = results
+    for got, wanted in zip(others, scores, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-6)
+    assert other_grads.keys() == grads.keys()
+    largest = max(float(grad.abs().max()) for grad in grads.values())
+    assert all((other_grads[name] - grad).abs().max() < 1e-6 * max(1.0, largest) for name, grad in grads.items())
+
+
+# -- which experts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_routes_reach_the_experts_as_recorded(
+    actor: TransformersWrapper, twin: RouterReplay, td: TensorDictBase, layout: str, packed: bool
+) -> None:
+    """Row by row: known rows as given, the last token's included; unset rows and pads by the live router."""
+    last = td[0][ROUTES]
+    assert last[-1].eq(-1).all()  # as engines leave it
+    last[-1, list(MOE)] = torch.tensor([3, 1, 15, 0], dtype=last.dtype)
+    td[1][ROUTES][4:6] = -1
+    td[1][ROUTES][8, 2] = -1  # in one layer only
+    batch = LAYOUTS[layout](td)
+    scorer = actor.get_new_version(pad_model_input=not packed)
+    routes = read_rows(batch, ROUTES, -1).long()
+    mask = read_rows(batch, ("masks", "all_attention_mask"), False)
+    with torch.no_grad(), experts_seen(scorer.model) as seen:
+        scorer.score(batch)
+    ids = scorer._batch(batch)
+    with torch.no_grad(), twin.record() as native:
+        twin.model(**(ids.packed_inputs() if packed else ids.padded_inputs()), use_cache=False)
+    assert seen.keys() == set(MOE)
+    for layer in MOE:
+        wanted = routes[mask][:, layer] if packed else routes[:, :, layer].flatten(0, 1)
+        got, known = seen[layer][0], wanted[:, 0] >= 0
+        assert torch.equal(got[known], wanted[known])
+        assert got.min() >= 0  # live rows are routed too
+        if layer == MOE[0]:  # later ones see other hidden states than without replay
+            live = native.routed_experts.flatten(0, 1)[:, layer].long()
+            assert torch.equal(got[~known], live[~known])
+    assert int(known.sum()) < len(known)
+
+
+def test_gradients_reach_every_router(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    actor.score(td)[0].sum().backward()
+    grads = gradients(actor.model)
+    for layer in MOE:
+        assert grads[f"model.layers.{layer}.mlp.gate.weight"].abs().max() > 0
+
+
+@pytest.mark.parametrize("replay", ["R3", "R2"])
+def test_activation_checkpointing_changes_nothing(td: TensorDictBase, replay: Any) -> None:
+    results = []
+    for checkpointing in (False, True):
+        scorer = TransformersWrapper(make_tiny_moe().train(), replay=replay)
+        if checkpointing:
+            scorer.model.gradient_checkpointing_enable()
+        if replay == "R2":
+            with torch.no_grad():
+                scorer.score(td)
+        log_probs, _, _ = scorer.score(td)
+        with torch.no_grad():  # another batch in between
+            scorer.score(td[:1])
+        log_probs.sum().backward()
+        results.append((log_probs.detach(), gradients(scorer.model)))
+    (plain, grads), (again, others) = results
+    assert torch.equal(plain, again)
+    assert all(torch.equal(others[name], grad) for name, grad in grads.items())
+
+
+def test_missing_routes_name_the_switch(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    message = r"replay='R3' needs \('routed_experts', 'full'\) in every sample.*return_routed_experts=True.*'none'"
+    with pytest.raises(ReplayError, match=message):
+        actor.score(td.exclude("routed_experts"))
+    del td[1]["routed_experts"]
+    with pytest.raises(ReplayError, match=message):
+        actor.score(td)
+
+
+@pytest.mark.parametrize("sample", [0, 1])
+@pytest.mark.parametrize("change", [lambda rows: rows[1:], lambda rows: torch.cat([rows, rows[-1:]])])
+def test_a_row_too_few_or_too_many_is_refused(
+    actor: TransformersWrapper, td: TensorDictBase, sample: int, change: Any
+) -> None:
+    """In a short sample as well: padding would hide it, and shift the routes by one."""
+    td[sample]["routed_experts"] = RoutedExperts(full=change(td[sample][ROUTES]))
+    got, length = len(td[sample][ROUTES]), len(td[sample][FULL])
+    with pytest.raises(ReplayError, match=f"of sample {sample} has {got} rows, its tokens are {length}"):
+        actor.score(td)
+
+
+def test_routes_of_another_model_are_refused(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    for one in td.unbind(0):
+        one["routed_experts"] = RoutedExperts(full=one[ROUTES][:, :3])
+    with pytest.raises(ReplayError.__base__, match="routes"):
+        actor.score(td)
+
+
+# -- R2 ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_r2_records_without_gradients_and_replays_with_them(
+    actor: TransformersWrapper, td: TensorDictBase, layout: str, packed: bool
+) -> None:
+    scorer = actor.get_new_version(replay="R2", pad_model_input=not packed)
+    batch = LAYOUTS[layout](td).exclude("routed_experts")  # the engine's are not asked for
+    with torch.no_grad(), experts_seen(scorer.model) as seen:
+        before = scorer.score(batch)[0]
+    recorded = batch.get(RECORDED, as_list=True)
+    mask = batch.get(("masks", "all_attention_mask"), as_list=True)
+    rows = torch.cat([row[keep] for row, keep in zip(recorded, mask, strict=True)])
+    assert [len(row) for row in recorded] == [len(row) for row in batch.get(FULL, as_list=True)]
+    assert all((row[~keep] == -1).all() for row, keep in zip(recorded, mask, strict=True))
+    assert rows[:, 0].eq(-1).all()  # the dense layer
+    assert rows[:, 1:].ge(0).all()  # the last token too
+    wanted = scorer._batch(batch).mask
+    for layer in MOE:
+        reached = seen[layer][0] if packed else seen[layer][0].view(*wanted.shape, -1)[wanted]
+        assert torch.equal(rows[:, layer].long(), reached)
+    assert isinstance(batch["train_routed_experts"][0], RoutedExperts)
+    after = scorer.score(batch)[0]
+    assert after.requires_grad
+    assert torch.equal(after, before)
+
+
+def test_r2_keeps_the_recorded_experts_when_the_weights_move(td: TensorDictBase) -> None:
+    scorer = TransformersWrapper(make_tiny_moe(), replay="R2")
+    with torch.no_grad():
+        scorer.score(td)
+        for layer in MOE:
+            scorer.model.model.layers[layer].mlp.gate.weight.copy_(torch.randn(16, 64))
+    with experts_seen(scorer.model) as seen:
+        scorer.score(td)
+    mask = scorer._batch(td).mask
+    for layer in MOE:
+        rows = torch.cat([row[:, layer] for row in td.get(RECORDED, as_list=True)]).long()
+        assert torch.equal(seen[layer][0].view(*mask.shape, -1)[mask], rows)
+
+
+def test_r2_without_a_recording_says_how_to_make_one(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    with pytest.raises(ReplayError, match=r"'train_routed_experts'.*score the batch once under torch.no_grad\(\)"):
+        actor.get_new_version(replay="R2").score(td)
+
+
+# -- what it says about routing ---------------------------------------------------------------------------------------
+
+
+def test_agreement_and_fallback_by_hand(actor: TransformersWrapper, twin: RouterReplay, td: TensorDictBase) -> None:
+    """The live routes, but for 4 rows of the last layer; 2 rows are unset."""
+    for one in td.unbind(0):
+        with torch.no_grad(), twin.record() as native:
+            twin.model(one[FULL][None])
+        one["routed_experts"] = RoutedExperts(full=native.routed_experts[0].flip(-1))  # sets have no order
+    rows = td[1][ROUTES]
+    taken = rows[:4, 3].tolist()
+    rows[:4, 3, 0] = torch.tensor([next(e for e in range(16) if e not in row) for row in taken], dtype=rows.dtype)
+    td[0][ROUTES][-1] = -1
+    td[2][ROUTES][0, 1] = -1  # in one layer
+    total = sum(len(one[FULL]) for one in td.unbind(0))
+    with torch.no_grad():
+        actor.get_new_version(measure_agreement=True).score(td)
+    agreement = td["routing", "agreement"]
+    assert agreement.shape == (3, 4)
+    assert agreement[:, 0].isnan().all()
+    assert agreement[:, 1:3].eq(1.0).all()
+    torch.testing.assert_close(agreement[:, 3], torch.full((3,), 1 - 4 / (total - 1)))
+    assert td["routing", "fallback"].tolist() == [1, 0, 1]
+
+
+def test_agreement_is_nan_unless_measured(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    actor.score(td)
+    assert td["routing", "agreement"].isnan().all()
+    assert td["routing", "fallback"].tolist() == [1, 1, 1]  # engines do not forward the last token
+    assert td["routing", "fallback"].dtype == torch.int64
+    batch = dense(td)
+    actor.score(batch)
+    assert batch["routing", "fallback"].tolist() == [1, 1, 1]  # pads are not counted
+
+
+def test_without_replay_nothing_is_said(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    before = set(td.keys(True, True))
+    actor.get_new_version(replay="none").score(td)
+    assert set(td.keys(True, True)) == before
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("replay", ["R3", "none", "bare"])
+def test_router_logits_stand_at_their_layer_and_token(
+    actor: TransformersWrapper, rollouts: TensorDictBase, td: TensorDictBase, replay: Any, packed: bool
+) -> None:
+    if replay == "bare":  # no handle on the model that would know its routers
+        scorer = TransformersWrapper(make_tiny_moe(), replay="none", pad_model_input=not packed)
+    else:
+        scorer = actor.get_new_version(replay=replay, pad_model_input=not packed, measure_agreement=True)
+    _, _, logits = scorer.score(td, router_logits=True)
+    mask = scorer._batch(td).mask
+    assert logits.shape == (*mask.shape, 4, 16)
+    assert not logits[:, :, 0].any()  # the dense layer
+    assert logits.requires_grad
+    plain = make_tiny_moe()
+    seen: dict[int, Tensor] = {}
+    for layer in MOE:
+        gate: nn.Module = plain.model.layers[layer].mlp.gate
+        gate.register_forward_hook(lambda _, __, out, layer=layer: seen.__setitem__(layer, out[0]))
+    with torch.no_grad():
+        for i, one in enumerate(rollouts.unbind(0)):
+            plain(one[FULL][None])
+            for layer in MOE if replay != "R3" else MOE[:1]:  # replay changes what later layers see
+                torch.testing.assert_close(logits[i, mask[i], layer], seen[layer], atol=1e-4, rtol=1e-4)
+
+
+def test_a_dense_model_has_no_router_logits(td: TensorDictBase) -> None:
+    scorer = TransformersWrapper(make_tiny_moe("qwen3"), replay="none")
+    assert scorer.score(td)[0].shape == scorer._batch(td).mask.shape
+    with pytest.raises(UnsupportedRouterError, match="Qwen3ForCausalLM returns no router logits"):
+        scorer.score(td, router_logits=True)
+
+
+# -- construction -----------------------------------------------------------------------------------------------------
+
+
+def test_a_new_version_keeps_every_argument() -> None:
+    changed = {
+        "tokenizer": ByteTokenizer(),
+        "replay": "R2",
+        "temperature": 0.3,
+        "pad_model_input": False,
+        "measure_agreement": True,
+        "input_key": ("t", "ids"),
+        "inplace": False,
+        "tokens_key": "t",
+        "masks_key": "m",
+        "log_probs_key": "l",
+        "routed_experts_key": "r",
+    }
+    scorer = TransformersWrapper(make_tiny_moe(), **changed)
+    again = scorer.get_new_version()
+    assert again._arguments == scorer._arguments
+    assert {**again._arguments, **changed} == again._arguments
+    assert again.router_replay is scorer.router_replay is not None
+    for name, value in changed.items():
+        assert getattr(again, name) == value, name
+    hotter = scorer.get_new_version(temperature=2.0)
+    assert (hotter.temperature, hotter.replay, scorer.temperature) == (2.0, "R2", 0.3)
+    with pytest.raises(TypeError, match=r"unknown arguments \['temprature'\]; known: \['generate'"):
+        scorer.get_new_version(temprature=1.0)
+
+
+def test_a_new_version_of_another_model_has_a_handle_of_its_own(actor: TransformersWrapper) -> None:
+    other = make_tiny_moe(seed=1)
+    again = actor.get_new_version(model=other)
+    assert again.router_replay is not actor.router_replay
+    assert again.router_replay.model is other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"generate": True}, r"generate=True\): it only scores. vLLMWrapper generates"),
+        ({"input_mode": "text"}, "input_mode='text': encoding text anew .* Use input_mode='tokens'"),
+        ({"input_mode": "history"}, "input_mode='history': encoding text anew"),
+        ({"replay": "r3"}, r"replay must be one of \('R3', 'R2', 'none'\), got 'r3'"),
+        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        ({"temperature": float("nan")}, "temperature must be positive, got nan"),
+    ],
+)
+def test_bad_arguments_are_refused_before_a_model_is_loaded(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TransformersWrapper("no/such/folder", **arguments)
+
+
+def test_replay_of_a_dense_model_is_refused() -> None:
+    with pytest.raises(UnsupportedRouterError, match="it is a dense model"):
+        TransformersWrapper(make_tiny_moe("qwen3"))
+
+
+def test_a_folder_is_loaded_and_anything_else_refused(tmp_path: Path, td: TensorDictBase) -> None:
+    make_tiny_moe().save_pretrained(tmp_path)
+    scorer = TransformersWrapper(tmp_path)
+    assert scorer.device == torch.device("cpu")
+    assert torch.equal(scorer.score(td)[0], TransformersWrapper(make_tiny_moe()).score(td)[0])
+    with pytest.raises(TypeError, match="a folder or a hub name, got int"):
+        TransformersWrapper(3)
+
+
+# -- TorchRL's side ---------------------------------------------------------------------------------------------------
+
+
+def test_it_is_a_wrapper_of_torchrl(actor: TransformersWrapper) -> None:
+    assert isinstance(actor, LLMWrapperBase)
+    assert not isinstance(actor, TorchRLvLLMWrapper)
+    assert actor.in_keys == [FULL, ROUTES]
+    assert actor.out_keys == ["log_probs", "routing"]
+    assert actor.get_new_version(replay="R2").out_keys == ["log_probs", "routing", "train_routed_experts"]
+    assert actor.get_new_version(replay="none").in_keys == [FULL]
+
+
+def assert_rows(out: TensorDictBase, log_probs: Tensor) -> None:
+    for i, one in enumerate(out.unbind(0)):
+        row = one[LOG_PROBS]
+        assert torch.equal(row, log_probs[i, len(log_probs[i]) - len(row) :])
+        assert isinstance(one["log_probs"], LogProbs)
+
+
+def test_forward_writes_log_probs_as_long_as_the_tokens(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    log_probs = actor.score(td.copy())[0].detach()
+    with torch.no_grad():
+        assert actor(td) is td
+    assert_rows(td, log_probs)
+    assert [len(one[LOG_PROBS]) for one in td.unbind(0)] == [len(one[FULL]) for one in td.unbind(0)]
+    assert ("log_probs", "response") not in td.keys(True)  # the engine's do not stay beside the trainer's
+    assert td["routing", "fallback"].tolist() == [1, 1, 1]
+    batch = dense(td)
+    with torch.no_grad():
+        actor(batch)
+    assert batch[LOG_PROBS].shape == batch[FULL].shape
+    assert not batch[LOG_PROBS][~batch["masks", "all_attention_mask"]].any()
+
+
+@pytest.mark.parametrize("inplace", [False, "empty"])
+def test_forward_can_leave_its_input_alone(actor: TransformersWrapper, td: TensorDictBase, inplace: Any) -> None:
+    before = td.clone()
+    with torch.no_grad():
+        out = actor.get_new_version(inplace=inplace)(td)
+    assert set(out.keys()) == {"log_probs", "routing"}
+    assert_rows(out, actor.score(td.copy())[0].detach())
+    assert set(td.keys(True, True)) == set(before.keys(True, True))
+    assert all(torch.equal(one[LOG_PROBS].nan_to_num(), b[LOG_PROBS].nan_to_num()) for one, b in zip(td, before))
+
+
+def test_forward_writes_where_it_is_told(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    out = lazy_stack([TensorDict({"mine": i}) for i in range(3)])
+    with torch.no_grad():
+        assert actor(td, tensordict_out=out) is out
+    assert set(out.keys()) == {"mine", "log_probs", "routing"}
+    assert td[0][LOG_PROBS].isnan().any()  # still the engine's
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_forward_takes_any_batch_size(actor: TransformersWrapper, td: TensorDictBase, layout: str) -> None:
+    batch = LAYOUTS[layout](td)
+    scorer = actor.get_new_version(replay="R2")
+    with torch.no_grad():
+        wanted = [scorer(lazy_stack([one.copy()]))[0][LOG_PROBS] for one in batch.unbind(0)]
+        single = batch[0].copy()
+        assert scorer(single) is single
+        torch.testing.assert_close(single[LOG_PROBS], wanted[0], atol=1e-5, rtol=0)
+        assert single[RECORDED].shape == (len(single[FULL]), 4, 4)
+        ones = [batch[i].copy() for i in (0, 1, 2, 1)]
+        square = stack_answers(ones, [2, 2]) if layout == "ragged" else torch.stack(ones).view(2, 2)
+        assert scorer(square) is square
+        for i, k in enumerate((0, 1, 2, 1)):
+            got = square[i // 2][i % 2]
+            torch.testing.assert_close(got[LOG_PROBS], wanted[k], atol=1e-5, rtol=0)
+            assert len(got[RECORDED]) == len(got[FULL])
+        with pytest.raises(ValueError, match=r"batch size \[B\] with B >= 1, got \[2, 2\]"):
+            scorer.score(square)
+
+
+def torchrl_wrapper(model: nn.Module) -> TorchRLWrapper:
+    return TorchRLWrapper(
+        model,
+        tokenizer=ByteTokenizer(),
+        input_mode="tokens",
+        generate=False,
+        return_log_probs=True,
+        pad_output=False,
+    )
+
+
+def test_torchrls_own_wrapper_gives_the_same_log_probs_and_logits(
+    actor: TransformersWrapper, td: TensorDictBase
+) -> None:
+    theirs = torchrl_wrapper(make_tiny_moe())
+    ours = actor.get_new_version(replay="none")
+    with torch.no_grad():
+        wanted, got = theirs(td.copy()), ours(td.copy())
+        for one, other in zip(got.unbind(0), wanted.unbind(0), strict=True):
+            torch.testing.assert_close(one[LOG_PROBS], other[LOG_PROBS], atol=1e-5, rtol=0)
+        attended: dict[str, Any] = {"mask_key": ("masks", "all_attention_mask"), "padding_side": "left"}
+        wanted, got = theirs.get_dist(td.copy(), **attended), ours.get_dist(td.copy(), **attended)
+        logits = ours(td, logits_only=True).get("logits")
+    torch.testing.assert_close(got.logits[got.mask], wanted.logits[got.mask], atol=1e-4, rtol=1e-4)
+    assert torch.equal(logits, got.logits)
+    assert logits.shape == (*got.mask.shape, 259)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_prompt_mask_is_that_of_our_loss(actor: TransformersWrapper, td: TensorDictBase, layout: str) -> None:
+    for one in td.unbind(0):
+        one["masks", "all_assistant_mask"][1] = True  # an earlier turn, in the prompt
+    batch = LAYOUTS[layout](td)
+    reader = TokenReader(batch, FULL)
+    keys = (("tokens", "prompt"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask"))
+    scored = actor._batch(batch).scored
+    dists = {
+        "sft": actor._get_sft_dist(batch),
+        "rlhf": actor._get_rlhf_dist(batch),
+        "generic": actor._get_generic_dist(batch),
+    }
+    for strategy, dist in dists.items():
+        assert torch.equal(dist.mask, reader.mask(strategy, *keys) & scored)
+    assert dists["sft"].mask.sum() == sum(SAMPLES.values())
+    assert dists["rlhf"].mask.sum() == sum(SAMPLES.values()) + 3
+    del batch["tokens", "prompt"]
+    assert torch.equal(actor._get_dist_with_prompt_mask(batch).mask, dists["rlhf"].mask)
+
+
+def test_masks_may_have_other_keys(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    for one in td.unbind(0):
+        one["mine"] = torch.arange(len(one[FULL])) >= len(one[FULL]) - 2
+    dist = actor.get_dist(td, mask_key="mine")
+    assert dist.mask.sum() == 6
+    for other in (
+        actor._get_dist_with_assistant_mask(td, "mine"),
+        actor._get_dist_with_attention_mask(td, "mine"),
+        actor._get_dist_with_custom_mask(td, dist.mask),
+        actor._get_dist_with_prompt_mask(td.exclude(("tokens", "prompt")), assistant_mask_key="mine"),
+    ):
+        assert torch.equal(other.mask, dist.mask)
+    both = actor._get_dist_with_prompt_mask(td, attention_mask_key="mine").mask
+    assert torch.equal(both, dist.mask & actor._get_sft_dist(td).mask)
+    with pytest.raises(KeyError, match="yours.* in every sample"):
+        actor.get_dist(td, mask_key="yours")
+    with pytest.raises(ValueError, match=r"mask has shape \[2, 3\], the padded tokens have"):
+        actor._get_dist_with_custom_mask(td, torch.ones(2, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"padding_side": "right"}, "padded on the left .* got padding_side='right'"),
+        ({"logits_key": "scores"}, "logits_key='scores'"),
+        ({"tensordict_out": TensorDict()}, "writes nothing: leave tensordict_out"),
+        ({"as_nested_tensor": True}, "returns dense distributions"),
+        ({"as_padded_tensor": False}, "returns dense distributions"),
+        ({"padding_value": -1.0}, "got padding_value=-1.0"),
+        ({"layout": torch.jagged}, "layout=torch.jagged"),
+    ],
+)
+def test_what_a_distribution_cannot_be_is_refused(
+    actor: TransformersWrapper, td: TensorDictBase, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        actor.get_dist(td, **arguments)
+
+
+def trainable(td: TensorDictBase, actor: TransformersWrapper, lengths: slice) -> TensorDictBase:
+    """A batch to train on: sample log-probs near the actor's, all but the first known, and an advantage each."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        near = actor.get_new_version(inplace=False)(td)
+    for i, one in enumerate(td.unbind(0)):
+        row = near[i][LOG_PROBS] + 0.3 * torch.randn(len(one[FULL]))
+        one["log_probs"] = LogProbs(full=torch.cat([torch.tensor([torch.nan]), row[1:]]), padded=False)
+        one["advantage"] = torch.randn(1, 1)
+    return td[lengths]
+
+
+class OnlyDist(nn.Module):
+    """The actor as TorchRL's wrappers are: without ``score``."""
+
+    def __init__(self, actor: TransformersWrapper) -> None:
+        super().__init__()
+        self.actor = actor
+
+    def get_dist(self, td: TensorDictBase, **kwargs: Any) -> Any:
+        return self.actor.get_dist(td, **kwargs)
+
+
+@pytest.mark.parametrize("strategy", ["sft", "rlhf", "generic"])
+@pytest.mark.parametrize("same_length", [True, False])
+def test_torchrls_loss_and_ours_agree(td: TensorDictBase, strategy: Any, same_length: bool) -> None:
+    """TorchRL's takes all prompts for as long as the longest, so "sft" is compared without padding only."""
+    if strategy == "sft" and not same_length:
+        td = lazy_stack([td[1], td[1].clone()])
+    scorer = TransformersWrapper(make_tiny_moe(), temperature=0.7)
+    batch = trainable(lazy_stack([td[0], td[0].clone()]) if same_length else td, scorer, slice(None))
+    arguments = {"masking_strategy": strategy, "clip_epsilon": 0.2, "entropy_coeff": 0.1}
+    results = []
+    for loss in (
+        TorchRLLoss(scorer, **arguments),
+        GRPOLoss(scorer, **arguments),
+        GRPOLoss(OnlyDist(scorer), **arguments),
+    ):
+        out = loss(batch.copy())
+        (out.loss_objective.squeeze() + out.loss_entropy.squeeze()).backward()
+        results.append((out, gradients(scorer.model)))
+    (theirs, their_grads), *ours = results
+    for out, grads in ours:
+        for key in ("loss_objective", "loss_entropy", "ESS"):
+            torch.testing.assert_close(out.get(key).squeeze(), theirs.get(key).squeeze(), atol=1e-6, rtol=1e-5)
+        assert grads.keys() == their_grads.keys()
+        for name, grad in their_grads.items():
+            torch.testing.assert_close(grads[name], grad, atol=1e-6, rtol=1e-4)
+        assert all(grads[f"model.layers.{layer}.mlp.gate.weight"].any() for layer in MOE)
+
+
+def test_scores_and_distributions_agree(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    scorer = actor.get_new_version(temperature=0.7)
+    reader = TokenReader(td, FULL)
+    direct = score_tokens(scorer, td, reader.tokens, ("masks", "all_attention_mask"), True)
+    dist = score_tokens(OnlyDist(scorer), td, reader.tokens, ("masks", "all_attention_mask"), True)
+    torch.testing.assert_close(dist.log_probs, direct.log_probs, atol=1e-6, rtol=0)
+    scored = scorer._batch(td).scored
+    torch.testing.assert_close(dist.entropy[scored], direct.entropy[scored], atol=1e-5, rtol=0)
+
+
+def test_it_can_be_the_reference(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    reference = TransformersWrapper(make_tiny_moe(seed=1), tokenizer=ByteTokenizer(), replay="none")
+    transform = RetrieveLogProb(reference, log_probs_full_key=("ref_log_probs", "full"), assistant_only=False)
+    batch = trainable(td, actor, slice(None))
+    batch["next"] = TensorDict(batch_size=[3])
+    with torch.no_grad():
+        batch = transform(batch)
+        wanted = reference.score(batch.copy())[0]
+    for i, one in enumerate(batch.unbind(0)):
+        row = one["next", "ref_log_probs", "full"]
+        assert torch.equal(row, wanted[i, -len(row) :])
+    out = GRPOLoss(actor, kl_to_ref_coeff=0.1)(batch)
+    assert out.loss_kl_to_ref > 0

@@ -1,0 +1,94 @@
+"""The figure of a run: four panels, the numbers of its rows, and rows with holes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchrl_moe.render.curves import PHASES, training_figure
+
+
+def row(step: int, **changes: Any) -> dict[str, Any]:
+    values = {
+        "step": step,
+        "reward": 0.1 * step,
+        "held_out_reward": "" if step % 2 else 0.5,
+        "dlogp_mean": 1e-6,
+        "dlogp_max": 1e-5,
+        "length": 3.0 + step,
+        **{f"seconds_{phase}": 0.1 * (i + 1) for i, phase in enumerate(PHASES)},
+    }
+    return {**values, **changes}
+
+
+ROWS = [row(step) for step in range(4)]
+
+
+def lines(axes: Any) -> dict[str, tuple[list[float], list[float]]]:
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
+
+
+def test_four_panels_show_the_columns() -> None:
+    figure = training_figure(ROWS, "a run")
+    reward, mismatch, length, seconds = figure.axes
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == ["reward", "|log-prob, trainer - engine|", "answer length, tokens", "seconds per step"]
+    assert figure.get_suptitle() == "a run"
+    assert {axes.get_xlabel() for axes in figure.axes} == {"step"}
+    shown = lines(reward)
+    assert shown["rollouts"] == ([0, 1, 2, 3], pytest.approx([0.0, 0.1, 0.2, 0.3]))
+    assert shown["held-out problems, greedy"] == ([0, 2], [0.5, 0.5])
+    assert lines(mismatch) == {"mean": ([0, 1, 2, 3], [1e-6] * 4), "max": ([0, 1, 2, 3], [1e-5] * 4)}
+    assert mismatch.get_yscale() == "log"
+    assert [values for _, values in lines(length).values()] == [[3, 4, 5, 6]]
+    assert [area.get_label() for area in seconds.collections] == list(PHASES)
+    tops = [area.get_paths()[0].vertices[:, 1].max() for area in seconds.collections]
+    assert np.allclose(tops, [0.1, 0.3, 0.6, 1.0])  # stacked
+
+
+@pytest.mark.parametrize("empty", ["", None])
+def test_empty_cells_are_left_out(empty: Any) -> None:
+    rows = [row(step, held_out_reward=empty, dlogp_mean=empty) for step in range(3)]
+    figure = training_figure(rows)
+    assert lines(figure.axes[0])["held-out problems, greedy"] == ([], [])
+    assert lines(figure.axes[1])["mean"] == ([], [])
+    assert len(lines(figure.axes[1])["max"][0]) == 3
+
+
+def test_rows_read_back_from_a_file_are_text(tmp_path: Path) -> None:
+    text = [{key: str(value) for key, value in one.items()} for one in ROWS]
+    figure = training_figure(text)
+    assert lines(figure.axes[0])["rollouts"][0] == [0, 1, 2, 3]
+    figure.savefig(tmp_path / "run.png")
+    assert (tmp_path / "run.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row(0)],
+        [row(0), row(1, seconds_sync="", seconds_score=None)],  # a phase that did not run took no time
+        [row(0, dlogp_mean=0.0, dlogp_max=0.0)],  # agreement to the bit, on a log scale
+        [{"step": 0, "reward": 1.0}],
+        [],
+    ],
+)
+def test_short_and_incomplete_runs_are_drawn(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    training_figure(rows).savefig(tmp_path / "run.png")
+
+
+def test_no_display_is_needed_and_no_global_state_is_touched(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom torchrl_moe.render.curves import training_figure\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        "training_figure([{'step': 0, 'reward': 1.0}]).savefig(sys.argv[1])\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    bare = {"PATH": "", "HOME": str(tmp_path), "MPLCONFIGDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run.png")], env=bare, check=True, timeout=60)
+    assert (tmp_path / "run.png").exists()
