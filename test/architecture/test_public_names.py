@@ -20,8 +20,7 @@ PUBLIC: dict[str, str] = {
     "testing": "ByteTokenizer FakeAsyncVLLM make_tiny_moe",
 }
 NOT_BUILT_YET: dict[str, str] = {
-    "modules": "TransformersWrapper probe_replay",
-    "weight_update": PUBLIC["weight_update"],
+    "weight_update": "VLLMDoubleBufferSyncScheme",
     "collectors": PUBLIC["collectors"],
     "objectives": "CISPOLoss DAPO DPPOLoss GSPOLoss MismatchMetrics MoERouterLoss SAPOLoss",
 }

@@ -286,7 +286,7 @@ def test_a_full_folder_is_said_to_be_full(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(WeightSyncError, match="no room for 4 MB in .*store: the weight store keeps two versions"):
+    with pytest.raises(WeightSyncError, match=r"no room for 4 MB in .*store: the weight store keeps two versions"):
         writer.publish(constant(3, 1_000_000).items(), 3)
     reader.verify(reader.manifest(1))
 

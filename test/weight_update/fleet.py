@@ -1,4 +1,4 @@
-"""An engine of fake replicas that take weights: they read the real store, keep a log, and fail where they are told to."""
+"""An engine of fake replicas that take weights: they read the real store, keep a log, and fail where told to."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ def test_damaged_bytes_touch_no_replica(connect: Connect) -> None:
     version = sender.publish(weights(2))
     slot = sender.scheme.folder / "slot-0.weights"
     slot.write_bytes(b"\xff" + slot.read_bytes()[1:])
-    with pytest.raises(WeightSyncError, match="fewer than 1 replicas hold version 2: .*bytes of a are not those"):
+    with pytest.raises(WeightSyncError, match=r"fewer than 1 replicas hold version 2: .*bytes of a are not those"):
         sender.apply(version)
     assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
 

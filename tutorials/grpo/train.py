@@ -6,6 +6,7 @@ experts, weights back to the engine. ``config/train.yaml`` lists every knob; cha
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
 import time
@@ -24,6 +25,7 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
+from torchrl.envs.transforms import SelectTransform
 from torchrl.modules.llm.policies import ChatHistory
 from torchrl.objectives.llm import MCAdvantage
 from tqdm.auto import tqdm
@@ -38,6 +40,12 @@ from torchrl_moe.testing.arithmetic import ArithmeticTask, CharacterTokenizer, s
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 
 console = Console(highlight=False)
+
+# What the loss and the advantage read. Chats and texts are many small strings, and copying them into the buffer would
+# take longer than all the rest of a step.
+KEPT = (
+    "query", "tokens", "masks", "log_probs", "routed_experts", "policy_version", ("next", "reward"), ("next", "done"),
+)  # fmt: skip
 
 
 class Clock:
@@ -93,6 +101,9 @@ class Run:
         if self.state and self.state["buffer"] is not None:
             self.buffer.extend(self.state["buffer"])
         self.policy, self.collector = self._make_collector()
+        # everything made so far stays: the collector need not look at it again and again
+        gc.collect()
+        gc.freeze()
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
@@ -154,7 +165,14 @@ class Run:
         )
         prompts = settings.answers // settings.group_size
         env = self.task.env(prompts, settings.group_size, self.tokenizer, start=self.first_step * prompts)
-        collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=settings.answers, replay_buffer=self.buffer)
+        collector = LLMCollector(
+            env,
+            policy=policy,
+            dialog_turns_per_batch=settings.answers,
+            replay_buffer=self.buffer,
+            yield_completed_trajectories=True,
+            postproc=SelectTransform(*KEPT, keep_rewards=False, keep_dones=False),
+        )
         return policy, collector
 
     # -- training ---------------------------------------------------------------------------------------------------
@@ -184,14 +202,13 @@ class Run:
         with clock("score"):
             mismatch = self.mismatch(batch)
         with clock("train"):
-            losses, norm = self.update(batch)
+            losses = self.update(batch)
         version = self.sender.version
         with clock("sync"):
             if self.settings.control != "no_sync":
                 version = self.sender.update_weights().version
         held_out = self.evaluate() if (step + 1) % self.settings.eval.every == 0 or step == 0 else ""
         lengths = [len(sample["tokens", "response"]) for sample in batch.unbind(0)]
-        del norm
         return {
             "step": step,
             "reward": batch["next", "reward"].mean().item(),
@@ -222,14 +239,14 @@ class Run:
             "agreement": "" if agreement is None or agreement.isnan().all() else agreement.nanmean().item(),
         }
 
-    def update(self, batch: TensorDictBase) -> tuple[Any, float]:
+    def update(self, batch: TensorDictBase) -> Any:
         """Make one optimizer step on a batch."""
         losses = self.loss(batch)
         self.optimizer.zero_grad()
         losses.loss_objective.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.train.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.train.max_grad_norm)
         self.optimizer.step()
-        return losses, norm.item()
+        return losses
 
     def evaluate(self) -> float:
         """Return the share of held-out problems that greedy decoding gets right; nothing of it is kept."""

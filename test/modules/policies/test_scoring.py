@@ -96,10 +96,10 @@ def test_another_batch_size_is_refused(td: TensorDictBase, shape: str) -> None:
 
 
 def test_missing_tokens_are_named() -> None:
-    with pytest.raises(KeyError, match="in every sample; the first one has .*full") as error:
+    with pytest.raises(KeyError, match=r"in every sample; the first one has .*full") as error:
         read_batch(ragged(), ("tokens", "ids"), MASK)
     assert error.value.args[0].startswith("no ('tokens', 'ids') in every sample")
-    with pytest.raises(KeyError, match="in every sample; the first one has .*all_attention_mask"):
+    with pytest.raises(KeyError, match=r"in every sample; the first one has .*all_attention_mask"):
         read_batch(lazy_stack([sample([5], [1]), sample([5])]), MASK, TOKENS)
 
 

@@ -58,7 +58,7 @@ def test_the_tail_of_a_log_is_short_whatever_the_log_is(temporary: Path) -> None
 
 def test_a_log_that_is_gone_has_no_tail(temporary: Path) -> None:
     process = one_with_log("text", temporary)
-    process.log.unlink()
+    process.log.unlink()  # another thread has just shut the replica down
     assert process.log_tail() == "(no log)"
 
 
@@ -109,7 +109,7 @@ def test_whoever_ends_a_child_waits_until_it_has_ended(temporary: Path, monkeypa
     for thread in threads:
         thread.join(10)
     assert ended == [-signal.SIGKILL] * 3
-    assert 0.5 <= time.monotonic() - started < 3
+    assert 0.5 <= time.monotonic() - started < 8
     until(lambda: group(process.process.pid) == [], 5)
     process.end_and_forget()
 

@@ -27,7 +27,7 @@ class Line:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ends = 0
         monkeypatch.setattr(lifeline, "end_group", self.count)
-        monkeypatch.setattr(lifeline, "EXIT_SECONDS", 0.3)
+        monkeypatch.setattr(lifeline, "EXIT_SECONDS", 0.5)
         monkeypatch.setattr(lifeline, "WATCH_SECONDS", 0.01)
         self.driver, self.process = (Connection(end.detach()) for end in socket.socketpair())
 
@@ -100,8 +100,7 @@ def test_a_serving_process_is_told_to_end_and_made_to_if_it_does_not(
         line.end(how, monkeypatch)
         assert await inbox.messages.get() == ("shutdown",)
         assert line.ends == 0
-        await asyncio.sleep(0.4)
-        assert line.ends == 1
+        until(lambda: line.ends == 1, 5)
 
     line.run(script)
 
@@ -112,8 +111,7 @@ def test_a_process_that_still_starts_ends_at_once(line: Line, how: str, monkeypa
         time.sleep(0.1)  # the loop is the engine's
         assert line.ends == 0
         line.end(how, monkeypatch)
-        time.sleep(0.1)
-        assert line.ends == 1
+        until(lambda: line.ends == 1, 5)
 
     line.run(script)
 
@@ -145,8 +143,12 @@ def leader(code: str) -> subprocess.Popen[bytes]:
     )
     arguments = [sys.executable, "-c", f"{start} sys.stdin.read(); {code}"]
     process = subprocess.Popen(arguments, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    until(lambda: len(group(process.pid)) == 3, 20)
+    until(lambda: len(group(process.pid)) == 3 and trackers(process.pid), 20)
     return process
+
+
+def trackers(leader: int) -> list[int]:
+    return [member.pid for member in group(leader) if "multiprocessing.resource_tracker" in " ".join(member.cmdline())]
 
 
 def test_ending_the_group_ends_all_of_it_and_flushes_first() -> None:
@@ -162,10 +164,9 @@ def test_a_group_that_is_killed_loses_all_but_the_tracker_which_ends_by_itself(m
     kill = os.kill
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid) or kill(pid, number))
     process = leader("")
-    members = {member.pid: member.cmdline() for member in group(process.pid)}
-    (tracker,) = [pid for pid, command in members.items() if "multiprocessing.resource_tracker" in command[-1]]
+    members, (tracker,) = {member.pid for member in group(process.pid)}, trackers(process.pid)
     lifeline.kill_group(process.pid)
-    assert set(killed) == set(members) - {tracker}
+    assert set(killed) == members - {tracker}
     until(lambda: not group(process.pid), 5)
     process.communicate(timeout=5)
 

@@ -417,22 +417,25 @@ def test_a_prefix_cached_under_older_weights_is_not_used_again(train: Train, kv:
 def test_requests_in_flight_go_on_with_the_new_weights_and_each_token_knows_its_version(train: Train, kv: str) -> None:
     """Tokens made before the swap have the old weights' log-probs, exactly up to the mark. Those after have the new
     weights' if the cache was recomputed; else their prefix is of both."""
-    trainer, prompts = train(kv=kv), [[65, 66, 67], list(range(30, 60))]
-    params = {"max_tokens": 300, "ignore_eos": True, "logprobs": 0, "temperature": 1.0, "n": 2}
+    trainer, prompts = train(kv=kv), [list(range(start, 60)) for start in range(44, 56)]
+    params = {"max_tokens": 450, "ignore_eos": True, "logprobs": 0, "temperature": 1.0, "n": 2}
     before = trainer.sender.version
     done: list[Completion] = []
 
     def ask() -> None:
         done.extend(trainer.engine.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False))
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    running_for(trainer.engine, 0.4)
     old = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     trainer.change(4)
-    after = trainer.sender.update_weights().version
+    after = trainer.sender.publish()
+    staged = trainer.sender.prefetch(after)
+    thread = threading.Thread(target=ask)
+    thread.start()
+    let_run(trainer.engine)
+    trainer.sender.apply(after, staged)
     thread.join(60.0)
-    assert len(done) == 2
+    assert not thread.is_alive()
+    assert len(done) == len(prompts)
     outputs = [(completion, output) for completion in done for output in completion.outputs]
     new_side = [trainer.expected(*pair)[0] for pair in outputs]
     trainer.model.load_state_dict(old)
@@ -441,9 +444,9 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_each_token_knows_its_
         versions = torch.from_numpy(output.policy_versions.astype(np.int64))
         assert set(versions.tolist()) == {before, after}
         assert (versions.diff() >= 0).all()
-        assert len(output.token_ids) == 300
+        assert len(output.token_ids) == 450
         assert output.finish_reason == "length"
-        assert len(output.routed_experts) == len(completion.prompt_token_ids) + 299
+        assert len(output.routed_experts) == len(completion.prompt_token_ids) + 449
         got, head = torch.from_numpy(output.logprobs.copy()), versions == before
         assert (got - by_old)[head].abs().max() <= TOLERANCE
         tail = (got - by_new)[~head].abs()
@@ -454,11 +457,12 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_each_token_knows_its_
             assert tail.isfinite().all()
 
 
-def running_for(engine: AsyncVLLM, seconds: float) -> None:
+def let_run(engine: AsyncVLLM, seconds: float = 0.2) -> None:
+    """Wait until a request is in flight, and a little longer: long enough for tokens, too short for all of them."""
     deadline = time.monotonic() + 30
-    while not engine.stats()[0]["running"]:
+    while not engine.roster[0].inflight:
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.001)
     time.sleep(seconds)
 
 
@@ -467,20 +471,22 @@ def test_a_wrappers_rows_have_versions_per_token_and_their_minimum(train: Train)
     trainer = train()
     before = trainer.sender.version
     wrapper = vLLMWrapper(
-        trainer.engine, input_mode="tokens", generate_kwargs={"max_new_tokens": 250, "ignore_eos": True}
+        trainer.engine, input_mode="tokens", generate_kwargs={"max_new_tokens": 400, "ignore_eos": True}
     )
     rows: list[Any] = []
-    prompts = lazy_stack([TensorDict(tokens=Tokens(prompt=torch.arange(60, 65)))])
+    prompts = lazy_stack([TensorDict(tokens=Tokens(prompt=torch.arange(60, 65))) for _ in range(32)])
+    after = trainer.sender.publish()
     thread = threading.Thread(target=lambda: rows.extend(wrapper(prompts).unbind(0)))
     thread.start()
-    running_for(trainer.engine, 0.3)
-    after = trainer.sender.update_weights().version
+    let_run(trainer.engine)
+    trainer.sender.apply(after)
     thread.join(60.0)
-    (row,) = rows
-    versions = row["policy_versions", "full"]
-    assert versions[:5].tolist() == [-1] * 5
-    assert set(versions[5:].tolist()) == {before, after}
-    assert int(row["policy_version"]) == before
+    assert len(rows) == 32
+    for row in rows:
+        versions = row["policy_versions", "full"]
+        assert versions[:5].tolist() == [-1] * 5
+        assert set(versions[5:].tolist()) == {before, after}
+        assert int(row["policy_version"]) == before
 
 
 @pytest.mark.engine("qwen3_moe")
@@ -516,13 +522,13 @@ def test_a_failed_load_is_made_good_and_weights_that_are_no_numbers_end_the_repl
 
         def ask() -> None:
             try:
-                trainer.generate([[1, 2, 3]], tokens=450)
+                trainer.generate([[1, 2, 3]] * 32, tokens=450)
             except ReplicaDiedError as error:
                 failures.append(error)
 
         frozen = threading.Thread(target=ask)
         frozen.start()
-        running_for(engine, 0.1)
+        let_run(engine)
         tensors = checkpoint_tensors(trainer.model)
         tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], torch.nan)
         with pytest.raises(WeightSyncError, match="log-prob that is not a number") as caught:

@@ -83,11 +83,12 @@ class Child:
 
     def log_tail(self, lines: int = SHOWN_LOG_LINES) -> str:
         """Return the last errors that the process printed, or its last lines if it printed none."""
-        if not self.log.exists():
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(log.seek(0, os.SEEK_END) - LOG_BYTES, 0))
+                text = [line[:SHOWN_LOG_COLUMNS] for line in log.read().decode(errors="replace").splitlines()]
+        except FileNotFoundError:  # removed at the end
             return "(no log)"
-        with self.log.open("rb") as log:
-            log.seek(max(log.seek(0, os.SEEK_END) - LOG_BYTES, 0))
-            text = [line[:SHOWN_LOG_COLUMNS] for line in log.read().decode(errors="replace").splitlines()]
         errors = [line for line in text if "Error" in line and "See root cause above" not in line]
         shown = errors or [line for line in text if "WARNING" not in line and "shards:" not in line]
         return "\n".join(shown[-lines:]) or "(its log holds no error)"
