@@ -311,6 +311,7 @@ class Run:
         """End the engine and remove what only the run needed."""
         self.collector.shutdown()
         self.sender.shutdown()
+        gc.unfreeze()
         self._end_engine()
 
 
