@@ -309,6 +309,16 @@ def generate(engine: AsyncVLLM, prompts: Any, max_tokens: int = 4, **kwargs: Any
     return engine.generate(prompts, params, use_tqdm=False, **kwargs)
 
 
+def until_running(engine: AsyncVLLM, count: int) -> None:
+    """Wait until so many requests run on the only replica."""
+    seen = []
+    deadline = time.monotonic() + 10.0
+    while not seen or seen[-1] != (count, count):
+        assert time.monotonic() < deadline, f"(in flight, running) was {dict.fromkeys(seen)}"
+        (row,) = engine.stats()
+        seen.append((row["inflight"], row["running"]))
+
+
 def until_idle(engine: AsyncVLLM) -> None:
     eventually(lambda: all(row["running"] + row["waiting"] + row["inflight"] == 0 for row in engine.stats()))
 
@@ -481,7 +491,7 @@ def test_many_tasks_at_once(engine: AsyncVLLM) -> None:
 def test_pause_keep_freezes_a_request_and_resume_finishes_it(engine: AsyncVLLM, clear_cache: bool) -> None:
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(generate, engine, IDS, 400)
-        eventually(lambda: engine.stats()[0]["running"] == 1)
+        until_running(engine, 1)
         engine.pause("keep", clear_cache=clear_cache)
         time.sleep(0.3)
         frozen = call.done()
@@ -496,12 +506,12 @@ def test_pause_keep_freezes_a_request_and_resume_finishes_it(engine: AsyncVLLM, 
 def test_pause_wait_and_pause_abort(engine: AsyncVLLM) -> None:
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(generate, engine, IDS, 400)
-        eventually(lambda: engine.stats()[0]["running"] == 1)
+        until_running(engine, 1)
         engine.pause("wait")
         assert call.result(5.0).outputs[0].finish_reason == "length"
         engine.resume()
         call = pool.submit(generate, engine, IDS, 400)
-        eventually(lambda: engine.stats()[0]["running"] == 1)
+        until_running(engine, 1)
         engine.pause("abort")
         assert call.result(5.0).aborted
         engine.resume()
@@ -533,7 +543,7 @@ def test_figures_are_the_engines_own(engine: AsyncVLLM) -> None:
     before = engine.stats()[0]
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(generate, engine, [IDS] * 4, 300)
-        eventually(lambda: engine.stats()[0]["running"] == 4)
+        until_running(engine, 4)
         usage = engine.get_cache_usage(0)
         unfinished = engine.get_num_unfinished_requests()
         call.result(60.0)

@@ -560,7 +560,8 @@ def test_a_killed_engine_core_fails_what_waits_and_the_replica_is_dead(no_engine
     try:
         owner = process_of(replica)
         assert len(group(owner.pid)) >= 3
-        futures = replica.submit([ids_request(str(i), sampling_params=LONG) for i in range(8)])
+        # more than can be done before the core is killed, however slow this process is
+        futures = replica.submit([ids_request(str(i), (1, 2, 3), sampling_params=LONG) for i in range(200)])
         until(lambda: replica.stats(10).running, 20)
         core = next(process for process in owner.children() if "EngineCore" in process.name() or process.children())
         core.kill()
