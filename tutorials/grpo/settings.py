@@ -8,10 +8,12 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 CONFIG = Path(__file__).parent / "config"
+# What a checkpoint's weights, or its split of problems, depend on.
+FIXED = ("model", "task", "seed", "replay")
 CONTROLS = ("none", "shift_routes", "wrong_ids", "no_sync", "shuffle_advantages")
 
 
@@ -20,23 +22,62 @@ class InputError(ValueError):
 
 
 def load_settings(overrides: Sequence[str]) -> DictConfig:
-    """Return the configuration with ``key=value`` overrides.
+    """Return the configuration with ``key=value`` overrides; a resumed run keeps its own, and they change only that.
 
     Raises:
         InputError: an unknown key, a value of the wrong kind, or settings that do not fit together.
     """
     try:
         with initialize_config_dir(str(CONFIG.resolve()), version_base=None):
+            defaults = compose("train")
             settings = compose("train", overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(str(error).splitlines()[0]) from error
+    _check_kinds(settings, defaults)
+    if settings.resume:
+        settings = _of_the_run(settings, overrides)
     check_settings(settings)
     return settings
+
+
+def _of_the_run(settings: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return the settings that the run folder has, with what was asked for now."""
+    saved = Path(settings.out) / "config.yaml"
+    _check(saved.exists(), f"resume=true, but there is no run in {settings.out}")
+    before = OmegaConf.load(saved)
+    assert isinstance(before, DictConfig)
+    changed = OmegaConf.merge(before, OmegaConf.from_dotlist([item.lstrip("+") for item in overrides]))
+    assert isinstance(changed, DictConfig)
+    for name in FIXED:
+        was, now = OmegaConf.select(before, name), OmegaConf.select(changed, name)
+        _check(was == now, f"resume=true goes on with {name}={was}; it cannot be changed to {now}")
+    return changed
 
 
 def _check(holds: bool, message: str) -> None:
     if not holds:
         raise InputError(message)
+
+
+def _check_kinds(settings: Any, defaults: Any, where: str = "") -> None:
+    """Check that every value is of the kind of its default."""
+    for key, default in defaults.items():
+        name, value = f"{where}{key}", settings[key]
+        if isinstance(default, DictConfig):
+            _check(isinstance(value, DictConfig), f"{name}={value} must be a group of settings")
+            _check_kinds(value, default, f"{name}.")
+        elif isinstance(default, ListConfig):
+            numbers = isinstance(value, ListConfig) and all(isinstance(item, int | float) for item in value)
+            _check(numbers and len(value) == len(default), f"{name}={value} must be {len(default)} numbers, [a, b]")
+        elif isinstance(default, bool):
+            _check(isinstance(value, bool), f"{name}={value} must be true or false")
+        elif isinstance(default, int | float):
+            whole = isinstance(default, int)
+            good = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+            _check(good, f"{name}={value} must be a {'whole ' if whole else ''}number")
+        else:
+            allowed = isinstance(value, str) or (default is None and value is None)
+            _check(allowed, f"{name}={value} must be text")
 
 
 def check_settings(settings: DictConfig) -> None:
@@ -47,16 +88,18 @@ def check_settings(settings: DictConfig) -> None:
     _check(answers % group == 0, f"rollout.answers={answers} is not a multiple of rollout.group_size={group}")
     _check(group > 1, "rollout.group_size=1: an advantage needs at least two answers to compare")
     _check(settings.rollout.temperature > 0, f"rollout.temperature={settings.rollout.temperature} must be positive")
+    problems = 10 ** (2 * settings.task.digits)
+    _check(
+        settings.task.held_out < problems, f"task.held_out={settings.task.held_out} leaves none of {problems} to train"
+    )
+    room = settings.engine.max_model_len - 2 * settings.task.digits - 4  # a prompt, its markers and the end
+    _check(settings.rollout.max_new_tokens <= room, f"rollout.max_new_tokens must be at most {room} here")
     _check(settings.replay in ("R3", "R2", "none"), f"replay={settings.replay} must be R3, R2 or none")
     _check(settings.control in CONTROLS, f"control={settings.control} must be one of {', '.join(CONTROLS)}")
     _check_model(settings)
-    checkpoint = Path(settings.out) / "checkpoint.pt"
-    _check(not settings.resume or checkpoint.exists(), f"resume=true, but there is no {checkpoint}")
 
 
 def _positive(settings: DictConfig, *names: str) -> None:
-    from omegaconf import OmegaConf
-
     for name in names:
         value: Any = OmegaConf.select(settings, name)
         _check(isinstance(value, int) and value > 0, f"{name}={value} must be a positive whole number")
@@ -67,6 +110,5 @@ def _check_model(settings: DictConfig) -> None:
     if path is None:
         experts, chosen = settings.model.num_experts, settings.model.num_experts_per_tok
         _check(0 < chosen <= experts, f"model.num_experts_per_tok={chosen} must be in 1..{experts}")
-        return
-    local = str(path).startswith((".", "/")) or Path(path).exists()
-    _check(not local or (Path(path) / "config.json").is_file(), f"model.path={path}: there is no model in that folder")
+    elif path.startswith((".", "/")) or Path(path).exists():
+        _check((Path(path) / "config.json").is_file(), f"model.path={path}: there is no model in that folder")

@@ -73,64 +73,60 @@ class Run:
         self.settings = settings
         self._owns_engine = engine is None
         torch.manual_seed(settings.seed)
-        self.folder = RunFolder(settings)
-        self.state = self.folder.load() if settings.resume else None
-        self.first_step = self.state["step"] if self.state else 0
         self.task = ArithmeticTask(digits=settings.task.digits, held_out=settings.task.held_out, seed=settings.seed)
-        self.model, self.tokenizer = self._make_model()
-        temperature = settings.rollout.temperature
+        self.model, self.tokenizer = make_model(settings)
         self.actor = TransformersWrapper(
-            self.model, tokenizer=self.tokenizer, replay=settings.replay, temperature=temperature
+            self.model, tokenizer=self.tokenizer, replay=settings.replay, temperature=settings.rollout.temperature
         )
-        self.loss = GRPOLoss(self.actor, clip_epsilon=tuple(settings.train.clip), entropy_bonus=True, entropy_coeff=0.0)
+        # nothing was written so far: a mistake in the settings leaves an older run's folder as it was
+        self.folder = RunFolder(settings)
+        self.state = self.folder.state
+        self.first_step = self.state["step"] if self.state else 0
+        if settings.resume and not self.state:
+            console.print("there is no checkpoint yet: starting from the beginning")
+        self._fill_model()
+        self.scorer = self.actor.get_new_version(measure_agreement=settings.replay == "R3")
+        self.loss = GRPOLoss(self.actor, clip_epsilon=tuple(settings.train.clip), entropy_bonus=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.train.lr)
         if self.state:
             self.optimizer.load_state_dict(self.state["optimizer"])
         self.engine = self._start_engine() if engine is None else engine
         try:
-            self.sender = self._make_sender()
+            self._connect()
         except BaseException:
             self._end_engine()
             raise
-        self.buffer = ReplayBuffer(
-            storage=LazyStackStorage(settings.rollout.answers),
-            sampler=SamplerWithoutReplacement(),
-            batch_size=settings.rollout.answers,
-            transform=MCAdvantage(grpo_size=settings.rollout.group_size),
-        )
-        if self.state and self.state["buffer"] is not None:
-            self.buffer.extend(self.state["buffer"])
-        self.policy, self.collector = self._make_collector()
+        self.folder.restore_rng()
         # everything made so far stays: the collector need not look at it again and again
         gc.collect()
         gc.freeze()
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
-    def _make_model(self) -> tuple[Any, Any]:
+    def _fill_model(self) -> None:
+        """Give the model the checkpoint's weights, or the warm-up's."""
         settings = self.settings
-        if settings.model.path is not None:
-            tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
-            model = AutoModelForCausalLM.from_pretrained(settings.model.path, dtype=torch.float32)
-        else:
-            tokenizer = CharacterTokenizer()
-            sizes = {key: value for key, value in settings.model.items() if key != "path"}
-            model = make_tiny_moe(
-                "qwen3_moe",
-                seed=settings.seed,
-                vocab_size=len(tokenizer),
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                bos_token_id=None,
-                mlp_only_layers=[],
-                **sizes,
-            )
         if self.state:
-            model.load_state_dict(self.state["model"])
+            self.model.load_state_dict(self.state["model"])
         elif settings.model.path is None:
-            probability = warm_up(model, self.task.train, tokenizer, settings.warmup, settings.seed)
-            console.print(f"warm-up done: exact answers have probability {probability:.2f}")
-        return model, tokenizer
+            reached = warm_up(self.model, self.task.train, self.tokenizer, settings.warmup, settings.seed)
+            console.print(f"warm-up done: exact answers have probability {reached:.2f}")
+            if reached > settings.warmup.noisy_target:
+                console.print("the warm-up ran out of time (warmup.max_seconds): GRPO may have little to move")
+
+    def _connect(self) -> None:
+        """Make everything between model and engine."""
+        rollout = self.settings.rollout
+        self.sender = self._make_sender()
+        self.buffer = ReplayBuffer(
+            storage=LazyStackStorage(rollout.answers),
+            sampler=SamplerWithoutReplacement(),
+            batch_size=rollout.answers,
+            transform=MCAdvantage(grpo_size=rollout.group_size),
+        )
+        if self.state and self.state["buffer"] is not None:
+            self.buffer.extend(self.state["buffer"])
+        self.policy, self.collector = self._make_collector()
 
     def _start_engine(self) -> AsyncVLLM:
         settings = self.settings
@@ -139,6 +135,7 @@ class Run:
         self.tokenizer.save_pretrained(start)
         console.print(f"starting {settings.engine.num_replicas} vLLM replica(s)")
         arguments = {key: value for key, value in settings.engine.items() if key != "num_replicas"}
+        arguments["seed"] = settings.seed + self.first_step  # a run that goes on draws anew
         return AsyncVLLM.from_pretrained(start, settings.engine.num_replicas, enforce_eager=True, **arguments)
 
     def _end_engine(self) -> None:
@@ -180,6 +177,8 @@ class Run:
     def train(self) -> None:
         """Run all steps that are left."""
         rollouts = iter(self.collector)
+        if not self.state:
+            self.checkpoint(0)
         steps = range(self.first_step, self.settings.train.steps)
         with tqdm(steps, desc="GRPO", unit="step", initial=self.first_step, total=self.settings.train.steps) as bar:
             for step in bar:
@@ -206,7 +205,10 @@ class Run:
         version = self.sender.version
         with clock("sync"):
             if self.settings.control != "no_sync":
-                version = self.sender.update_weights().version
+                report = self.sender.update_weights()
+                version = report.version
+                for replica, reason in report.failed.items():
+                    console.print(f"replica {replica} does not hold version {version}: {reason}")
         held_out = self.evaluate() if (step + 1) % self.settings.eval.every == 0 or step == 0 else ""
         lengths = [len(sample["tokens", "response"]) for sample in batch.unbind(0)]
         return {
@@ -215,7 +217,6 @@ class Run:
             "held_out_reward": held_out,
             "loss": losses.loss_objective.item(),
             **mismatch,
-            "entropy": losses.entropy.item(),
             "clip_fraction": losses.clip_fraction.item(),
             "ess": losses.ESS.item(),
             "length": sum(lengths) / len(lengths),
@@ -227,7 +228,8 @@ class Run:
     @torch.no_grad()
     def mismatch(self, batch: TensorDictBase) -> Row:
         """Compare the trainer's log-probs with the engine's, before the update; under R2 this records the routes."""
-        log_probs, _, _ = self.actor.score(batch, entropy=False)
+        log_probs, entropy, _ = self.scorer.score(batch)
+        assert entropy is not None
         sampled = batch.get(("log_probs", "full"), as_padded_tensor=True, padding_side="left", padding_value=torch.nan)
         known = sampled.isfinite()
         gap = (log_probs - sampled)[known]
@@ -237,6 +239,7 @@ class Run:
             "dlogp_mean": gap.abs().mean().item(),
             "dlogp_max": gap.abs().max().item(),
             "agreement": "" if agreement is None or agreement.isnan().all() else agreement.nanmean().item(),
+            "entropy": entropy[known].mean().item(),
         }
 
     def update(self, batch: TensorDictBase) -> Any:
@@ -275,7 +278,7 @@ class Run:
 
     def finish(self) -> None:
         """Export the model, draw the figure, print the summary."""
-        self.checkpoint(self.settings.train.steps)
+        self.checkpoint(max(self.settings.train.steps, self.first_step))
         self.model.save_pretrained(self.folder.path / "model")
         self.tokenizer.save_pretrained(self.folder.path / "model")
         training_figure(self.folder.rows, f"GRPO, replay={self.settings.replay}").savefig(self.folder.path / "run.png")
@@ -315,6 +318,27 @@ class Run:
         self._end_engine()
 
 
+def make_model(settings: DictConfig) -> tuple[Any, Any]:
+    """Return the model, not warmed up, and its tokenizer.
+
+    Raises:
+        InputError: there is no model at ``model.path``.
+    """
+    if settings.model.path is not None:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
+            return AutoModelForCausalLM.from_pretrained(settings.model.path, dtype=torch.float32), tokenizer
+        except (OSError, ValueError) as error:
+            raise InputError(f"model.path={settings.model.path}: {str(error).splitlines()[0]}") from error
+    tokenizer = CharacterTokenizer()
+    sizes = {key: value for key, value in settings.model.items() if key != "path"}
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    model = make_tiny_moe(
+        "qwen3_moe", seed=settings.seed, vocab_size=len(tokenizer), mlp_only_layers=[], **special, **sizes
+    )
+    return model, tokenizer
+
+
 def spoil(batch: TensorDictBase, control: str) -> TensorDictBase:
     """Put a fault into a batch on purpose: a negative control, for tests of the checks."""
     if control == "shuffle_advantages":
@@ -344,7 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = load_settings(overrides)
         run = Run(settings)
     except (InputError, UnsupportedRouterError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
+        print(f"train.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     try:
         run.train()

@@ -309,14 +309,9 @@ def generate(engine: AsyncVLLM, prompts: Any, max_tokens: int = 4, **kwargs: Any
     return engine.generate(prompts, params, use_tqdm=False, **kwargs)
 
 
-def until_running(engine: AsyncVLLM, count: int) -> None:
-    """Wait until so many requests run on the only replica."""
-    seen = []
-    deadline = time.monotonic() + 10.0
-    while not seen or seen[-1] != (count, count):
-        assert time.monotonic() < deadline, f"(in flight, running) was {dict.fromkeys(seen)}"
-        (row,) = engine.stats()
-        seen.append((row["inflight"], row["running"]))
+def until_caught(attempt: Callable[[], bool]) -> None:
+    """Try something that must meet a request while it runs; on a busy machine it may have finished before."""
+    assert any(attempt() for _ in range(8))
 
 
 def until_idle(engine: AsyncVLLM) -> None:
@@ -424,17 +419,18 @@ def test_a_refused_request_is_named_and_the_rest_is_let_go(
 
 @pytest.mark.engine("qwen3_moe")
 def test_a_timeout_aborts_what_is_late_and_keeps_what_is_finished(engine: AsyncVLLM) -> None:
-    stop = [IDS[0]]
-
     async def both() -> list[Any]:
-        short = engine.agenerate(stop, {"max_tokens": 1, "ignore_eos": True})
-        long = engine.agenerate(stop, {"max_tokens": 500, "ignore_eos": True}, timeout_seconds=0.3)
+        short = engine.agenerate(IDS, {"max_tokens": 1, "ignore_eos": True})
+        long = engine.agenerate(IDS, {"max_tokens": 500, "ignore_eos": True}, timeout_seconds=0.1)
         return await asyncio.gather(short, long, return_exceptions=True)
 
-    short, long = asyncio.run(both())
-    assert len(short.outputs[0].token_ids) == 1
-    assert isinstance(long, GenerationTimeout)
-    engine.pause()  # nothing can finish now, however fast this machine is
+    def attempt() -> bool:
+        short, long = asyncio.run(both())
+        assert len(short.outputs[0].token_ids) == 1
+        return isinstance(long, GenerationTimeout)
+
+    until_caught(attempt)
+    engine.pause()  # now nothing can finish in time
     with pytest.raises(GenerationTimeout, match=r"2 of 2 requests were not finished within 0\.2 s") as caught:
         generate(engine, [IDS, IDS], timeout_seconds=0.2)
     engine.resume()
@@ -445,19 +441,24 @@ def test_a_timeout_aborts_what_is_late_and_keeps_what_is_finished(engine: AsyncV
 
 @pytest.mark.engine("qwen3_moe")
 def test_an_aborted_request_returns_its_rows(engine: AsyncVLLM) -> None:
+    params = {"max_tokens": 500, "logprobs": 0, "ignore_eos": True}
+
     async def main() -> Any:
-        task = asyncio.create_task(
-            engine.agenerate(IDS, {"max_tokens": 500, "logprobs": 0, "ignore_eos": True}, request_id="mine")
-        )
+        task = asyncio.create_task(engine.agenerate(IDS, params, request_id="mine"))
         await asyncio.sleep(0.3)
         engine.abort("mine")
         return await task
 
-    (output,) = asyncio.run(main()).outputs
-    assert output.finish_reason == "abort"
-    assert 0 < (tokens := len(output.token_ids)) < 500
-    assert output.logprobs.shape == (tokens,)
-    assert output.routed_experts.shape == (9 + tokens - 1, 4, 4)
+    def attempt() -> bool:
+        (output,) = asyncio.run(main()).outputs
+        if not 0 < (tokens := len(output.token_ids)) < 500:
+            return False
+        assert output.finish_reason == "abort"
+        assert output.logprobs.shape == (tokens,)
+        assert output.routed_experts.shape == (9 + tokens - 1, 4, 4)
+        return True
+
+    until_caught(attempt)
     until_idle(engine)
 
 
@@ -470,10 +471,11 @@ def test_a_task_cancelled_at_once_leaves_no_request_in_the_engine(engine: AsyncV
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    started = time.monotonic()
+    (before,) = engine.stats()
     asyncio.run(main())
     until_idle(engine)
-    assert time.monotonic() - started < 5.0
+    (after,) = engine.stats()
+    assert after["generated_tokens"] - before["generated_tokens"] < 20 * 500 / 2
 
 
 @pytest.mark.engine("qwen3_moe")
@@ -488,33 +490,50 @@ def test_many_tasks_at_once(engine: AsyncVLLM) -> None:
 
 @pytest.mark.engine("qwen3_moe")
 @pytest.mark.parametrize("clear_cache", [False, True])
-def test_pause_keep_freezes_a_request_and_resume_finishes_it(engine: AsyncVLLM, clear_cache: bool) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(generate, engine, IDS, 400)
-        until_running(engine, 1)
-        engine.pause("keep", clear_cache=clear_cache)
-        time.sleep(0.3)
-        frozen = call.done()
-        engine.resume()
-        (output,) = call.result(60.0).outputs
-    assert not frozen
-    assert (len(output.token_ids), output.finish_reason) == (400, "length")
-    assert output.routed_experts.shape == (9 + 400 - 1, 4, 4)
+def test_pause_keep_freezes_requests_and_resume_finishes_them(engine: AsyncVLLM, clear_cache: bool) -> None:
+    def attempt() -> bool:
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(generate, engine, [IDS] * 8, 400)
+            time.sleep(0.2)
+            engine.pause("keep", clear_cache=clear_cache)
+            first = engine.stats()
+            time.sleep(0.4)
+            frozen = not call.done() and engine.stats() == first
+            engine.resume()
+            completions = call.result(60.0)
+        for (output,) in (completion.outputs for completion in completions):
+            assert (len(output.token_ids), output.finish_reason) == (400, "length")
+            assert output.routed_experts.shape == (9 + 400 - 1, 4, 4)
+        return frozen
+
+    until_caught(attempt)
 
 
 @pytest.mark.engine("qwen3_moe")
-def test_pause_wait_and_pause_abort(engine: AsyncVLLM) -> None:
+def test_pause_wait_lets_requests_finish_and_holds_new_ones(engine: AsyncVLLM) -> None:
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(generate, engine, IDS, 400)
-        until_running(engine, 1)
+        call = pool.submit(generate, engine, [IDS] * 8, 200)
+        eventually(lambda: engine.get_num_unfinished_requests() == [8])
+        time.sleep(0.1)
         engine.pause("wait")
-        assert call.result(5.0).outputs[0].finish_reason == "length"
-        engine.resume()
-        call = pool.submit(generate, engine, IDS, 400)
-        until_running(engine, 1)
-        engine.pause("abort")
-        assert call.result(5.0).aborted
-        engine.resume()
+        assert {completion.outputs[0].finish_reason for completion in call.result(5.0)} == {"length"}
+    with pytest.raises(GenerationTimeout):
+        generate(engine, IDS, timeout_seconds=0.3)
+    engine.resume()
+    assert len(generate(engine, IDS).outputs[0].token_ids) == 4
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_pause_abort_cuts_requests_short(engine: AsyncVLLM) -> None:
+    def attempt() -> bool:
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(generate, engine, [IDS] * 8, 400)
+            time.sleep(0.2)
+            engine.pause("abort")
+            engine.resume()
+            return all(completion.aborted for completion in call.result(60.0))
+
+    until_caught(attempt)
     assert len(generate(engine, IDS).outputs[0].token_ids) == 4
 
 
@@ -540,23 +559,29 @@ def test_ctrl_c_while_generating_aborts_the_requests(engine: AsyncVLLM) -> None:
 @pytest.mark.engine("qwen3_moe")
 def test_figures_are_the_engines_own(engine: AsyncVLLM) -> None:
     until_idle(engine)
-    before = engine.stats()[0]
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(generate, engine, [IDS] * 4, 300)
-        until_running(engine, 4)
-        usage = engine.get_cache_usage(0)
-        unfinished = engine.get_num_unfinished_requests()
-        call.result(60.0)
-    after = engine.to_pandas().iloc[0]
-    assert isinstance(usage, float)
-    assert 0.0 < usage < 1.0
-    assert unfinished == [4]
-    assert after["requests"] - before["requests"] == 4
-    assert after["prompt_tokens"] - before["prompt_tokens"] == 36
-    assert after["generated_tokens"] - before["generated_tokens"] == 1200
-    assert after["generation_seconds"] > before["generation_seconds"]
-    assert (after["state"], after["version"], after["inflight"]) == ("SERVING", 0, 0)
     assert engine.get_cache_usage() == [0.0]
+
+    def attempt() -> bool:
+        (before,) = engine.stats()
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(generate, engine, [IDS] * 4, 300)
+            time.sleep(0.2)
+            engine.pause()
+            during, usage = engine.to_pandas().iloc[0], engine.get_cache_usage(0)
+            unfinished = engine.get_num_unfinished_requests()
+            engine.resume()
+            call.result(60.0)
+        (after,) = engine.stats()
+        assert {name: after[name] - before[name] for name in ("requests", "prompt_tokens", "generated_tokens")} == {
+            "requests": 4,
+            "prompt_tokens": 36,
+            "generated_tokens": 1200,
+        }
+        assert after["generation_seconds"] > before["generation_seconds"]
+        assert (after["state"], after["version"], after["inflight"]) == ("SERVING", 0, 0)
+        return during["running"] == 4 and isinstance(usage, float) and 0.0 < usage < 1.0 and unfinished == [4]
+
+    until_caught(attempt)
 
 
 @pytest.mark.engine("qwen3_moe")

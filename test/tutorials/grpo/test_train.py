@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 import torch
 from tensordict import set_list_to_stack
 
-from engines import EngineShelf
+from engines import SMALL, EngineShelf
+from torchrl_moe.modules import AsyncVLLM
 
 ROOT = Path(__file__).parents[3]
 GRPO = ROOT / "tutorials" / "grpo"
@@ -110,32 +112,59 @@ def test_a_fault_on_purpose_is_noticed(first_run: Any, tmp_path: Path, control: 
     assert noticed in failed_checks(rows_of(run))
 
 
+def wait_for_rows(metrics: Path, count: int, run: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and run.poll() is None:
+        if metrics.exists() and len(metrics.read_text().splitlines()) > count:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"no {count} rows in time; exit code {run.poll()}")
+
+
 @pytest.mark.engine
 def test_a_killed_run_goes_on_from_its_checkpoint(first_run: Any, tmp_path: Path) -> None:
     from settings import load_settings
     from train import Run
 
-    arguments = [f"out={tmp_path}", *SHORT, "train.steps=10"]
-    run = Run(load_settings(arguments), engine=first_run.engine)
-    rollouts = iter(run.collector)
-    for step in range(6):  # the last checkpoint is that of step 4
-        run.folder.add(run.step(step, rollouts))
-        if step + 1 == 4:
-            run.checkpoint(4)
-            kept = {name: value.clone() for name, value in run.model.state_dict().items()}
-    run.shutdown()
+    # an older run's checkpoint lies about: it is not this one's
+    (tmp_path / "checkpoint.pt").write_bytes(b"stale")
+    command = [sys.executable, str(GRPO / "train.py"), f"out={tmp_path}", *SHORT, "train.steps=500", "seed=3"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
+        wait_for_rows(tmp_path / "metrics.csv", 6, killed)  # the last checkpoint is that of step 4, or of 8
+        killed.kill()
+    kept = torch.load(tmp_path / "checkpoint.pt", weights_only=False)
+    assert kept["step"] >= 4
 
-    again = Run(load_settings([*arguments, "resume=true"]), engine=first_run.engine)
+    steps = kept["step"] + 4
+    again = Run(load_settings([f"out={tmp_path}", "resume=true", f"train.steps={steps}"]), engine=first_run.engine)
     try:
-        assert again.first_step == 4 and again.sender.version == 4
-        assert all(torch.equal(value, kept[name]) for name, value in again.model.state_dict().items())
+        assert again.settings.seed == 3 and again.settings.rollout.answers == 64
+        assert (again.first_step, again.sender.version) == (kept["step"], kept["version"])
+        assert all(torch.equal(value, kept["model"][name]) for name, value in again.model.state_dict().items())
         again.train()
     finally:
         again.shutdown()
     rows = rows_of(again)
-    assert [int(row["step"]) for row in rows] == list(range(10))
-    assert [int(row["version"]) for row in rows] == list(range(1, 11))
+    assert [int(row["step"]) for row in rows] == list(range(steps))
+    assert [int(row["version"]) for row in rows] == list(range(1, steps + 1))
     assert "agreement" not in failed_checks(rows)
+
+
+@pytest.mark.engine
+def test_the_exported_model_loads_in_the_engine(first_run: Any, no_engine: EngineShelf) -> None:
+    first_run.engine.shutdown()  # the last test that needs it: one engine at a time
+    folder = first_run.folder.path / "model"
+    with AsyncVLLM.from_pretrained(folder, **SMALL | {"max_model_len": 64}) as engine:
+        completion = engine.generate(prompt_token_ids=[2, 7, 14, 8, 17, 3], use_tqdm=False)
+    assert completion.outputs[0].routed_experts.shape[1:] == (2, 2)
+
+
+def test_resuming_with_another_seed_is_refused(tmp_path: Path) -> None:
+    from settings import InputError, load_settings
+
+    (tmp_path / "config.yaml").write_text((GRPO / "config" / "train.yaml").read_text())
+    with pytest.raises(InputError, match="resume=true goes on with seed=0; it cannot be changed to 1"):
+        load_settings([f"out={tmp_path}", "resume=true", "seed=1"])
 
 
 @pytest.mark.parametrize(
@@ -148,7 +177,14 @@ def test_a_killed_run_goes_on_from_its_checkpoint(first_run: Any, tmp_path: Path
         (["replay=R4"], "replay=R4 must be R3, R2 or none"),
         (["control=chaos"], "control=chaos must be one of"),
         (["model.num_experts_per_tok=9"], "model.num_experts_per_tok=9 must be in 1..8"),
-        (["resume=true", "out=./no/such/run"], "there is no"),
+        (["resume=true", "out=./no/such/run"], "there is no run in ./no/such/run"),
+        (["rollout.temperature=hot"], "rollout.temperature=hot must be a number"),
+        (["train.lr=abc"], "train.lr=abc must be a number"),
+        (["train.clip=0.2"], "train.clip=0.2 must be 2 numbers"),
+        (["model.path=3"], "model.path=3 must be text"),
+        (["out=null"], "out=None must be text"),
+        (["task.held_out=100"], "task.held_out=100 leaves none of 100 to train"),
+        (["rollout.max_new_tokens=100"], "rollout.max_new_tokens must be at most 58"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_exit_code_2(
@@ -161,6 +197,18 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(
     assert message in line
 
 
+def test_a_missing_model_is_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from train import main
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["model.path=no/such-model", f"out={tmp_path / 'run'}"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("train.py: model.path=no/such-model: ")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_dense_model_cannot_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from train import main
 
@@ -169,6 +217,7 @@ def test_a_dense_model_cannot_replay(tmp_path: Path, capsys: pytest.CaptureFixtu
     path = save_tiny_moe(tmp_path / "dense", "qwen3")
     assert main([f"model.path={path}", f"out={tmp_path / 'run'}"]) == 2
     assert "dense model" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_help_prints_every_knob() -> None:

@@ -157,8 +157,12 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapReport:
-    """How far a replica came with a version: seconds pausing, loading, and paused in all; or why it failed."""
+    """How far a replica came with a version: seconds pausing, loading, and paused in all; or why it failed.
 
+    One that was not ``started`` still has its old weights.
+    """
+
+    started: bool = True
     pausing_seconds: float = 0.0
     loading_seconds: float = 0.0
     paused_seconds: float = 0.0

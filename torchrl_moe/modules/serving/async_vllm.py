@@ -66,8 +66,11 @@ class AsyncVLLM(GenerationService):
             arguments["enable_prefix_caching"] = enable_prefix_caching
         self.engine_args = arguments
         sets = device_sets(visible_devices(), num_replicas, tensor_parallel_size(arguments))
+        # a seed each: replicas that draw the same noise would give a group of answers twice
+        seed = arguments.get("seed") or 0
+        own = [{**arguments, "seed": seed + index} if index else arguments for index in range(num_replicas)]
         replicas = [
-            LocalReplica(index, arguments, engine_environment(devices, num_replicas, verbose))
+            LocalReplica(index, own[index], engine_environment(devices, num_replicas, verbose))
             for index, devices in enumerate(sets)
         ]
         super().__init__(replicas, sampling_params)

@@ -98,8 +98,7 @@ class Dispatch:
         leases: list[Lease] = []
         handed: dict[int, Future[Completion]] = {}
         try:
-            for position in range(len(self._requests)):
-                leases.append(self._lease(position, wait))
+            leases = self._lease_all(wait)
             self._where = [lease.index for lease in leases]
             for index in dict.fromkeys(self._where):
                 positions = [i for i, where in enumerate(self._where) if where == index]
@@ -134,15 +133,22 @@ class Dispatch:
         entries = self._roster if named is None else [self._roster[named]]
         return self._seconds_left() != 0.0 and any(entry.state in COMING_BACK for entry in entries)
 
-    def _lease(self, position: int, wait: bool) -> Lease:
+    def _lease_all(self, wait: bool) -> list[Lease]:
+        """Take a lease for every request, or none: one held while others wait would keep a replica from draining."""
         with self._roster.changed:
             while True:
+                leases: list[Lease] = []
                 try:
-                    return self._acquire(position)
-                except (NoReplicaError, StaleReplicaError):
-                    if not wait or not self._is_worth_waiting():
+                    for position in range(len(self._requests)):
+                        leases.append(self._acquire(position))
+                    return leases
+                except BaseException as error:
+                    for lease in leases:
+                        lease.release()
+                    known = isinstance(error, NoReplicaError | StaleReplicaError)
+                    if not known or not wait or not self._is_worth_waiting():
                         raise
-                    self._roster.changed.wait(self._seconds_left())
+                self._roster.changed.wait(self._seconds_left())
 
     def _acquire(self, position: int) -> Lease:
         where = self._placement

@@ -8,7 +8,7 @@ import pickle
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -421,17 +421,21 @@ LONG = {"max_tokens": 480, "ignore_eos": True, "logprobs": 0}
 
 
 def in_its_run(engine: Any, request: Request, act: Callable[[Future[Completion]], Any]) -> Any:
-    """Do something to a request while it runs and return what ``act`` does.
+    """Do something to a request while it runs, and return what ``act`` does; ``None`` says that it came too late.
 
-    A run takes a second, and so may a moment of this process on a busy machine: ``None`` says that it came too late.
+    A run takes a second, and so may a moment of this process on a busy machine. Hence the repetition, and the other
+    request, "filler", which makes each step take longer.
     """
     replica = replica_of(engine)
+    filler = by_ids("filler", *prompt(99, 12), n=16, **LONG)
     for _ in range(10):
-        (future,) = replica.submit([request])
-        until(lambda: future.done() or replica.stats(10).running, 20)
-        if (found := act(future)) is not None:
+        filling, future = replica.submit([filler, request])
+        until(lambda done=future.done: done() or replica.stats(10).running, 20)
+        found = act(future)
+        replica.abort(["filler", request.request_id])
+        wait([filling, future], 30)
+        if found is not None:
             return found
-        future.result(30)
     pytest.fail("ten runs were over before anything could be done to them")
 
 
@@ -466,7 +470,7 @@ def test_an_aborted_request_returns_what_it_has_with_a_row_for_each_token_but_th
         assert 0 < len(output.token_ids) < 480
         assert output.logprobs.shape == output.token_ids.shape
     check_rows(completion)
-    assert replica.stats(10).running == 0
+    assert replica.stats(10).running == 0  # although vLLM, which makes no step now, last reported more
 
 
 @pytest.mark.engine("qwen3_moe")
@@ -491,6 +495,7 @@ def test_a_pause_freezes_requests_and_a_resume_lets_them_go_on(engine: Any, clea
             time.sleep(0.1)
             if future.done():
                 return None
+            replica.abort(["filler"])
             time.sleep(1.5 * whole.metrics.total_seconds)
             assert not future.done()
         return future.result(30)
@@ -561,8 +566,8 @@ def test_a_busy_engine_has_load_and_keeps_its_cache(engine: Any) -> None:
         return None if cut(future) is None or could_reset or not stats.running else stats
 
     busy = in_its_run(engine, by_ids("busy", *prompt(11, 12), n=2, **LONG), act)
-    assert busy.running == 2
-    assert busy.waiting == 0
+    assert 1 <= busy.running <= 18
+    assert 0 <= busy.waiting <= 18
     assert 0 < busy.cache_usage <= 1
 
 

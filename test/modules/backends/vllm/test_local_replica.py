@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -484,10 +485,11 @@ if how != "returns":
 """
 
 
-def driver(how: str) -> subprocess.Popen[str]:
+def driver(how: str, temporary: Path) -> subprocess.Popen[str]:
+    """Start a driver. One that is killed cannot remove its replica's folder, so that lies in ``temporary``."""
     return subprocess.Popen(
         [sys.executable, "-c", DRIVER, how],
-        env=toy_environment(),
+        env={**toy_environment(), "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -495,8 +497,8 @@ def driver(how: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("how", ["serving", "starting"])
-def test_a_killed_driver_takes_its_engines_with_it(how: str) -> None:
-    with driver(how) as process:
+def test_a_killed_driver_takes_its_engines_with_it(how: str, tmp_path: Path) -> None:
+    with driver(how, tmp_path) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         until(lambda: len(group(pid)) == 2, START)
@@ -505,8 +507,8 @@ def test_a_killed_driver_takes_its_engines_with_it(how: str) -> None:
     until(lambda: not group(pid), 5)
 
 
-def test_a_process_that_the_driver_forked_does_not_keep_the_engines_alive() -> None:
-    with driver("forked") as process:
+def test_a_process_that_the_driver_forked_does_not_keep_the_engines_alive(tmp_path: Path) -> None:
+    with driver("forked", tmp_path) as process:
         assert process.stdout is not None
         pids = [int(process.stdout.readline()) for _ in range(2)]
         (engine,) = [pid for pid in pids if os.getpgid(pid) == pid]
@@ -518,12 +520,13 @@ def test_a_process_that_the_driver_forked_does_not_keep_the_engines_alive() -> N
 
 
 @pytest.mark.parametrize("how", ["returns", "raises"])
-def test_a_driver_that_ends_without_a_shutdown_leaves_nothing(how: str) -> None:
-    with driver(how) as process:
+def test_a_driver_that_ends_without_a_shutdown_leaves_nothing(how: str, tmp_path: Path) -> None:
+    with driver(how, tmp_path) as process:
         output, errors = process.communicate(timeout=START)
     assert "Exception ignored" not in errors
     assert ("the user's script failed" in errors) == (how == "raises")
     until(lambda: not group(int(output)), 5)
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- vLLM itself ------------------------------------------------------------------------------------------------------
@@ -586,7 +589,7 @@ arguments, request = eval(sys.argv[1]), eval(sys.argv[2])
 replica = LocalReplica(0, arguments, engine_environment())
 replica.start()
 replica.wait_ready(200)
-print(process_of(replica).pid, flush=True)
+print(process_of(replica).pid, replica._child.folder, flush=True)
 while True:
     replica.submit([ids_request("x", sampling_params=request)])[0].result(100)
 """
@@ -597,11 +600,13 @@ def test_a_killed_driver_takes_a_real_engine_with_it(no_engine: Any, real: dict[
     arguments = [sys.executable, "-c", REAL_DRIVER, repr(real), repr(LONG)]
     with subprocess.Popen(arguments, env=toy_environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        pid = int(process.stdout.readline())
+        first, folder = process.stdout.readline().split()
+        pid = int(first)
         members = group(pid)
         assert len(members) >= 3
         time.sleep(1)
         process.kill()
         process.wait(5)
     until(lambda: not group(pid), 20)
+    shutil.rmtree(folder)  # a driver that is killed leaves its replica's log
     assert not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in members)

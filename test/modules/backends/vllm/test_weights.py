@@ -45,6 +45,7 @@ class FakeLLM:
         self.log: list[Any] = []
         self.fail: dict[str, Exception] = {}
         self.logprob = -1.0
+        self.was_paused = False
         self.prompts: list[Any] = []
         self.counts: dict[str, tuple[str, int, int]] = {}  # state -> request, answer, tokens
         self.arriving: list[tuple[str, int]] = []  # tokens that come in after the pause, one per look
@@ -55,6 +56,7 @@ class FakeLLM:
             name: SimpleNamespace(
                 external_req_id=request,
                 request_index=index,
+                parent_req=None,
                 detokenizer=SimpleNamespace(num_output_tokens=lambda n=count: n),
             )
             for name, (request, index, count) in self.counts.items()
@@ -71,6 +73,9 @@ class FakeLLM:
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         await self._step("init", request.init_info)
+
+    async def is_paused(self) -> bool:
+        return self.was_paused
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         await self._step("pause", mode, clear_cache)
@@ -105,6 +110,44 @@ GOOD = [
 
 def make(engine: FakeLLM | None = None) -> EngineWeights:
     return EngineWeights(engine or FakeLLM(), lambda: dict(EXPECTED))
+
+
+def test_a_pause_that_fails_leaves_the_old_weights_in_service() -> None:
+    engine = FakeLLM()
+    engine.fail["pause"] = RuntimeError("no pause")
+    weights = make(engine)
+    report = swap(weights)
+    assert (report.started, report.error) == (False, "RuntimeError: no pause")
+    assert engine.log == [("pause", "keep", False), "resume"]
+    assert weights.version == 0
+
+
+def test_an_engine_that_the_user_paused_stays_paused() -> None:
+    engine = FakeLLM()
+    engine.was_paused = True
+    assert swap(make(engine)).error is None
+    assert engine.log == GOOD[:4]
+
+
+def test_requests_that_arrive_during_a_swap_wait_for_its_salt() -> None:
+    async def arrive() -> tuple[bool, dict[str, str]]:
+        engine = FakeLLM()
+        weights, release = make(engine), asyncio.Event()
+
+        async def held() -> None:
+            await release.wait()
+
+        engine.start_weight_update = held  # type: ignore[method-assign]
+        swapping = asyncio.create_task(weights.swap(7, "keep", False))
+        await asyncio.sleep(0.05)
+        salt = asyncio.create_task(weights.salt())
+        await asyncio.sleep(0.01)
+        waited = not salt.done()
+        release.set()
+        await swapping
+        return waited, await salt
+
+    assert asyncio.run(arrive()) == (True, {"cache_salt": "swap-1"})
 
 
 def swap(weights: EngineWeights, version: int = 7, clear_cache: bool = False) -> Any:
@@ -161,10 +204,10 @@ def test_a_failed_swap_can_be_tried_again() -> None:
 def test_every_swap_has_a_salt_of_its_own_even_of_the_same_version() -> None:
     """Another trainer may begin to count at 1 again."""
     weights = make()
-    salts = [weights.salt()]
+    salts = [asyncio.run(weights.salt())]
     for version in (1, 2, 1, 1):
         swap(weights, version)
-        salts.append(weights.salt())
+        salts.append(asyncio.run(weights.salt()))
     assert salts[0] == {}
     assert len({salt["cache_salt"] for salt in salts[1:]}) == 4
 
@@ -505,6 +548,18 @@ def test_half_of_the_names_are_refused_and_the_engine_serves_on_exactly(train: T
     trainer.assert_agrees(trainer.generate())
 
 
+@pytest.mark.engine("qwen3_moe", num_replicas=2)
+def test_after_a_sync_each_of_two_replicas_agrees_with_the_trainer(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    trainer = Trainer(engine, shelf.folder("qwen3_moe"))
+    trainer.change(11)
+    report = trainer.sender.update_weights()
+    assert [(entry.replica, entry.error) for entry in report.replicas] == [(0, None), (1, None)]
+    for index in (0, 1):
+        trainer.assert_agrees(trainer.generate(actor_index=index))
+    trainer.restore()
+
+
+@pytest.mark.engine
 def test_a_failed_load_is_made_good_and_weights_that_are_no_numbers_end_the_replica(no_engine: EngineShelf) -> None:
     folder = no_engine.folder("qwen3_moe")
     with AsyncVLLM.from_pretrained(folder, **SMALL) as engine:

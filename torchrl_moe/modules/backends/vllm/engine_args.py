@@ -65,7 +65,8 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
     Route capture is switched on if and only if the model has experts.
 
     Raises:
-        ValueError: capture asked of a dense model, capture with pipeline parallelism, or a foreign worker extension.
+        ValueError: capture asked of a dense model, capture with pipeline parallelism, or a foreign worker extension or
+            weight-transfer backend.
     """
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -76,6 +77,8 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
             f"worker_extension_cls={extension!r} is not supported: the engine installs {WORKER_EXTENSION!r} itself. "
             "Leave it out."
         )
+    if arguments.get("weight_transfer_config") is not None:
+        raise ValueError("weight_transfer_config is the engine's own: choose a transport in VLLMWeightSyncScheme")
     engine_args = AsyncEngineArgs(**{**DEFAULTS, **arguments, "worker_extension_cls": extension})
     is_moe = engine_args.create_model_config().get_num_experts() > 0
     capture = arguments.get("enable_return_routed_experts", is_moe)

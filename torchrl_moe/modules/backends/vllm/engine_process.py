@@ -122,7 +122,7 @@ class EngineProcess:
 
     async def _run(self, request: Request) -> Completion:
         params = self._sampling(request.sampling_params, request.guided_options)
-        prompt: dict[str, Any] = self.weights.salt()
+        prompt: dict[str, Any] = await self.weights.salt()
         if request.prompt_token_ids is None:
             prompt["prompt"] = request.prompt
         else:

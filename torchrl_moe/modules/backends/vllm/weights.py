@@ -2,7 +2,8 @@
 
 One transaction: staging looks at names, shapes and digests while the engine serves; applying pauses, starts, loads,
 finishes, resumes, and asks for one token, whose log-prob must be a number. A failure before the start leaves the old
-version serving; after it, the engine stays paused, since its layers may be half old and half new.
+version serving; after it, the engine stays paused, since its layers may be half old and half new. A paused engine makes
+no token, so the probe comes after the resume, before the driver gives it new requests.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torchrl_moe.modules.backends.replica import Completion, PauseMode, StageRep
 
 __all__ = ["EngineWeights"]
 
+PROBE_SECONDS = 10.0
 SETTLE_SECONDS = 0.01  # between two looks at tokens that are still on their way
 
 
@@ -37,6 +39,9 @@ class EngineWeights:
         self._expected: dict[str, Any] = {}
         self.version = 0
         self._swaps = 0
+        self._left_paused = False  # by a swap that failed, not by the user
+        self._open_gate = asyncio.Event()
+        self._open_gate.set()
         self._reader: WeightStoreReader | None = None
         self._marks: dict[str, list[tuple[int, dict[int, int]]]] = {}  # request -> version, tokens of each answer
 
@@ -49,8 +54,9 @@ class EngineWeights:
         self._expected = await asyncio.to_thread(self._read_expected)
         self._reader = WeightStoreReader(folder)
 
-    def salt(self) -> dict[str, str]:
-        """Return the part of a prompt that keeps cached prefixes of different versions apart."""
+    async def salt(self) -> dict[str, str]:
+        """Return the part of a prompt that keeps cached prefixes of different weights apart, once no swap is on."""
+        await self._open_gate.wait()
         # by swap, not by version: another trainer may begin to count anew
         return {"cache_salt": f"swap-{self._swaps}"} if self._swaps else {}
 
@@ -76,26 +82,48 @@ class EngineWeights:
         return StageReport(seconds=time.perf_counter() - started, nbytes=manifest.nbytes, digest=manifest.digest)
 
     async def swap(self, version: int, pause: PauseMode, clear_cache: bool) -> SwapReport:
-        """Replace the weights. Never raises for a failed update: the report says how far it came."""
+        """Replace the weights. Never raises for a failed update: the report says how far it came.
+
+        Requests that arrive meanwhile wait here, so that none reads cached prefixes of the old weights afterwards. An
+        engine that was paused before stays so.
+        """
         started = time.perf_counter()
-        await self.engine.pause_generation(mode=pause, clear_cache=clear_cache)
-        await self._mark()
+        self._open_gate.clear()
+        try:
+            return await self._swap(started, version, pause, clear_cache)
+        finally:
+            self._open_gate.set()
+
+    async def _swap(self, started: float, version: int, pause: PauseMode, clear_cache: bool) -> SwapReport:
+        was_paused = await self.engine.is_paused() and not self._left_paused
+        (error,) = await asyncio.gather(self._hold(pause, clear_cache), return_exceptions=True)
         paused = time.perf_counter()
+        if isinstance(error, BaseException):
+            if not was_paused:
+                await self.engine.resume_generation()
+            return SwapReport(started=False, error=f"{type(error).__name__}: {error}")
         self._swaps += 1  # whatever comes of it, nothing cached before is good for what comes after
         (error,) = await asyncio.gather(self._load(version), return_exceptions=True)
-        loaded = time.perf_counter()
+        loaded = resumed = time.perf_counter()
         if error is None:
             self.version = version
-            await self.engine.resume_generation()
-            (error,) = await asyncio.gather(self._probe(), return_exceptions=True)
+            if not was_paused:
+                await self.engine.resume_generation()
+                resumed = time.perf_counter()
+                (error,) = await asyncio.gather(self._probe(), return_exceptions=True)
+        self._left_paused = error is not None
         if isinstance(error, BaseException):
             await self.engine.pause_generation(mode=pause, clear_cache=False)
         return SwapReport(
             pausing_seconds=paused - started,
             loading_seconds=loaded - paused,
-            paused_seconds=time.perf_counter() - started,
+            paused_seconds=resumed - started,
             error=None if error is None else f"{type(error).__name__}: {error}",
         )
+
+    async def _hold(self, pause: PauseMode, clear_cache: bool) -> None:
+        await self.engine.pause_generation(mode=pause, clear_cache=clear_cache)
+        await self._mark()
 
     async def _mark(self) -> None:
         """Note how many tokens each running request has under the version so far."""
@@ -122,9 +150,16 @@ class EngineWeights:
             max_tokens=1, temperature=0.0, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         prompt = {"prompt_token_ids": [0], "cache_salt": f"probe-{self._swaps}"}
+        answer = asyncio.ensure_future(self._first_logprobs(prompt, params))
+        done, _ = await asyncio.wait([answer], timeout=PROBE_SECONDS)
+        if not done:  # it stands behind a long queue, whose answers will show what it would have
+            answer.cancel()
+            return
+        if not all(math.isfinite(entry.logprob) for entry in answer.result().values()):
+            raise WeightSyncError("the new weights give a log-prob that is not a number")
+
+    async def _first_logprobs(self, prompt: dict[str, Any], params: Any) -> Any:
         final: Any = None
         async for output in self.engine.generate(prompt, params, f"weight-probe-{self._swaps}"):
             final = output
-        (position,) = final.outputs[0].logprobs
-        if not all(math.isfinite(entry.logprob) for entry in position.values()):
-            raise WeightSyncError("the new weights give a log-prob that is not a number")
+        return final.outputs[0].logprobs[0]
