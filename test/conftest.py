@@ -27,7 +27,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _engine_order(item: pytest.Item) -> str:
     marker = item.get_closest_marker("engine")
-    return "" if marker is None else f"engine {marker.args} {sorted(marker.kwargs.items())}"
+    if marker is None:
+        return ""
+    # last on an engine: what changes its weights, and so its version
+    last = "weight" in item.path.name
+    return f"engine {marker.args} {sorted(marker.kwargs.items())} {last}"
 
 
 def _spec(request: pytest.FixtureRequest) -> EngineSpec:
