@@ -192,7 +192,7 @@ def test_arguments_reach_every_replica(scripted: Any, model: Path) -> None:
     engine = AsyncVLLM.from_pretrained(model, 2, sampling_params={"max_tokens": 3}, seed=7, dtype="float32")
     with engine:
         expected = {"model": str(model), "tensor_parallel_size": 1, "seed": 7, "dtype": "float32"}
-        assert [replica.arguments for replica in scripted.made] == [expected, expected]
+        assert [replica.arguments for replica in scripted.made] == [expected, {**expected, "seed": 8}]
         assert [replica.index for replica in scripted.made] == [0, 1]
         assert engine.sampling_params == {"max_tokens": 3}
         assert engine.engine_args == expected
@@ -214,6 +214,14 @@ def test_arguments_reach_every_replica(scripted: Any, model: Path) -> None:
 def test_torchrls_words_become_vllms(scripted: Any, model: Path, given: Any, expected: Any) -> None:
     with AsyncVLLM.from_pretrained(model, **given):
         assert scripted.made[0].arguments == {"model": str(model), "tensor_parallel_size": 1, **expected}
+
+
+@pytest.mark.parametrize("given", [{}, {"seed": None}, {"seed": 0}], ids=str)
+def test_each_replica_draws_noise_of_its_own(scripted: Any, given: Any) -> None:
+    AsyncVLLM({"model": "m", **given}, 3)
+    first, *others = (replica.arguments for replica in scripted.made)
+    assert first == {"model": "m", **given}
+    assert others == [{"model": "m", "seed": 1}, {"model": "m", "seed": 2}]
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -250,14 +258,14 @@ def test_make_async_vllm_engine_is_from_pretrained_under_torchrls_name(scripted:
         assert isinstance(engine, AsyncVLLM)
         assert engine.num_replicas == 2
         assert scripted.made[1].arguments["enforce_eager"] is True
-        assert scripted.made[1].arguments["seed"] == 3
+        assert [replica.arguments["seed"] for replica in scripted.made] == [3, 4]
 
 
 def test_engine_arguments_of_vllm_are_taken(scripted: Any) -> None:
     vllm = pytest.importorskip("vllm")
     with AsyncVLLM.launch(vllm.AsyncEngineArgs(model="m", seed=5), 2, sampling_params={"n": 2}) as engine:
         assert engine.num_replicas == 2
-        assert [replica.arguments for replica in scripted.made] == [{"model": "m", "seed": 5}] * 2
+        assert [replica.arguments for replica in scripted.made] == [{"model": "m", "seed": seed} for seed in (5, 6)]
 
 
 @pytest.mark.parametrize(
