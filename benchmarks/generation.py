@@ -99,8 +99,8 @@ def ours(engine: Any, input_mode: str) -> Contender:
     return lambda prompts: policy(wrapper_input(prompts, input_mode))
 
 
-def torchrl_pair(path: str) -> tuple[Contender, Callable[[], None]]:
-    """Return TorchRL's wrapper over TorchRL's engine, and how to end it."""
+def torchrl_pair(path: str) -> tuple[Contender, Contender, Callable[[], None]]:
+    """Return TorchRL's wrapper over TorchRL's engine, the same with its own sampling defaults, and how to end it."""
     import ray
     from torchrl.modules.llm import vLLMWrapper
     from torchrl.modules.llm.backends.vllm import AsyncVLLM
@@ -111,12 +111,19 @@ def torchrl_pair(path: str) -> tuple[Contender, Callable[[], None]]:
         path, compile=False, verbose=False, distributed_executor_backend="uni", disable_log_stats=True, **ENGINE
     )
     policy = vLLMWrapper(engine, input_mode="tokens", generate_kwargs={**SAMPLING, "prompt_logprobs": None})
+    # what a user writes; log-probs of prompts are then asked for too, which no loss reads
+    asked = {name: SAMPLING[name] for name in ("max_tokens", "temperature", "ignore_eos")}
+    shipped = vLLMWrapper(engine, input_mode="tokens", generate_kwargs=asked)
 
     def shutdown() -> None:
         engine.shutdown()
         ray.shutdown()
 
-    return lambda prompts: policy(wrapper_input(prompts, "tokens")), shutdown
+    return (
+        lambda prompts: policy(wrapper_input(prompts, "tokens")),
+        lambda prompts: shipped(wrapper_input(prompts, "tokens")),
+        shutdown,
+    )
 
 
 def wrapper_input(prompts: torch.Tensor, input_mode: str) -> TensorDict:
@@ -181,7 +188,7 @@ def main() -> None:
         before = set(psutil.pids())
         raw = RawEngine(path)
         processes = {"raw": engine_processes(before)}
-        theirs, end_theirs = torchrl_pair(path)
+        theirs, theirs_shipped, end_theirs = torchrl_pair(path)
         processes["TorchRL"] = engine_processes(before)
         with AsyncVLLM.from_pretrained(path, **ENGINE) as engine:
             contenders = {
@@ -189,6 +196,7 @@ def main() -> None:
                 "ours, tokens": ours(engine, "tokens"),
                 "ours, history": ours(engine, "history"),
                 "TorchRL, tokens": theirs,
+                "TorchRL, tokens, its own sampling defaults": theirs_shipped,
             }
             processes["ours"] = engine_processes(before)
             print({name: len(pids) for name, pids in processes.items()}, "engine processes", flush=True)
@@ -200,6 +208,7 @@ def main() -> None:
         ("ours, tokens", "raw", 0.9),
         ("ours, history", "raw", None),
         ("ours, tokens", "TorchRL, tokens", 2.0),
+        ("ours, tokens", "TorchRL, tokens, its own sampling defaults", 2.0),
     ):
         ratios = [a / b for a, b in zip(speeds[name], speeds[peer], strict=True)]
         met = None if target is None else statistics.median(ratios) >= target

@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.report import Row, finish, median_range
 
-PAIRS = 15
+PAIRS = 10
 TARGET_MS = 50.0
 # Both interpreters load torch and tensordict; the clock runs over what comes after.
 PROBE = """
