@@ -51,7 +51,9 @@ def table(rows: Sequence[Row]) -> str:
     """Return a Markdown table."""
     lines = ["| what | measured | target | met |", "| --- | --- | --- | --- |"]
     marks = {True: "yes", False: "**no**", None: ""}
-    lines += [f"| {row.claim} | {row.value} | {row.target} | {marks[row.met]} |" for row in rows]
+    for row in rows:
+        cells = (cell.replace("|", r"\|") for cell in (row.claim, row.value, row.target, marks[row.met]))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

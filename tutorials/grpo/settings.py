@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 CONFIG = Path(__file__).parent / "config"
 # What a checkpoint's weights, or its split of problems, depend on.
 FIXED = ("model", "task", "seed", "replay")
+MISTAKES = ("random", "forget_carry")
 CONTROLS = ("none", "shift_routes", "wrong_ids", "no_sync", "shuffle_advantages")
 
 
@@ -84,6 +85,7 @@ def check_settings(settings: DictConfig) -> None:
     """Raise :class:`InputError` for the first setting that cannot be meant."""
     _positive(settings, "engine.num_replicas", "rollout.answers", "rollout.group_size", "rollout.max_new_tokens")
     _positive(settings, "train.steps", "train.checkpoint_every", "eval.every", "task.digits", "task.held_out")
+    _positive(settings, "warmup.batch_size")
     answers, group = settings.rollout.answers, settings.rollout.group_size
     _check(answers % group == 0, f"rollout.answers={answers} is not a multiple of rollout.group_size={group}")
     _check(group > 1, "rollout.group_size=1: an advantage needs at least two answers to compare")
@@ -95,6 +97,8 @@ def check_settings(settings: DictConfig) -> None:
     room = settings.engine.max_model_len - 2 * settings.task.digits - 4  # a prompt, its markers and the end
     _check(settings.rollout.max_new_tokens <= room, f"rollout.max_new_tokens must be at most {room} here")
     _check(settings.replay in ("R3", "R2", "none"), f"replay={settings.replay} must be R3, R2 or none")
+    mistake = settings.warmup.mistake
+    _check(mistake in MISTAKES, f"warmup.mistake={mistake} must be one of {', '.join(MISTAKES)}")
     _check(settings.control in CONTROLS, f"control={settings.control} must be one of {', '.join(CONTROLS)}")
     _check_model(settings)
 

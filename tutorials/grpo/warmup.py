@@ -41,12 +41,29 @@ def answer_log_probs(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Ten
     return (log_probs * (target != -100)).sum(-1)
 
 
+def forget_carry(query: str) -> str:
+    """Return the sum of ``"a+b="`` with every carry forgotten: ``"47+38="`` gives ``"75"``, ``"67+58="`` ``"115"``."""
+    a, b = (int(number) for number in query.rstrip("=").split("+"))
+    total, place = 0, 1
+    while max(a, b) >= 10:
+        total += (a % 10 + b % 10) % 10 * place
+        a, b, place = a // 10, b // 10, place * 10
+    return str(total + (a + b) * place)
+
+
 def warm_up(model: PreTrainedModel, problems: Problems, tokenizer: Any, settings: Any, seed: int) -> float:
-    """Train until exact answers have the target probability; return the mean probability at the end."""
+    """Train until exact answers have the target probability; return the mean probability at the end.
+
+    Doubt is taught with wrong labels: ``settings.mistake`` is ``"random"``, answers of other problems, or
+    ``"forget_carry"``, a rule that is wrong on some problems, seen and unseen, and right on the others.
+    """
     deadline = time.monotonic() + settings.max_seconds
     chooser = random.Random(seed)
     answers = [answer for _, answer in problems]
-    truth = encode(problems, tokenizer)
+
+    def mistake(query: str) -> str:
+        return forget_carry(query) if settings.mistake == "forget_carry" else chooser.choice(answers)
+
     model.train()
     probability = 0.0
     for name, lr, noise, reached in (
@@ -56,7 +73,9 @@ def warm_up(model: PreTrainedModel, problems: Problems, tokenizer: Any, settings
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
         with tqdm(desc=name, unit="step", leave=False) as bar:
             while time.monotonic() < deadline:
-                noisy = [(q, chooser.choice(answers) if chooser.random() < noise else a) for q, a in problems]
+                batch = chooser.sample(problems, min(settings.batch_size, len(problems)))
+                truth = encode(batch, tokenizer)
+                noisy = [(q, mistake(q) if chooser.random() < noise else a) for q, a in batch]
                 ids, labels = encode(noisy, tokenizer) if noise else truth
                 loss = -answer_log_probs(model, ids, labels).mean()
                 optimizer.zero_grad()
