@@ -180,6 +180,8 @@ def test_resuming_with_another_seed_is_refused(tmp_path: Path) -> None:
         (["resume=true", "out=./no/such/run"], "there is no run in ./no/such/run"),
         (["rollout.temperature=hot"], "rollout.temperature=hot must be a number"),
         (["train.lr=abc"], "train.lr=abc must be a number"),
+        (["warmup.mistake=typo"], "warmup.mistake=typo must be one of random, forget_carry"),
+        (["warmup.batch_size=0"], "warmup.batch_size=0 must be a positive whole number"),
         (["train.clip=0.2"], "train.clip=0.2 must be 2 numbers"),
         (["model.path=3"], "model.path=3 must be text"),
         (["out=null"], "out=None must be text"),

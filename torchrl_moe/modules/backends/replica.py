@@ -128,7 +128,6 @@ class ReplicaInfo:
     max_model_len: int
     tensor_parallel_size: int = 1
     engine_version: str = ""
-    pids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
