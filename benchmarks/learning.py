@@ -24,6 +24,7 @@ HARDER = (
     "warmup.mistake=forget_carry",
     "warmup.noisy_target=0.72",
     "warmup.max_seconds=150",
+    "train.lr=2e-4",
     "eval.every=5",
 )
 Rows = list[dict[str, str]]
