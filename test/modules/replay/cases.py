@@ -138,6 +138,14 @@ class RegroupingRouter(ToyRouter):
         return weights.gather(-1, order), experts.gather(-1, order)
 
 
+class RenumberingRouter(ToyRouter):
+    """Its experts go by other numbers than its scores."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        weights, experts = super().forward(hidden)
+        return weights, (experts + 1) % 8
+
+
 class PhimoeTopKRouter(ToyRouter):
     """Only the name is real."""
 

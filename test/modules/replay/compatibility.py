@@ -35,7 +35,7 @@ def _row(name: str) -> str:
     try:
         replay = RouterReplay(model)
     except UnsupportedRouterError as error:
-        return f"| {name} | refused | | | {error} |"
+        return f"| {name} | refused | | | {str(error).rpartition(' cannot be replayed: ')[2]} |"
     family = FAMILIES[name]
     dense = f"`{family.dense}`" if family.dense else "none"
     return f"| {name} | exact | {replay.scoring} | {dense} | {_notes(model, family.notes)} |"

@@ -34,12 +34,21 @@ from torchrl_moe.modules.replay.router_replay import RouterReplay
 IDS = tokens() % 60 + 3  # none of the special ones
 CORE = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 each_family = pytest.mark.parametrize("family", FAMILIES)
-# By family, how far gradients are from the reference, as a share of the greatest: float32 rounding is 1e-6 elsewhere.
-ROUNDING = {"qwen3_next": 3e-6, "qwen3_5_moe": 1e-5, "glm5_next": 3e-6}  # the delta rule amplifies it
+# How far gradients may be from the reference, as a share of the greatest: 1e-6, and more where linear attention, which
+# computes in float32, amplifies the float32 rounding of routers.
+DELTA_RULE = {"bailing_hybrid", "glm5_next", "kimi_linear", "qwen3_5_moe", "qwen3_next", "qwen4_exp"}
+ROUNDING = dict.fromkeys(FAMILIES, 1e-6) | dict.fromkeys(DELTA_RULE, 1e-5)
 
 
-def pair(family: str, **config: object) -> tuple[nn.Module, RouterReplay]:
-    model = build(family, **config)
+def pair_in_float64(family: str) -> tuple[nn.Module, RouterReplay]:
+    """In float64, as far as the model allows: some routers and norms compute in float32 whatever they are given."""
+    model = build(family, dtype=torch.float64)
+    model.set_experts_implementation("eager")  # grouped_mm takes no float64
+    return model, RouterReplay(model)
+
+
+def pair(family: str) -> tuple[nn.Module, RouterReplay]:
+    model = build(family)
     return model, RouterReplay(model)
 
 
@@ -130,7 +139,7 @@ def test_replaying_its_own_routes_is_bit_equal_and_so_is_a_model_after_remove(
 
 @each_family
 def test_random_routes_reach_the_experts_and_equal_the_formula_of_the_family(family: str) -> None:
-    model, replay = pair(family)
+    model, replay = pair_in_float64(family)
     routes = random_routes(replay)
     with chosen(model, replay) as used, replay.replay(routes):
         logits = model(IDS).logits
@@ -143,9 +152,9 @@ def test_random_routes_reach_the_experts_and_equal_the_formula_of_the_family(fam
     for layer, experts in used.items():
         given = routes[:, :, layer].flatten(0, 1)
         assert torch.equal(experts, as_sets(given) if family == "llama4" else given)
-    torch.testing.assert_close(logits, wanted, atol=2e-6 * wanted.abs().max().item(), rtol=0)
+    torch.testing.assert_close(logits, wanted, atol=1e-6 * wanted.abs().max().item(), rtol=0)
     greatest = max(grad.abs().max().item() for grad in wanted_grads.values())
-    assert_same(grads, wanted_grads, atol=ROUNDING.get(family, 1e-6) * greatest)
+    assert_same(grads, wanted_grads, atol=ROUNDING[family] * greatest)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for site in replay.sites:
         grad = grads[names[id(router_weight(model.get_submodule(site.name)))]]
@@ -198,11 +207,7 @@ def test_a_correction_bias_chooses_and_has_no_other_effect(family: str) -> None:
 
 @each_family
 def test_router_gradients_equal_finite_differences(family: str) -> None:
-    in_double = family != "inkling2"  # its router is in float32 whatever the model is in
-    model = build(family, dtype=torch.float64 if in_double else torch.float32)
-    if in_double:
-        model.set_experts_implementation("eager")  # grouped_mm takes no float64
-    replay = RouterReplay(model)
+    model, replay = pair_in_float64(family)
     routes = random_routes(replay)
     routers = [router_weight(model.get_submodule(site.name)) for site in replay.sites]
 

@@ -145,17 +145,8 @@ def discover(model: nn.Module) -> list[RouterSite]:
     Raises:
         UnsupportedRouterError: the model has no router, or one whose choice cannot be replayed exactly.
     """
-    config = getattr(model, "config", None)
-    counts = _expert_counts(config)
-    if not counts:
-        raise UnsupportedRouterError(
-            f"{type(model).__name__} has no experts by its config ({', '.join(EXPERT_COUNTS)}): it is a dense model"
-        )
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedRouterError(
-            f"{type(model).__name__} is an encoder-decoder: its layers see rows of two sequences, and routes are of one"
-        )
-    _refuse_by_name(model)
+    counts = _expert_counts(getattr(model, "config", None))
+    _check_kind(model, counts)
     inputs = dry_inputs(model)
     running: list[str] = []
     rankings: list[_Ranking] = []
@@ -190,7 +181,17 @@ def _site(layer: int, router: _Ranking, tracer: ScoreTracer) -> RouterSite:
     return RouterSite(layer, router.name, router.num_experts, router.chosen.shape[1], router.rank, scoring)
 
 
-def _refuse_by_name(model: nn.Module) -> None:
+def _check_kind(model: nn.Module, counts: set[int]) -> None:
+    """Refuse a model of which it is known, before it has run, that no routes can be replayed in it."""
+    kind = type(model).__name__
+    if not counts:
+        raise UnsupportedRouterError(
+            f"{kind} has no experts by its config ({', '.join(EXPERT_COUNTS)}): it is a dense model"
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedRouterError(
+            f"{kind} is an encoder-decoder: its layers see rows of two sequences, and routes are of one"
+        )
     for name, module in model.named_modules():
         reason = REFUSED.get(type(module).__name__)
         if reason is not None:

@@ -63,16 +63,18 @@ class ScoreTracer(TorchFunctionMode):
         inputs = list(_tensors([*args, *kwargs.values()]))
         outputs = list(_tensors(result))
         if inputs and outputs:
-            self._note(func.__name__.strip("_"), inputs, outputs)
+            self._note(getattr(func, "__name__", "").strip("_"), inputs, outputs)
         return result
 
     def _note(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        steps = self._derive(name, inputs, outputs[0])
+        first = outputs[0]
+        steps = self._derive(name, inputs, first)
+        if not steps:
+            return
         for output in outputs:
             self._steps[output] = steps
-        if name == "topk" and steps:
-            self._chosen_widths.add(outputs[0].shape[-1])
-        first = outputs[0]
+        if name == "topk":
+            self._chosen_widths.add(first.shape[-1])
         if CHOSEN in steps and first.is_floating_point() and first.ndim and first.shape[-1] in self._chosen_widths:
             self.weights[self._running[-1] if self._running else ""] = steps
 
