@@ -245,10 +245,10 @@ def _draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:
     persistent = model.state_dict().keys()
     tensors = [*model.named_parameters(), *((name, b) for name, b in model.named_buffers() if name in persistent)]
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    kept_in_float32 = set(model._keep_in_fp32_modules_strict or ())
+    kept_in_float32 = model._keep_in_fp32_modules_strict or ()
     for name, tensor in tensors:
         noise = torch.randn(tensor.shape, generator=generator)
-        if kept_in_float32.intersection(name.split(".")):
+        if any(f".{part}." in f".{name}." for part in kept_in_float32):
             tensor.data = tensor.data.float()  # from_config forgets this, from_pretrained does not
         if tensor.ndim < 2:
             tensor.add_(0.1 * noise)

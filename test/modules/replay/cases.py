@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_moe.modules.replay.discovery import LAYER
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing import make_tiny_moe
 
@@ -74,14 +75,21 @@ def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor], atol: float =
 
 @contextmanager
 def experts_seen(model: nn.Module) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """By layer, the ids and the weights ``[N, K]`` that reach the experts."""
+    """By layer, the ids and the weights ``[N, K]`` that reach the experts, where they are told."""
     seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def keep(layer: int) -> Callable[..., None]:
-        return lambda _, args: seen.__setitem__(layer, (args[1].clone(), args[2].detach().clone()))
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if len(args) > 1:
+                seen[layer] = args[1].clone(), args[2].detach().clone()
 
-    experts = [(name, m) for name, m in model.named_modules() if name.endswith(".mlp.experts")]
-    hooks = [m.register_forward_pre_hook(keep(int(name.split("layers.")[1].split(".")[0]))) for name, m in experts]
+        return hook
+
+    hooks = []
+    for name, module in model.named_modules():
+        layer = LAYER.search(name)
+        if layer is not None and name.endswith(".experts"):
+            hooks.append(module.register_forward_pre_hook(keep(int(layer[1]))))
     yield seen
     for hook in hooks:
         hook.remove()
@@ -128,6 +136,14 @@ class RegroupingRouter(ToyRouter):
         weights, experts = super().forward(hidden)
         order = weights.topk(2).indices
         return weights.gather(-1, order), experts.gather(-1, order)
+
+
+class RenumberingRouter(ToyRouter):
+    """Its experts go by other numbers than its scores."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        weights, experts = super().forward(hidden)
+        return weights, (experts + 1) % 8
 
 
 class PhimoeTopKRouter(ToyRouter):

@@ -8,20 +8,22 @@ import pytest
 import torch
 from torch import nn
 
-from modules.replay.cases import FAMILIES, PhimoeTopKRouter, SortingRouter, ToyMoE
+from modules.replay.cases import FAMILIES, PhimoeTopKRouter, RenumberingRouter, SortingRouter, ToyMoE
 from torchrl_moe._errors import UnsupportedRouterError
-from torchrl_moe.modules.replay.discovery import RouterSite, discover, number_of_layers
+from torchrl_moe.modules.replay.discovery import RouterSite, discover, dry_inputs, number_of_layers
 from torchrl_moe.testing import make_tiny_moe
 
 FOUND = {"qwen3_moe": ((1, 2, 3), 16, 4), "mixtral": ((0, 1, 2, 3), 8, 2), "olmoe": ((0, 1, 2, 3), 16, 4)}
 FOUND["deepseek_v3"] = FOUND["qwen3_moe"]
+SCORING = {"qwen3_moe": "softmax, normalised", "mixtral": "softmax, normalised", "olmoe": "softmax"}
+SCORING["deepseek_v3"] = "sigmoid + bias, normalised"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_routers_of_a_family_are_found(family: str) -> None:
     model = make_tiny_moe(family)
     layers, num_experts, top_k = FOUND[family]
-    sites = [RouterSite(layer, f"model.layers.{layer}.mlp.gate", num_experts, top_k, 2) for layer in layers]
+    sites = [RouterSite(i, f"model.layers.{i}.mlp.gate", num_experts, top_k, 2, SCORING[family]) for i in layers]
     assert discover(model) == sites
     assert [site.layer_name for site in sites] == [f"model.layers.{layer}" for layer in layers]
     assert number_of_layers(model) == 4
@@ -58,6 +60,29 @@ def test_a_dense_model_is_refused(model: nn.Module) -> None:
 def test_experts_that_topk_does_not_choose_are_refused() -> None:
     with pytest.raises(UnsupportedRouterError, match=r"layers\.0\.experts .* nothing in layer 0 ranks them with topk"):
         discover(ToyMoE(SortingRouter))
+
+
+def test_experts_that_get_other_ids_than_topk_chose_are_refused() -> None:
+    with pytest.raises(UnsupportedRouterError, match=r"gates\.0 \(RenumberingRouter\): other ids reach .* of layer 0"):
+        discover(ToyMoE(RenumberingRouter))
+
+
+def test_ids_that_a_hook_rewrites_for_expert_parallelism_are_let_pass() -> None:
+    model = ToyMoE()
+    model.layers[0].gates[0].register_forward_hook(lambda _, __, out: (out[0], out[1] % 4))
+    assert [site.layer for site in discover(model)] == [0, 1]
+
+
+@pytest.mark.parametrize("num_experts", [[7], [7, 8, 9]])
+def test_the_dry_forward_has_not_as_many_tokens_as_there_are_experts(num_experts: list[int]) -> None:
+    length = dry_inputs(ToyMoE(num_experts=num_experts))["input_ids"].shape[1]
+    assert length >= 7
+    assert length not in num_experts
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    with pytest.raises(UnsupportedRouterError, match="encoder-decoder"):
+        discover(ToyMoE(num_experts=8, is_encoder_decoder=True))
 
 
 def test_two_routers_in_one_layer_are_refused() -> None:

@@ -2,13 +2,15 @@
 
 No table of families: the modules of a small forward pass are watched, and every ``topk`` is credited to the innermost
 module that runs. New architectures and remote code are found the same way, or refused by name.
+
+Letters: N rows of a batch, E experts, K experts per row.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,29 +19,35 @@ from torch import Tensor, nn
 
 from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.modules.replay.interception import TopKObserver
+from torchrl_moe.modules.replay.scoring import OWN_CODE, ScoreTracer, describe_scoring
 
 __all__ = ["RouterSite", "discover", "dry_inputs", "number_of_layers"]
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 NESTED = ("text_config", "ffn_config", "llm_config")
-DRY_TOKENS = 7  # no number of experts, so that scores over tokens are not taken for scores over experts
+DRY_TOKENS = 7
 # Routers whose choice is more than a set of experts, or cannot be seen: the reason is the message.
 REFUSED = {
     "PhimoeTopKRouter": "sparsemixer: two ordered slots, whose weights depend on the order, which engines do not keep",
     "LongcatFlashTopkRouter": "zero-computation experts: engines report them as expert 0",
+    "ZayaRouter": "it may choose to skip, which no expert's number says",
+    "DogeCDMoE": "product keys: its topk ranks places in a table, which are no experts",
 }
+# Routers that choose nothing: experts are fixed by the token. Their layers have experts, and no routes.
+FIXED = {"DeepseekV4HashRouter"}
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSite:
-    """One router: its decoder layer, its module's name, E, K, and how many dimensions the scores it ranks have."""
+    """One router: its decoder layer, its module's name, E, K, the rank of its scores, and how it makes them."""
 
     layer: int
     name: str
     num_experts: int
     top_k: int
     rank: int
+    scoring: str = OWN_CODE
 
     @property
     def layer_name(self) -> str:
@@ -70,7 +78,10 @@ def number_of_layers(model: nn.Module) -> int:
 def dry_inputs(model: nn.Module) -> dict[str, Tensor]:
     """Return the inputs of a small forward pass, on the model's device."""
     device = next(model.parameters()).device
-    ids = torch.arange(DRY_TOKENS, device=device)[None] + 1
+    counts = _expert_counts(getattr(model, "config", None))
+    # no number of experts, so that scores over tokens are not taken for scores over experts
+    length = next(length for length in range(DRY_TOKENS, DRY_TOKENS + len(counts) + 1) if length not in counts)
+    ids = torch.arange(length, device=device)[None] + 1
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
@@ -92,6 +103,42 @@ def _pop(stack: list[str]) -> None:
     stack.pop()
 
 
+@contextmanager
+def _arriving(model: nn.Module, arrived: dict[int, list[Tensor]]) -> Iterator[None]:
+    """Keep the integer tensors that each layer's experts are called with."""
+
+    def keep(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dtype == torch.long]
+        arrived.setdefault(layer, []).extend(x.clone() for x in values)
+
+    with ExitStack() as stack:
+        for layer, _, module in _experts(model):
+            hook = module.register_forward_pre_hook(
+                lambda _, args, kwargs, layer=layer: keep(layer, args, kwargs), with_kwargs=True
+            )
+            stack.callback(hook.remove)
+        yield
+
+
+def _experts(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
+    """Layer, name and module of everything called ``experts``."""
+    for name, module in model.named_modules():
+        match = LAYER.search(name)
+        if match is not None and name.rpartition(".")[2] == "experts":
+            yield int(match[1]), name, module
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranking:
+    """One ``topk`` over as many scores as there are experts: where, of what, and what it chose ``[N, K]``."""
+
+    name: str
+    num_experts: int
+    rank: int
+    steps: tuple[str, ...]
+    chosen: Tensor
+
+
 def discover(model: nn.Module) -> list[RouterSite]:
     """Return the routers of a model, by layer; runs one small forward pass without gradients.
 
@@ -99,51 +146,82 @@ def discover(model: nn.Module) -> list[RouterSite]:
         UnsupportedRouterError: the model has no router, or one whose choice cannot be replayed exactly.
     """
     counts = _expert_counts(getattr(model, "config", None))
-    if not counts:
-        raise UnsupportedRouterError(
-            f"{type(model).__name__} has no experts by its config ({', '.join(EXPERT_COUNTS)}): it is a dense model"
-        )
-    _refuse_by_name(model)
-    stack: list[str] = []
-    calls: list[tuple[str, int, int, int]] = []
+    _check_kind(model, counts)
+    inputs = dry_inputs(model)
+    running: list[str] = []
+    rankings: list[_Ranking] = []
+    arrived: dict[int, list[Tensor]] = {}
+    tracer = ScoreTracer(counts, running)
 
-    def tell(x: Tensor, k: int) -> None:
-        if stack and x.shape[-1] in counts and x.numel() // x.shape[-1] == DRY_TOKENS:
-            calls.append((stack[-1], x.shape[-1], k, x.ndim))
+    def tell(x: Tensor, chosen: Tensor) -> None:
+        if running and x.shape[-1] in counts and x.numel() // x.shape[-1] == inputs["input_ids"].numel():
+            rankings.append(_Ranking(running[-1], x.shape[-1], x.ndim, tracer.steps(x), chosen.flatten(0, -2)))
 
-    with torch.no_grad(), _running(model, stack), TopKObserver(tell):
-        model(**dry_inputs(model))
-    sites: dict[int, RouterSite] = {}
-    for name, num_experts, top_k, rank in calls:
-        match = LAYER.search(f"{name}.")
+    with torch.no_grad(), _running(model, running), _arriving(model, arrived), tracer, TopKObserver(tell):
+        model(**inputs)
+    routers: dict[int, _Ranking] = {}
+    for ranking in rankings:
+        match = LAYER.search(f"{ranking.name}.")
         if match is None:
             continue
         layer = int(match[1])
-        if layer in sites and sites[layer].name != name:
+        if layer in routers and routers[layer].name != ranking.name:
             raise UnsupportedRouterError(
-                f"layer {layer} has two modules that rank {num_experts} experts: {sites[layer].name} and {name}"
+                f"layer {layer} has two modules that rank {ranking.num_experts} experts: {routers[layer].name} and "
+                f"{ranking.name}"
             )
-        sites[layer] = RouterSite(layer, name, num_experts, top_k, rank)  # the last one: groups are ranked before
-    _check_all_found(model, sites)
-    return [sites[layer] for layer in sorted(sites)]
+        routers[layer] = ranking  # the last one: groups are ranked before
+    _check_all_found(model, routers)
+    _check_arrived(model, routers, arrived)
+    return [_site(layer, routers[layer], tracer) for layer in sorted(routers)]
 
 
-def _refuse_by_name(model: nn.Module) -> None:
+def _site(layer: int, router: _Ranking, tracer: ScoreTracer) -> RouterSite:
+    scoring = describe_scoring(router.steps, tracer.weights.get(router.name, ()))
+    return RouterSite(layer, router.name, router.num_experts, router.chosen.shape[1], router.rank, scoring)
+
+
+def _check_kind(model: nn.Module, counts: set[int]) -> None:
+    """Refuse a model of which it is known, before it has run, that no routes can be replayed in it."""
+    kind = type(model).__name__
+    if not counts:
+        raise UnsupportedRouterError(
+            f"{kind} has no experts by its config ({', '.join(EXPERT_COUNTS)}): it is a dense model"
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedRouterError(
+            f"{kind} is an encoder-decoder: its layers see rows of two sequences, and routes are of one"
+        )
     for name, module in model.named_modules():
         reason = REFUSED.get(type(module).__name__)
         if reason is not None:
             raise UnsupportedRouterError(f"{name} ({type(module).__name__}) cannot be replayed: {reason}")
 
 
-def _check_all_found(model: nn.Module, sites: dict[int, RouterSite]) -> None:
+def _check_all_found(model: nn.Module, routers: dict[int, _Ranking]) -> None:
     """Refuse a model in which a layer has experts, but no router was seen."""
-    for name, module in model.named_modules():
-        match = LAYER.search(name)
-        if match is None or name.rpartition(".")[2] != "experts" or int(match[1]) in sites:
+    names = [(name, type(module).__name__) for name, module in model.named_modules()]
+    fixed = {int(match[1]) for name, kind in names if kind in FIXED and (match := LAYER.search(name))}
+    for layer, name, module in _experts(model):
+        if layer in routers or layer in fixed:
             continue
         raise UnsupportedRouterError(
-            f"{name} ({type(module).__name__}) has experts, but nothing in layer {match[1]} ranks them with topk: "
+            f"{name} ({type(module).__name__}) has experts, but nothing in layer {layer} ranks them with topk: "
             "its router cannot be replayed"
         )
-    if not sites:
+    if not routers:
         raise UnsupportedRouterError(f"{type(model).__name__}: no module ranks experts with topk in a forward pass")
+
+
+def _check_arrived(model: nn.Module, routers: dict[int, _Ranking], arrived: dict[int, list[Tensor]]) -> None:
+    """Refuse a model whose experts are called with other ids than ``topk`` chose, where ids can be seen at all."""
+    for layer, router in routers.items():
+        chosen = router.chosen
+        ids = [x.reshape(chosen.shape).to(chosen.device) for x in arrived.get(layer, ()) if x.numel() == chosen.numel()]
+        module = model.get_submodule(router.name)
+        rewritten = bool(module._forward_hooks)  # by expert parallelism, to a rank's own ids
+        if ids and not rewritten and not any(torch.equal(x, chosen) for x in ids):
+            raise UnsupportedRouterError(
+                f"{router.name} ({type(module).__name__}): other ids reach the experts of layer {layer} than its topk "
+                "chose, so routes cannot be put in the place of that choice"
+            )

@@ -34,19 +34,20 @@ def _ranked(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
 
 
 class TopKObserver(TorchFunctionMode):
-    """Tells a function of every ``topk`` call (input, k) along the last dimension, and changes nothing."""
+    """Tells a function of every ``topk`` along the last dimension (input, indices), and changes nothing."""
 
-    def __init__(self, tell: Callable[[Tensor, int], None]) -> None:
+    def __init__(self, tell: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__()
         self._tell = tell
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         ranked = _ranked(func, args, kwargs)
         if ranked is not None:
-            self._tell(*ranked)
-        return func(*args, **kwargs)
+            self._tell(ranked[0], result.indices)
+        return result
 
 
 class TopKInterception(TorchFunctionMode):

@@ -92,10 +92,15 @@ class RouterReplay:
         """E, the greatest of all layers."""
         return max(site.num_experts for site in self.sites)
 
+    @property
+    def scoring(self) -> str:
+        """How the routers score, as the dry forward showed it; "own code" where that cannot be seen."""
+        return "; ".join(dict.fromkeys(site.scoring for site in self.sites))
+
     def __repr__(self) -> str:
         return (
             f"RouterReplay({type(self.model).__name__}, routers in layers {list(self.layers)} of {self.num_layers}, "
-            f"num_experts={self.num_experts}, top_k={self.top_k})"
+            f"num_experts={self.num_experts}, top_k={self.top_k}, scoring={self.scoring!r})"
         )
 
     # -- contexts ---------------------------------------------------------------------------------------------------

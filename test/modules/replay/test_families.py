@@ -1,0 +1,296 @@
+"""Each MoE family of transformers: what is found, what is replayed, and that it equals formulas written by hand."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+from modules.replay import compatibility
+from modules.replay.cases import (
+    U,
+    assert_same,
+    backward,
+    experts_seen,
+    gradients,
+    loss_of,
+    random_routes,
+    recorded,
+    tokens,
+)
+from modules.replay.families import EXCLUDED, FAMILIES, REFUSED, E, K, build, model_type
+from modules.replay.gating import reference_routing, router_weight
+from torchrl_moe._errors import RouteValueError, UnsupportedRouterError
+from torchrl_moe.modules.replay.router_replay import RouterReplay
+
+IDS = tokens() % 60 + 3  # none of the special ones
+CORE = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+WIDE = [name for name in FAMILIES if name not in (*CORE, "dbrx", "llama4")]  # these two have one implementation only
+each_family = pytest.mark.parametrize("family", FAMILIES)
+# How far gradients may be from the reference, as a share of the greatest: 1e-6, and more where linear attention, which
+# computes in float32, amplifies the float32 rounding of routers.
+DELTA_RULE = {"bailing_hybrid", "glm5_next", "kimi_linear", "qwen3_5_moe", "qwen3_next", "qwen4_exp"}
+ROUNDING = dict.fromkeys(FAMILIES, 1e-6) | dict.fromkeys(DELTA_RULE, 1e-5)
+
+
+def pair_in_float64(family: str) -> tuple[nn.Module, RouterReplay]:
+    """In float64, as far as the model allows: some routers and norms compute in float32 whatever they are given."""
+    model = build(family, dtype=torch.float64)
+    model.set_experts_implementation("eager")  # grouped_mm takes no float64
+    return model, RouterReplay(model)
+
+
+def pair(family: str) -> tuple[nn.Module, RouterReplay]:
+    model = build(family)
+    return model, RouterReplay(model)
+
+
+@contextmanager
+def chosen(model: nn.Module, replay: RouterReplay) -> Iterator[dict[int, Tensor]]:
+    """By layer, the experts ``[N, K]`` in use: those the experts are told, or else those whose gate is not 0."""
+    used: dict[int, Tensor] = {}
+
+    def keep(layer: int) -> object:
+        def hook(_: nn.Module, __: object, out: tuple[Tensor, ...]) -> None:
+            if len(out) == 2:  # llama4: scores [N, E], logits
+                used[layer] = out[0].nonzero()[:, 1].view(len(out[0]), -1)
+
+        return hook
+
+    hooks = [model.get_submodule(site.name).register_forward_hook(keep(site.layer)) for site in replay.sites]
+    with experts_seen(model) as seen:
+        yield used
+    used.update({layer: experts for layer, (experts, _) in seen.items() if layer in replay.layers})
+    for hook in hooks:
+        hook.remove()
+
+
+def as_sets(experts: Tensor) -> Tensor:
+    return experts.sort(-1).values
+
+
+# what is found
+
+
+@each_family
+def test_the_routers_are_found(family: str) -> None:
+    _, replay = pair(family)
+    assert replay.layers == tuple(FAMILIES[family].layers)
+    assert {(site.num_experts, site.top_k, site.rank) for site in replay.sites} == {(E, K, 2)}
+    dense = set(range(replay.num_layers)) - set(replay.layers)
+    assert bool(dense) == bool(FAMILIES[family].dense)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_exact_is_refused_with_the_reason(family: str) -> None:
+    model = build(family)
+    before = [set(vars(module)) for module in model.modules()]
+    with pytest.raises(UnsupportedRouterError, match=REFUSED[family]["says"]):
+        RouterReplay(model)
+    assert [set(vars(module)) for module in model.modules()] == before
+
+
+def test_every_moe_of_transformers_is_tested_refused_or_left_out_with_a_reason() -> None:
+    models = Path(importlib.import_module("transformers.models").__path__[0])
+    marks = re.compile(r"\bself\.experts\b|^class \w*(?:Experts|MoE|Router|Gating)\(", re.MULTILINE)
+    found = {path.parent.name for path in models.glob("*/modeling_*.py") if marks.search(path.read_text())}
+    listed = {model_type_to_module_name(model_type(name)) for name in (*FAMILIES, *REFUSED)}
+    assert found - listed - set(EXCLUDED) == set(), "add a config to family_configs.py, or a reason to EXCLUDED"
+    assert listed & set(EXCLUDED) == set()
+    assert set(EXCLUDED) - found == set(), "these have no experts in this release: take them off EXCLUDED"
+
+
+# a model's own routes
+
+
+@pytest.mark.parametrize(("dtype", "mode"), [(torch.float32, True), (torch.bfloat16, False)], ids=["fp32", "bf16"])
+@each_family
+def test_replaying_its_own_routes_is_bit_equal_and_so_is_a_model_after_remove(
+    family: str, dtype: torch.dtype, mode: bool
+) -> None:
+    model = build(family, dtype=dtype).train(mode)
+    logits, grads = backward(model, IDS)
+    replay = RouterReplay(model)
+    with replay.record() as recording:
+        recorded_logits, recorded_grads = backward(model, IDS)
+    with replay.replay(recording.routed_experts):
+        replayed_logits, replayed_grads = backward(model, IDS)
+    replay.remove()
+    after, after_grads = backward(model, IDS)
+    for got, got_grads in (
+        (recorded_logits, recorded_grads),
+        (replayed_logits, replayed_grads),
+        (after, after_grads),
+    ):
+        assert torch.equal(got, logits)
+        assert_same(got_grads, grads)
+    assert logits.isfinite().all()
+
+
+# any routes
+
+
+@each_family
+def test_random_routes_reach_the_experts_and_equal_the_formula_of_the_family(family: str) -> None:
+    model, replay = pair_in_float64(family)
+    routes = random_routes(replay)
+    with chosen(model, replay) as used, replay.replay(routes):
+        logits = model(IDS).logits
+    loss_of(logits).backward()  # the context is closed
+    grads = gradients(model)
+    replay.remove()
+    with reference_routing(model, replay.sites, FAMILIES[family].formula, routes):
+        wanted, wanted_grads = backward(model, IDS)
+    assert used.keys() == set(replay.layers)
+    for layer, experts in used.items():
+        given = routes[:, :, layer].flatten(0, 1)
+        assert torch.equal(experts, as_sets(given) if family == "llama4" else given)
+    torch.testing.assert_close(logits, wanted, atol=1e-6 * wanted.abs().max().item(), rtol=0)
+    greatest = max(grad.abs().max().item() for grad in wanted_grads.values())
+    assert_same(grads, wanted_grads, atol=ROUNDING[family] * greatest)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for site in replay.sites:
+        grad = grads[names[id(router_weight(model.get_submodule(site.name)))]]
+        assert grad.abs().max() > 1e-3
+
+
+@each_family
+def test_unset_rows_run_live_and_all_others_as_given(family: str) -> None:
+    model, replay = pair(family)
+    given = random_routes(replay)
+    live = torch.rand(given.shape[:3], generator=torch.Generator().manual_seed(4)) < 0.5
+    routes = given.masked_fill(live[..., None], U)
+    with chosen(model, replay) as used, replay.replay(routes):
+        logits, grads = backward(model, IDS)
+    complete = given.clone()
+    for layer in replay.layers:
+        is_live = live[:, :, layer].flatten()
+        wanted = routes[:, :, layer].flatten(0, 1)
+        assert torch.equal(as_sets(used[layer][~is_live]), as_sets(wanted[~is_live]))
+        complete[:, :, layer][live[:, :, layer]] = used[layer][is_live]
+    with replay.replay(complete):  # the rows that ran live, given
+        same_logits, same_grads = backward(model, IDS)
+    assert torch.equal(logits, same_logits)
+    assert_same(grads, same_grads)
+    first = replay.layers[0]  # its input does not depend on the replay
+    own = recorded(model, replay, IDS)[:, :, first].long()
+    assert torch.equal(as_sets(complete[:, :, first][live[:, :, first]]), as_sets(own[live[:, :, first]]))
+
+
+@each_family
+def test_a_correction_bias_chooses_and_has_no_other_effect(family: str) -> None:
+    model, replay = pair(family)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    biases = [x for name, x in tensors if re.search(r"e_score_correction_bias$|expert_bias$", name)]
+    assert bool(biases) == ("+ bias" in replay.scoring)
+    if not biases:
+        return
+    own, routes = recorded(model, replay, IDS), random_routes(replay)
+    with replay.replay(routes):
+        logits, grads = backward(model, IDS)
+    with torch.no_grad():
+        for bias in biases:
+            bias.copy_(bias.flip(-1) * 9)
+    with replay.replay(routes):
+        same_logits, same_grads = backward(model, IDS)
+    assert torch.equal(logits, same_logits)
+    assert_same(grads, same_grads)
+    assert not torch.equal(as_sets(own), as_sets(recorded(model, replay, IDS)))
+
+
+@each_family
+def test_router_gradients_equal_finite_differences(family: str) -> None:
+    model, replay = pair_in_float64(family)
+    routes = random_routes(replay)
+    routers = [router_weight(model.get_submodule(site.name)) for site in replay.sites]
+
+    def loss() -> Tensor:
+        with replay.replay(routes):
+            return loss_of(model(IDS).logits)
+
+    @torch.no_grad()
+    def moved(step: float) -> float:
+        for weight, move in zip(routers, direction, strict=True):
+            weight.add_(move, alpha=step)
+        return loss().item()
+
+    loss().backward()
+    generator = torch.Generator().manual_seed(5)
+    noise = [torch.randn(weight.shape, generator=generator).to(weight.dtype) for weight in routers]
+    # along the gradient, so that the slope is not lost in float32 parts, and astray, so that its direction counts
+    direction = [w.grad / w.grad.norm() + n / n.norm() for w, n in zip(routers, noise, strict=True)]
+    slope = sum((weight.grad * move).sum().item() for weight, move in zip(routers, direction, strict=True))
+    step = 1e-3
+    difference = (moved(step) - moved(-2 * step)) / (2 * step)
+    assert difference == pytest.approx(slope, rel=2e-3)
+
+
+# with what else a model does
+
+
+@pytest.mark.parametrize("family", [*CORE, *(pytest.param(name, marks=pytest.mark.parity) for name in WIDE)])
+def test_replay_is_the_same_whatever_computes_the_experts(family: str) -> None:
+    model, replay = pair(family)
+    routes = random_routes(replay)
+    results = []
+    for implementation in ("eager", "grouped_mm"):
+        model.set_experts_implementation(implementation)
+        with replay.record() as recording:
+            logits = model(IDS).logits
+        with replay.replay(recording.routed_experts):
+            assert torch.equal(model(IDS).logits, logits)
+        with replay.replay(routes):
+            results.append(backward(model, IDS))
+    (eager, eager_grads), (grouped, grouped_grads) = results
+    torch.testing.assert_close(grouped, eager, atol=1e-5, rtol=0)
+    assert_same(grouped_grads, eager_grads, atol=5e-5)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_the_auxiliary_loss_is_of_the_routers_own_choice(family: str) -> None:
+    model, replay = pair(family)
+    own_loss = importlib.import_module(type(model).__module__).load_balancing_loss_func
+
+    def forward() -> tuple[Tensor, tuple[Tensor, ...]]:
+        out = model(IDS, output_router_logits=True)
+        return out.aux_loss, out.router_logits
+
+    native, native_logits = forward()
+    with replay.replay(recorded(model, replay, IDS)):
+        replayed, replayed_logits = forward()
+    assert torch.equal(native, replayed)
+    assert all(torch.equal(one, other) for one, other in zip(native_logits, replayed_logits, strict=True))
+    with replay.replay(random_routes(replay)):
+        other, other_logits = forward()
+    assert not torch.equal(other_logits[-1], native_logits[-1])
+    assert torch.equal(other, own_loss(other_logits, E, K))
+
+
+def test_layers_that_choose_by_token_have_no_routes() -> None:
+    model, replay = pair("deepseek_v4")
+    by_token = model.get_buffer("model.layers.0.mlp.gate.tid2eid")[IDS].flatten(0, 1)
+    routes = random_routes(replay)
+    assert (recorded(model, replay, IDS)[:, :, 0] == U).all()
+    with experts_seen(model) as seen, replay.replay(routes):
+        model(IDS)
+    assert torch.equal(seen[0][0], by_token)
+    routes[:, :, 0] = by_token.view(*IDS.shape, K)
+    with pytest.raises(RouteValueError, match=r"layer 0 .* has no router"), replay.replay(routes):
+        model(IDS)
+
+
+# the page
+
+
+def test_the_page_shows_what_was_found() -> None:
+    if transformers.__version__ != compatibility.version_shown():
+        pytest.skip(f"the page is of transformers {compatibility.version_shown()}, not {transformers.__version__}")
+    assert compatibility.table_shown() == compatibility.table(), compatibility.HOW
