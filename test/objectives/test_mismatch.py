@@ -24,7 +24,7 @@ SHAPES = [(2, 3), (1, 4), (3, 1)]
 
 
 def by_hand() -> tuple[TensorDictBase, Tensor]:
-    """Ratios π/μ of 3/2, 1 and 2/3 in one sequence, 4 in another; prompts of one token, the batch padded on the left."""
+    """Ratios π/μ of 3/2, 1 and 2/3 in one sequence, 4 in another; prompts of one token, padded on the left."""
     td = ragged([sample(1, 3), sample(1, 1)])
     sampled = td.get(LOG_PROBS, as_padded_tensor=True, padding_side="left").nan_to_num()
     ratios = torch.tensor([[9, 1.5, 1, 2 / 3], [9, 9, 9, 4]], dtype=torch.float64)

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 from torchrl_moe._lazy import attach
 
 if TYPE_CHECKING:
+    from torchrl_moe.objectives.advantages import DrGRPOAdvantage as DrGRPOAdvantage
+    from torchrl_moe.objectives.advantages import ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage
+    from torchrl_moe.objectives.advantages import RLOOAdvantage as RLOOAdvantage
     from torchrl_moe.objectives.grpo import GRPOLoss as GRPOLoss
     from torchrl_moe.objectives.grpo import GRPOLossOutput as GRPOLossOutput
     from torchrl_moe.objectives.mismatch import CollapseThresholds as CollapseThresholds
@@ -21,11 +24,14 @@ else:
         __name__,
         {
             "CollapseThresholds": ".mismatch",
+            "DrGRPOAdvantage": ".advantages",
             "GRPOLoss": ".grpo",
             "GRPOLossOutput": ".grpo",
             "MismatchKeys": ".mismatch",
             "MismatchMetrics": ".mismatch",
             "MoERouterLoss": ".moe_router",
             "MoERouterLossOutput": ".moe_router",
+            "RLOOAdvantage": ".advantages",
+            "ReinforcePlusPlusAdvantage": ".advantages",
         },
     )
