@@ -157,7 +157,8 @@ def rows_of(outcomes: Sequence[Outcome], sync_every: int) -> list[Row]:
 
 
 def spread(values: Sequence[float], digits: str) -> str:
-    """Return the median of the runs, and the least and greatest."""
+    """Return the median of the runs, and the least and greatest; a run without a step has none of these."""
+    values = [value for value in values if isfinite(value)] or [nan]
     return f"{statistics.median(values):{digits}} ({min(values):{digits}} to {max(values):{digits}})"
 
 

@@ -35,11 +35,14 @@ def random(seed: int, *shape: int) -> tuple[Tensor, Tensor]:
 
 
 def test_pads_dense_layers_and_broken_rows_are_no_rows() -> None:
-    logits = torch.zeros(1, 3, 2, 4)
+    logits = torch.ones(1, 4, 3, 4)
     logits[:, :, 0] = NAN  # a dense layer
-    logits[0, 1, 1, 2] = INF
-    rows = balance.known_rows(logits, torch.tensor([[False, True, True]]))
-    assert rows.tolist() == [[[False, False], [False, False], [False, True]]]
+    logits[:, 1:, 1] = 0  # another one: what its pads hold says nothing
+    logits[0, 1, 2, 2] = INF
+    logits[0, 3, 2] = 0  # one token's logits may be 0
+    rows = balance.known_rows(logits, torch.tensor([[False, True, True, True]]))
+    assert not rows[..., :2].any()
+    assert rows[0, :, 2].tolist() == [False, False, True, True]
 
 
 def test_choices_are_counted_per_sequence_and_layer() -> None:

@@ -1,7 +1,8 @@
 """How evenly routers spread tokens over experts, and the auxiliary losses that even it out. Pure functions, torch only.
 
-A *row* is a token in a layer. Its logits are what the live router gave, before any softmax or sigmoid. A layer without
-a router has NaN logits, and so no rows; a token with a logit that is NaN or infinite has no row in that layer.
+A *row* is a token in a layer. Its logits are what the live router gave, before any softmax or sigmoid. A layer whose
+logits are all 0, or all NaN, has no router, and so no rows; a token with a logit that is NaN or infinite has no row in
+that layer.
 
 Letters: B sequences, T tokens of the longest, L decoder layers, E experts, K experts per token.
 """
@@ -31,7 +32,7 @@ Scoring: TypeAlias = Literal["softmax", "sigmoid"]
 
 
 def known_rows(router_logits: Tensor, mask: Tensor) -> Tensor:
-    """Return which rows count, bool ``[B, T, L]``: those of ``mask`` whose logits are all finite.
+    """Return which rows count, bool ``[B, T, L]``: those of ``mask``, in layers with a router, with finite logits.
 
     Args:
         router_logits: ``[B, T, L, E]``.
@@ -40,14 +41,16 @@ def known_rows(router_logits: Tensor, mask: Tensor) -> Tensor:
     Raises:
         ValueError: another rank, shape or dtype.
 
-    >>> logits = torch.tensor([[[[0.0, 1.0], [float("nan")] * 2]]])  # one token; its second layer has no router
+    >>> logits = torch.tensor([[[[0.0, 1.0], [0.0, 0.0]]]])  # one token; its second layer has no router
     >>> known_rows(logits, torch.tensor([[True]]))
     tensor([[[ True, False]]])
     """
     _checks.check_rank("mask", mask, 2, hint="It is [B, T].")
     _checks.check_shape("router_logits", router_logits.shape, (*mask.shape, "L", "E"))
     _checks.check_floating("router_logits", router_logits)
-    return mask[..., None] & router_logits.isfinite().all(-1)
+    mask = mask[..., None]
+    no_router = ((router_logits == 0).all(-1) | ~mask).all(0).all(0)
+    return mask & ~no_router & router_logits.isfinite().all(-1)
 
 
 def choice_counts(router_logits: Tensor, rows: Tensor, top_k: int) -> Tensor:

@@ -157,7 +157,9 @@ class MismatchMetrics:
         """
         keys = self.keys
         reader = TokenReader(tensordict, keys.tokens)
-        sampled = reader.sample_log_probs(keys.sample_log_prob).cpu().double()
+        sampled = reader.per_token(keys.sample_log_prob, "the log-probs of the engine that sampled the tokens")
+        _checks.check_floating(repr(keys.sample_log_prob), sampled)
+        sampled = sampled.cpu().double()
         trained = log_probs.detach().cpu().double()
         _checks.check_same_shape({"log_probs": trained, repr(keys.sample_log_prob): sampled})
         mask = reader.mask(self.masking_strategy, keys.prompt, keys.attention_mask, keys.assistant_mask).cpu()
