@@ -66,6 +66,11 @@ class Outcome:
         windows = [statistics.mean(reward[max(0, end - WINDOW) : end]) for end in range(1, len(reward) + 1)]
         return max(windows[WINDOW - 1 :] or windows or [nan]) - self.last
 
+    def median_k3(self, stale: bool) -> float:
+        """Return the median over steps whose rollouts are of the newest weights, or of older ones."""
+        steps = [row for row in self.rows if bool(row["step"] % self.sync_every) == stale]
+        return statistics.median([float(row["kl"]) for row in steps] or [nan])
+
     @property
     def unstable(self) -> bool:
         """Whether the reward fell, or a number was none."""
@@ -147,7 +152,8 @@ def rows_of(outcomes: Sequence[Outcome], sync_every: int) -> list[Row]:
     found = [Row(claim=f"engine renewed every {sync_every} steps: unstable runs", value="; ".join(unstable))]
     measures: dict[str, tuple[Callable[[Outcome], float], str]] = {
         "reward of the last five steps": (lambda one: one.last, ".2f"),
-        "k3 of trainer and engine, median of a run": (lambda one: statistics.median(one.column("kl") or [nan]), ".1e"),
+        "median k3 of trainer and engine, fresh rollouts": (lambda one: one.median_k3(stale=False), ".1e"),
+        "median k3 of trainer and engine, stale rollouts": (lambda one: one.median_k3(stale=True), ".1e"),
         "greatest |dlogp|": (lambda one: max(one.column("dlogp_max"), default=nan), ".2f"),
     }
     for name, (measure, digits) in measures.items():
@@ -158,7 +164,9 @@ def rows_of(outcomes: Sequence[Outcome], sync_every: int) -> list[Row]:
 
 def spread(values: Sequence[float], digits: str) -> str:
     """Return the median of the runs, and the least and greatest; a run without a step has none of these."""
-    values = [value for value in values if isfinite(value)] or [nan]
+    values = [value for value in values if isfinite(value)]
+    if not values:
+        return "none"
     return f"{statistics.median(values):{digits}} ({min(values):{digits}} to {max(values):{digits}})"
 
 

@@ -264,7 +264,10 @@ class MismatchMetrics:
         if not n:
             return found
         sizes = {"dlogp_mean": sums["size"] / n, "dlogp_max": self._max}
-        sizes |= {"dlogp_p99": float(np.quantile(abs(self.log_ratios), 0.99)), "p99_tokens": len(self.log_ratios)}
+        sizes |= {
+            "dlogp_p99": float(np.quantile(abs(self.log_ratios), 0.99)),
+            "p99_tokens": float(len(self.log_ratios)),
+        }
         return found | sizes | {
             "k1": sums["k1"] / n,
             "k3": sums["k3"] / n,
