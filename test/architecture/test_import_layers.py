@@ -41,7 +41,11 @@ PLACES: dict[str, tuple[str, ...]] = {
     "ray": (),  # the files that place actors
     "transformers": ("modules.policies", "modules.replay", "testing"),
 }
-PURE: dict[str, set[str]] = {"ops": {"torch"}, "objectives.functional": {"torch"}}
+PURE: dict[str, set[str]] = {
+    "ops": {"torch"},
+    "objectives.functional": {"torch"},
+    "objectives.load_balancing": {"torch"},
+}
 """Rooms that compute and nothing else, with all they may import from outside."""
 
 

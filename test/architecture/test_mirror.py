@@ -13,6 +13,7 @@ from architecture.sources import PACKAGE, ROOT
 ACROSS: dict[str, str] = {
     "test_readme.py": "the README's words",
     "modules/replay/test_families.py": "every MoE of transformers, and the page that lists them",
+    "modules/policies/test_fidelity.py": "what replay is worth in bf16, with a real engine",
     "modules/policies/test_parity.py": "engine and policy together compute what transformers computes",
     "modules/policies/test_torchrl_pipeline.py": "the policy in TorchRL's environment, collector and replay buffer",
 }

@@ -85,7 +85,7 @@ def check_settings(settings: DictConfig) -> None:
     """Raise :class:`InputError` for the first setting that cannot be meant."""
     _positive(settings, "engine.num_replicas", "rollout.answers", "rollout.group_size", "rollout.max_new_tokens")
     _positive(settings, "train.steps", "train.checkpoint_every", "eval.every", "task.digits", "task.held_out")
-    _positive(settings, "warmup.batch_size")
+    _positive(settings, "train.sync_every", "warmup.batch_size")
     answers, group = settings.rollout.answers, settings.rollout.group_size
     _check(answers % group == 0, f"rollout.answers={answers} is not a multiple of rollout.group_size={group}")
     _check(group > 1, "rollout.group_size=1: an advantage needs at least two answers to compare")

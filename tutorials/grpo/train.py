@@ -204,7 +204,7 @@ class Run:
             losses = self.update(batch)
         version = self.sender.version
         with clock("sync"):
-            if self.settings.control != "no_sync":
+            if self.settings.control != "no_sync" and (step + 1) % self.settings.train.sync_every == 0:
                 report = self.sender.update_weights()
                 version = report.version
                 for replica, reason in report.failed.items():

@@ -112,6 +112,24 @@ def test_a_fault_on_purpose_is_noticed(first_run: Any, tmp_path: Path, control: 
     assert noticed in failed_checks(rows_of(run))
 
 
+@pytest.mark.engine
+def test_the_engine_may_be_renewed_every_few_steps(first_run: Any, tmp_path: Path) -> None:
+    from settings import load_settings
+    from train import Run
+
+    run = Run(
+        load_settings([f"out={tmp_path}", *SHORT, "train.sync_every=2", "train.steps=4"]), engine=first_run.engine
+    )
+    try:
+        run.train()
+    finally:
+        run.shutdown()
+    rows = rows_of(run)
+    assert [int(row["version"]) for row in rows] == [0, 1, 1, 2]
+    apart = [float(row["dlogp_max"]) > DLOGP_BOUND for row in rows]
+    assert apart == [False, True, False, True]  # every second rollout is of the weights before the last update
+
+
 def wait_for_rows(metrics: Path, count: int, run: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and run.poll() is None:
@@ -172,6 +190,7 @@ def test_resuming_with_another_seed_is_refused(tmp_path: Path) -> None:
     [
         (["nonsense=1"], "nonsense"),
         (["engine.num_replicas=0"], "engine.num_replicas=0 must be a positive whole number"),
+        (["train.sync_every=0"], "train.sync_every=0 must be a positive whole number"),
         (["rollout.answers=100"], "rollout.answers=100 is not a multiple of rollout.group_size=8"),
         (["model.path=./no/such/folder"], "model.path=./no/such/folder: there is no model in that folder"),
         (["replay=R4"], "replay=R4 must be R3, R2 or none"),

@@ -1,0 +1,240 @@
+"""Advantages by hand, in TorchRL's replay buffer, in whatever order trajectories come; MCAdvantage beside them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.objectives.llm import MCAdvantage
+
+from objectives.rollouts import BigramActor, sample
+from torchrl_moe.objectives import DrGRPOAdvantage, GRPOLoss, ReinforcePlusPlusAdvantage, RLOOAdvantage
+
+RETURNS = (1.0, 0.0, 0.0, 3.0)
+"""Of four answers: mean 1, standard deviation sqrt(2)."""
+
+
+def step(query: Any, reward: Any, done: bool = True, tokens: int = 3) -> TensorDict:
+    reward = reward if isinstance(reward, Tensor) else torch.full((1, 1), float(reward))
+    return TensorDict(
+        {
+            "query": query,
+            "tokens": {"full": torch.arange(tokens)},
+            "next": {"reward": reward, "done": torch.tensor([done])},
+        }
+    )
+
+
+def answers(returns: Sequence[float], query: Any = "a") -> list[TensorDict]:
+    """One-turn trajectories, ragged."""
+    return [step(query, value, tokens=3 + i) for i, value in enumerate(returns)]
+
+
+def advantages(td: TensorDictBase | None) -> list[float]:
+    assert td is not None
+    return [float(one["advantage"]) for one in td.unbind(0)]
+
+
+# -- golden numbers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [
+        (RLOOAdvantage(4), [1 - 1, 0 - 4 / 3, 0 - 4 / 3, 3 - 1 / 3]),
+        (DrGRPOAdvantage(4), [0, -1, -1, 2]),
+        (ReinforcePlusPlusAdvantage(4), [0, -(2**-0.5), -(2**-0.5), 2**0.5]),
+        (MCAdvantage(4), [0, -(2**-0.5), -(2**-0.5), 2**0.5]),
+    ],
+)
+def test_by_hand(transform: Any, expected: list[float]) -> None:
+    assert advantages(transform.inv(lazy_stack(answers(RETURNS)))) == pytest.approx(expected, abs=1e-6)
+
+
+def test_reinforce_plus_plus_normalises_over_all_prompts() -> None:
+    """Two prompts, returns 0, 2 and 4, 6: mean 3, variance 20 / 3; the baseline variant sees -1, 1, -1, 1."""
+    batch = lazy_stack([*answers((0.0, 2.0), "a"), *answers((4.0, 6.0), "b")])
+    plain = advantages(ReinforcePlusPlusAdvantage(4).inv(batch))
+    assert plain == pytest.approx([value / (20 / 3) ** 0.5 for value in (-3, -1, 1, 3)])
+    baseline = advantages(ReinforcePlusPlusAdvantage(4, group_size=2).inv(batch))
+    assert baseline == pytest.approx([value / (4 / 3) ** 0.5 for value in (-1, 1, -1, 1)])
+
+
+@pytest.mark.parametrize("make", [lambda: RLOOAdvantage(3), lambda: DrGRPOAdvantage(3)])
+def test_equal_returns_have_no_advantage(make: Callable[[], Any]) -> None:
+    assert advantages(make().inv(lazy_stack(answers((0.5,) * 3)))) == [0, 0, 0]
+    assert advantages(ReinforcePlusPlusAdvantage(3).inv(lazy_stack(answers((0.5,) * 3)))) == [0, 0, 0]
+
+
+def test_the_steps_of_a_trajectory_share_the_advantage_of_its_return() -> None:
+    """Returns 1 + 2 and 1, of two steps and one."""
+    turns = [step("a", 1, done=False), step("a", 2), step("a", 1)]
+    assert advantages(RLOOAdvantage(2).inv(lazy_stack(turns))) == [2, 2, -2]
+
+
+def test_rewards_per_token_give_advantages_per_token() -> None:
+    rewards = [torch.tensor([[0.0], [0.0], [1.0]]), torch.zeros(4, 1)]
+    out = DrGRPOAdvantage(2).inv(lazy_stack([step("a", r, tokens=len(r)) for r in rewards]))
+    assert out is not None
+    assert [one["advantage"].tolist() for one in out] == [[[0.5]] * 3, [[-0.5]] * 4]
+
+
+# -- who waits for whom -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [RLOOAdvantage, DrGRPOAdvantage, MCAdvantage])
+def test_groups_may_arrive_mixed_and_an_incomplete_one_waits(make: Callable[[int], Any]) -> None:
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(16), sampler=SamplerWithoutReplacement(), batch_size=4, transform=make(2)
+    )
+    a, b, c = answers((0.0, 1.0), "a"), answers((0.0, 3.0), "b"), answers((0.0, 9.0), "c")
+    sizes = []
+    for piece in ([a[0], b[0], c[0]], [b[1]], [a[1]]):
+        buffer.extend(lazy_stack(piece))
+        sizes.append(len(buffer))
+    assert sizes == [0, 2, 4]
+    out = buffer.sample()
+    by_query: dict[str, list[float]] = {}
+    for one in sorted(out.unbind(0), key=lambda one: float(one["advantage"])):
+        by_query.setdefault(one["query"], []).append(float(one["advantage"]))
+    size = {RLOOAdvantage: (1.0, 3.0), DrGRPOAdvantage: (0.5, 1.5), MCAdvantage: (0.5**0.5, 0.5**0.5)}[make]
+    assert by_query == {"a": pytest.approx([-size[0], size[0]]), "b": pytest.approx([-size[1], size[1]])}
+    transform = buffer.transform[0]
+    assert transform.queued_trajectories == 1
+
+
+def test_a_group_starts_anew_once_it_is_complete() -> None:
+    transform = DrGRPOAdvantage(2)
+    assert advantages(transform.inv(lazy_stack(answers((0.0, 2.0, 10.0))))) == [-1, 1]
+    assert transform.queued_trajectories == 1
+    assert advantages(transform.inv(lazy_stack(answers((20.0,))))) == [-5, 5]
+
+
+def test_reinforce_plus_plus_waits_for_its_batch_and_for_its_groups() -> None:
+    transform = ReinforcePlusPlusAdvantage(4, group_size=2)
+    a, b, c = answers((0.0, 2.0), "a"), answers((0.0, 1.0), "b"), answers((5.0, 5.0), "c")
+    assert transform.inv(lazy_stack([a[0], b[0], c[0], a[1]])) is None
+    assert transform.queued_trajectories == 4
+    out = transform.inv(lazy_stack([c[1]]))  # a and c are complete, b is not
+    assert out is not None
+    assert [one["query"] for one in out] == ["a", "a", "c", "c"]
+    assert advantages(out) == pytest.approx([-(1.5**0.5), 1.5**0.5, 0, 0])
+    assert transform.queued_trajectories == 1
+
+
+def test_groups_may_be_named_by_tensors() -> None:
+    pieces = [step(torch.tensor([1, i % 2]), i) for i in range(4)]
+    out = RLOOAdvantage(2).inv(lazy_stack(pieces))
+    assert out is not None
+    assert [(one["query"].tolist(), float(one["advantage"])) for one in out] == [
+        ([1, 0], -2), ([1, 0], 2), ([1, 1], -2), ([1, 1], 2)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("storage", [LazyStackStorage, LazyTensorStorage])
+def test_dense_batches_and_rows_of_trajectories(storage: Any) -> None:
+    """``[2, 3]``: a row is a trajectory of three steps."""
+    reward = torch.tensor([[0.0, 0, 1], [0, 0, 3]])[..., None]
+    done = torch.tensor([[False, False, True]] * 2)[..., None]
+    td = TensorDict(
+        {"query": torch.zeros(2, 3, 1), "next": TensorDict({"reward": reward, "done": done}, [2, 3])}, [2, 3]
+    )
+    buffer = ReplayBuffer(storage=storage(8), batch_size=6, transform=RLOOAdvantage(2))
+    buffer.extend(td)
+    assert "advantage" not in td.keys()  # noqa: SIM118  a TensorDict iterates over its batch
+    stored = buffer[:]
+    assert stored["advantage"].shape == (6, 1)
+    assert stored["advantage"].flatten().tolist() == [-2, -2, -2, 2, 2, 2]
+
+
+def test_a_copy_waits_for_itself() -> None:
+    transform = RLOOAdvantage(2)
+    transform.inv(lazy_stack(answers((1.0,))))
+    twin = copy.deepcopy(transform)
+    assert advantages(twin.inv(lazy_stack(answers((3.0,))))) == [-2, 2]
+    assert transform.queued_trajectories == 1
+
+
+def test_a_buffer_shared_by_processes_is_refused() -> None:
+    """Each process would wait for the others' answers."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4), transform=RLOOAdvantage(2))
+    with pytest.raises(RuntimeError, match="RLOOAdvantage keeps replay-buffer write state"):
+        buffer.share()
+
+
+# -- in the loss ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "transform", [MCAdvantage(2), RLOOAdvantage(2), DrGRPOAdvantage(2), ReinforcePlusPlusAdvantage(4)]
+)
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_loss_takes_them_from_the_buffer(transform: Any, per_token: bool) -> None:
+    """On policy the loss is ``-mean A``, and its gradient is that of ``-mean A log π``."""
+    actor, rollouts = BigramActor(), []
+    for i, (prompt, response) in enumerate([(2, 3), (1, 4), (3, 1), (2, 2)]):
+        rollout = sample(prompt, response, seed=i).exclude("advantage")
+        reward = torch.zeros(prompt + response, 1) if per_token else torch.zeros(1, 1)
+        reward[-1] = i * i
+        rollout["query"] = "a" if i < 2 else "b"
+        rollout["next", "reward"], rollout["next", "done"] = reward.double(), torch.tensor([True])
+        rollouts.append(rollout)
+    on_policy = actor.score(lazy_stack(rollouts))[0].detach()
+    for rollout, row in zip(rollouts, on_policy, strict=True):
+        length = len(rollout["tokens", "full"])
+        known = rollout["log_probs", "full"].isfinite()
+        rollout["log_probs", "full"] = row[-length:].where(known, float("nan"))
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), batch_size=4, transform=transform)
+    buffer.extend(lazy_stack(rollouts))
+    td = buffer[:]
+    loss = GRPOLoss(actor, entropy_bonus=False)(td).loss_objective
+    given = [one["advantage"][:, 0].expand(len(one["tokens", "full"])) for one in td.unbind(0)]
+    sizes = [len(one["tokens", "response"]) for one in td.unbind(0)]
+    each = torch.cat([row[-size:] for row, size in zip(given, sizes, strict=True)])
+    assert each.abs().max() > 0.5
+    assert loss.item() == pytest.approx(-each.mean().item(), abs=1e-6)
+    (got,) = torch.autograd.grad(loss, actor.logits)
+    log_probs = torch.cat([row[-size:] for row, size in zip(actor.score(td)[0], sizes, strict=True)])
+    (wanted,) = torch.autograd.grad(-(each * log_probs).mean(), actor.logits)
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-8)
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: RLOOAdvantage(1), "group_size must be at least 2, got 1"),
+        (lambda: DrGRPOAdvantage(0), "group_size must be at least 2, got 0"),
+        (lambda: ReinforcePlusPlusAdvantage(1), "batch_size must be at least 2 .* got batch_size=1"),
+        (lambda: ReinforcePlusPlusAdvantage(6, 4), "multiple of group_size, got batch_size=6 and group_size=4"),
+    ],
+)
+def test_sizes_that_leave_nothing_to_compare_are_refused(make: Callable[[], object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("td", "told"),
+    [
+        (step("a", 1), r"need a batch of steps, got a single step"),
+        (lazy_stack([step("a", 1), step("a", 1, done=False)]), "the last trajectory of the batch is not done"),
+        (lazy_stack([step("a", float("nan"))]), r"\('next', 'reward'\) must be finite, got nan"),
+        (lazy_stack([step("a", torch.ones(1, 1, dtype=torch.int64))]), "must have a floating point dtype"),
+        (lazy_stack([step("a", 1).exclude(("next", "reward"))]), r"RLOOAdvantage needs \('next', 'reward'\) in every"),
+        (lazy_stack([step("a", 1).exclude(("next", "done"))]), r"RLOOAdvantage needs \('next', 'done'\) in every"),
+        (lazy_stack([step("a", 1).exclude("query")]), "RLOOAdvantage needs 'query' in every"),
+        (lazy_stack([step(3.5, 1).set_non_tensor("query", ["a"])]), "'query' must be text or a tensor, got list"),
+    ],
+)
+def test_bad_trajectories_are_refused(td: TensorDictBase, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        RLOOAdvantage(2).inv(td)

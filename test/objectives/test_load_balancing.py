@@ -1,0 +1,231 @@
+"""Load, balancing loss and z-loss by hand, against naive fp64 code and transformers, and what no split may change."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchrl_moe.objectives import load_balancing as balance
+
+NAN, INF = float("nan"), float("inf")
+
+
+def logits_of(*rows: tuple[float, ...]) -> Tensor:
+    """One sequence, one layer."""
+    return torch.tensor(rows, dtype=torch.float64)[None, :, None]
+
+
+def every(logits: Tensor) -> Tensor:
+    return torch.ones(logits.shape[:-1], dtype=torch.bool)
+
+
+def random(seed: int, *shape: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return logits, torch.rand(*shape[:2], generator=generator) < 0.7
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_pads_dense_layers_and_broken_rows_are_no_rows() -> None:
+    logits = torch.ones(1, 4, 3, 4)
+    logits[:, :, 0] = NAN  # a dense layer
+    logits[:, 1:, 1] = 0  # another one: what its pads hold says nothing
+    logits[0, 1, 2, 2] = INF
+    logits[0, 3, 2] = 0  # one token's logits may be 0
+    rows = balance.known_rows(logits, torch.tensor([[False, True, True, True]]))
+    assert not rows[..., :2].any()
+    assert rows[0, :, 2].tolist() == [False, False, True, True]
+
+
+def test_choices_are_counted_per_sequence_and_layer() -> None:
+    logits = torch.tensor([[[[3.0, 1, 2], [9, 8, 7]], [[1, 2, 3], [NAN, NAN, NAN]]]])
+    counts = balance.choice_counts(logits, balance.known_rows(logits, torch.ones(1, 2, dtype=torch.bool)), 2)
+    assert counts.tolist() == [[[1, 1, 2], [1, 1, 0]]]
+
+
+def test_measures_of_the_load() -> None:
+    share = balance.load_share(torch.tensor([[1.0, 1, 1, 1], [2, 2, 0, 0], [4, 0, 0, 0], [0, 0, 0, 0]]))
+    assert share.tolist() == [[0.25] * 4, [0.5, 0.5, 0, 0], [1, 0, 0, 0], [0] * 4]
+    torch.testing.assert_close(balance.load_entropy(share), torch.tensor([1, 0.5, 0, NAN]), equal_nan=True)
+    torch.testing.assert_close(balance.max_load(share), torch.tensor([1.0, 2, 4, NAN]), equal_nan=True)
+
+
+# -- golden numbers ---------------------------------------------------------------------------------------------------
+
+LN3 = math.log(3)
+
+
+def test_balancing_loss_by_hand() -> None:
+    """Scores (3/4, 1/4) and (1/2, 1/2); both choose expert 0 of two (the first wins a tie): 2 * (1 * 5/8)."""
+    logits = logits_of((LN3, 0), (1e-9, 0))
+    assert balance.load_balancing_loss(logits, every(logits), 1).item() == pytest.approx(1.25)
+    # each token chooses another expert: f is even, and so the loss is 1 whatever P is
+    logits = logits_of((LN3, 0), (0, 1e-9))
+    assert balance.load_balancing_loss(logits, every(logits), 1).item() == pytest.approx(1.0)
+
+
+def test_sigmoid_scores_are_divided_by_their_sum() -> None:
+    """Sigmoids 3/4 and 1/2: normalised 3/5 and 2/5; expert 0 is chosen."""
+    logits = logits_of((LN3, 0))
+    assert balance.load_balancing_loss(logits, every(logits), 1, scoring="sigmoid").item() == pytest.approx(1.2)
+
+
+def test_per_sequence_by_hand() -> None:
+    """Two sequences that each choose one expert, but not the same: uneven one by one, even together."""
+    logits = torch.cat([logits_of((LN3, 0), (LN3, 0)), logits_of((0, LN3), (0, LN3))])
+    assert balance.load_balancing_loss(logits, every(logits), 1).item() == pytest.approx(1.0)
+    assert balance.load_balancing_loss(logits, every(logits), 1, per_sequence=True).item() == pytest.approx(1.5)
+
+
+def test_all_tokens_on_one_choice_of_experts_is_the_worst() -> None:
+    logits = logits_of(*[(50, 50, 0, 0, 0, 0)] * 3)
+    assert balance.load_balancing_loss(logits, every(logits), 2).item() == pytest.approx(6 / 2)
+
+
+def test_z_loss_by_hand() -> None:
+    logits = logits_of((0, 0), (LN3, 0))
+    expected = (math.log(2) ** 2 + math.log(4) ** 2) / 2
+    assert balance.z_loss(logits, every(logits)).item() == pytest.approx(expected)
+
+
+def test_transformers_loss_is_ours_times_k_in_one_layer() -> None:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    logits, mask = random(0, 3, 7, 1, 8)
+    theirs = load_balancing_loss_func((logits.flatten(0, 2).float(),), 8, 2, attention_mask=mask)
+    ours = balance.load_balancing_loss(logits, balance.known_rows(logits, mask), 2)
+    torch.testing.assert_close(theirs, 2 * ours)
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+def naive(logits: Tensor, mask: Tensor, top_k: int, scoring: str, per_sequence: bool) -> tuple[Tensor, Tensor]:
+    """Token by token."""
+    experts, losses, squares = logits.shape[-1], [], []
+    groups = list(zip(logits, mask, strict=True)) if per_sequence else [(logits.flatten(0, 1), mask.flatten())]
+    for layer in range(logits.shape[2]):
+        per_group = []
+        for group, keep in groups:
+            rows = group[keep][:, layer]
+            if not len(rows):
+                continue
+            share = torch.zeros(experts, dtype=rows.dtype)
+            for row in rows:
+                share[row.topk(top_k).indices] += 1 / (top_k * len(rows))
+            score = rows.sigmoid() / rows.sigmoid().sum(-1, keepdim=True) if scoring == "sigmoid" else rows.softmax(-1)
+            per_group.append(experts * (share * score.mean(0)).sum())
+        losses.append(sum(per_group) / len(per_group))
+        squares.append(logits[mask][:, layer].exp().sum(-1).log().square().mean())
+    return sum(losses) / len(losses), sum(squares) / len(squares)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_values_and_gradients_are_those_of_naive_code(scoring: Any, per_sequence: bool) -> None:
+    logits, mask = random(3, 4, 5, 3, 6)
+    mask[2] = False  # a sequence without a token
+    logits.requires_grad_()
+    options = {"scoring": scoring, "per_sequence": per_sequence}
+    rows = balance.known_rows(logits, mask)
+    ours = balance.load_balancing_loss(logits, rows, 2, **options), balance.z_loss(logits, rows)
+    for got, wanted in zip(ours, naive(logits, mask, 2, scoring, per_sequence), strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-7)
+        ((one,), (other,)) = (torch.autograd.grad(loss, logits, retain_graph=True) for loss in (got, wanted))
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-8)
+        assert one.abs().max() > 1e-3
+
+
+def test_what_is_not_finite_reaches_no_gradient() -> None:
+    logits, mask = random(1, 2, 4, 3, 6)
+    logits[:, :, 0] = NAN
+    logits[0, 1, 2, 3] = INF
+    logits.requires_grad_()
+    rows = balance.known_rows(logits, mask)
+    (balance.load_balancing_loss(logits, rows, 2) + balance.z_loss(logits, rows)).backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert not logits.grad[~rows].any()
+    assert logits.grad[rows].abs().max() > 0
+
+
+def test_no_rows_are_a_loss_of_zero() -> None:
+    logits, mask = random(1, 2, 4, 3, 6)
+    rows = balance.known_rows(logits, mask & False)
+    for per_sequence in (False, True):
+        assert balance.load_balancing_loss(logits, rows, 2, per_sequence=per_sequence).item() == 0
+    assert balance.z_loss(logits, rows).item() == 0
+
+
+# -- invariances ------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10_000), st.booleans(), st.integers(0, 2), st.integers(0, 2))
+def test_pads_order_and_split_change_nothing(seed: int, per_sequence: bool, left: int, right: int) -> None:
+    logits, mask = random(seed, 5, 4, 2, 6)
+    mask[:, 0] = True
+
+    def losses(at: Any, **totals: Any) -> Tensor:
+        part, keep = logits[at], mask[at]
+        padded = torch.nn.functional.pad(part, (0, 0, 0, 0, left, right), value=NAN)
+        rows = balance.known_rows(padded, torch.nn.functional.pad(keep, (left, right)))
+        even = balance.load_balancing_loss(
+            padded, rows, 2, per_sequence=per_sequence, share=totals.get("share"), num_tokens=totals.get("divisor")
+        )
+        return torch.stack([even, balance.z_loss(padded, rows, totals.get("tokens"))])
+
+    rows = balance.known_rows(logits, mask)
+    plain = torch.stack(
+        [balance.load_balancing_loss(logits, rows, 2, per_sequence=per_sequence), balance.z_loss(logits, rows)]
+    )
+    torch.testing.assert_close(losses(slice(None)), plain, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(losses(torch.randperm(5)), plain, rtol=1e-6, atol=1e-6)
+    share = None if per_sequence else balance.load_share(balance.choice_counts(logits, rows, 2).sum(0))
+    totals = {"share": share, "tokens": mask.sum(), "divisor": 5 if per_sequence else mask.sum()}
+    parts = sum(losses(at, **totals) for at in (slice(0, 2), slice(2, 5)))
+    torch.testing.assert_close(parts, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_without_the_whole_batchs_load_parts_are_balanced_one_by_one() -> None:
+    logits = torch.cat([logits_of((LN3, 0), (LN3, 0)), logits_of((0, LN3), (0, LN3))])
+    parts = [balance.load_balancing_loss(logits[i : i + 1], every(logits[:1]), 1, num_tokens=4) for i in range(2)]
+    assert sum(parts).item() == pytest.approx(1.5)  # 1 for the whole batch
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda x, r: balance.known_rows(x, r), "mask must have 2 dimensions, got 3"),
+        (lambda x, r: balance.known_rows(x, r[:, :1, 0]), r"router_logits must have shape \[1, 1, L, E\]"),
+        (lambda x, r: balance.known_rows(x.long(), r[..., 0]), "router_logits must have a floating point dtype"),
+        (lambda x, r: balance.choice_counts(x, r[..., 0], 1), r"rows must have shape \[1, 2, 1\], got \[1, 2\]"),
+        (lambda x, r: balance.choice_counts(x[0], r, 1), "router_logits must have 4 dimensions, got 3"),
+        (lambda x, r: balance.load_balancing_loss(x, r, 3), r"top_k must be in 1\.\.2, .* got 3"),
+        (lambda x, r: balance.load_balancing_loss(x, r, 1, scoring="linear"), "scoring must be one of .* got 'linear'"),
+        (
+            lambda x, r: balance.load_balancing_loss(x, r, 1, share=torch.ones(2)),
+            r"share must have shape \[1, 2\], got \[2\]",
+        ),
+        (
+            lambda x, r: balance.load_balancing_loss(x, r, 1, share=torch.ones(1, 2), per_sequence=True),
+            "leave it out with per_sequence=True",
+        ),
+        (lambda x, r: balance.z_loss(x, r[..., 0]), "rows must have shape"),
+    ],
+)
+def test_bad_input_is_refused(call: Any, told: str) -> None:
+    logits = logits_of((LN3, 0), (0, 1))
+    with pytest.raises(ValueError, match=told):
+        call(logits, every(logits))

@@ -1,0 +1,341 @@
+"""The figures by hand, whatever the layout and the split; ages, routes, one warning; and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from objectives.rollouts import BigramActor, dense, ragged, sample, samples
+from torchrl_moe.objectives import CollapseThresholds, MismatchKeys, MismatchMetrics
+
+NAN, L, LN4 = float("nan"), math.log(1.5), math.log(4)
+LOG_PROBS = ("log_probs", "full")
+VERSIONS = ("policy_versions", "full")
+SHAPES = [(2, 3), (1, 4), (3, 1)]
+
+
+def by_hand() -> tuple[TensorDictBase, Tensor]:
+    """Ratios π/μ of 3/2, 1 and 2/3 in one sequence, 4 in another; prompts of one token, padded on the left."""
+    td = ragged([sample(1, 3), sample(1, 1)])
+    sampled = td.get(LOG_PROBS, as_padded_tensor=True, padding_side="left").nan_to_num()
+    ratios = torch.tensor([[9, 1.5, 1, 2 / 3], [9, 9, 9, 4]], dtype=torch.float64)
+    return td, sampled + ratios.log()
+
+
+def figures(td: TensorDictBase, log_probs: Tensor, **more: Any) -> dict[str, float]:
+    metrics = MismatchMetrics()
+    metrics.update(td, log_probs, **more)
+    return metrics.compute()
+
+
+def test_golden_numbers() -> None:
+    td, log_probs = by_hand()
+    assert figures(td, log_probs) == pytest.approx(
+        {
+            "mismatch/tokens": 4,
+            "mismatch/dropped_fraction": 0,
+            "mismatch/dlogp_mean": (L + 0 + L + LN4) / 4,
+            "mismatch/dlogp_max": LN4,
+            "mismatch/dlogp_p99": L + 0.97 * (LN4 - L),  # between the third and the fourth: 0.99 * 3 = 2.97
+            "mismatch/p99_tokens": 4,
+            "mismatch/k1": (-L + 0 + L - LN4) / 4,
+            "mismatch/k3": ((0.5 - L) + 0 + (L - 1 / 3) + (3 - LN4)) / 4,
+            "mismatch/ppl_ratio": (math.exp((-L + L) / 3) + math.exp(-LN4)) / 2,
+            "mismatch/chi2": (9 / 4 + 1 + 4 / 9 + 16) / 4 - 1,
+            "mismatch/ess": (3 / 2 + 1 + 2 / 3 + 4) ** 2 / (4 * (9 / 4 + 1 + 4 / 9 + 16)),
+            "mismatch/extreme_fraction": 1 / 4,
+        },
+        abs=1e-7,
+    )
+
+
+def test_no_difference_is_no_mismatch() -> None:
+    td, log_probs = by_hand()
+    sampled = td.get(LOG_PROBS, as_padded_tensor=True, padding_side="left")
+    found = figures(td, sampled.where(sampled.isfinite(), log_probs))
+    assert (found["mismatch/k3"], found["mismatch/chi2"], found["mismatch/dlogp_max"]) == (0, 0, 0)
+    assert found["mismatch/ess"] == found["mismatch/ppl_ratio"] == 1
+
+
+def test_small_differences_are_not_lost_in_rounding() -> None:
+    td, _ = by_hand()
+    sampled = td.get(LOG_PROBS, as_padded_tensor=True, padding_side="left").nan_to_num()
+    found = figures(td, sampled + 1e-6)
+    assert found["mismatch/k3"] == pytest.approx(5e-13, rel=1e-3)
+
+
+def test_k3_estimates_the_divergence_of_engine_to_trainer() -> None:
+    """Every token of a small vocabulary, weighed by μ: the mean of k3 and of k1 is the divergence, chi2 is exact."""
+    engine, trainer = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.25, 0.5])
+    tokens = torch.tensor([0, 0, 1, 2])  # as often as μ says
+    td = ragged([sample(1, 4)])
+    td[0][LOG_PROBS] = torch.cat([torch.tensor([NAN]), engine[tokens].log()]).double()
+    found = figures(td, torch.cat([torch.zeros(1), trainer[tokens].log()])[None])
+    divergence = (engine * (engine / trainer).log()).sum().item()
+    assert found["mismatch/k3"] == pytest.approx(divergence, abs=1e-6)
+    assert found["mismatch/k1"] == pytest.approx(divergence, abs=1e-6)
+    assert found["mismatch/chi2"] == pytest.approx((trainer**2 / engine).sum().item() - 1, abs=1e-6)
+
+
+# -- which tokens -----------------------------------------------------------------------------------------------------
+
+
+def test_broken_log_probs_are_dropped_and_counted() -> None:
+    td, log_probs = by_hand()
+    whole = figures(td, log_probs)
+    log_probs[0, 0] = NAN  # of the prompt
+    assert figures(td, log_probs) == whole
+    log_probs[1, 3] = NAN
+    found = figures(td, log_probs)
+    assert found["mismatch/dropped_fraction"] == 0.25
+    assert found["mismatch/tokens"] == 3
+    assert found["mismatch/dlogp_max"] == pytest.approx(L)
+    log_probs[:] = -float("inf")
+    assert figures(td, log_probs) == {"mismatch/tokens": 0, "mismatch/dropped_fraction": 1}
+
+
+def test_nothing_at_all_is_no_figure() -> None:
+    assert MismatchMetrics().compute() == {"mismatch/tokens": 0}
+    td = ragged([sample(2, 0)])
+    assert figures(td, torch.zeros(1, 2)) == {"mismatch/tokens": 0}
+
+
+def test_the_masking_strategy_names_the_tokens() -> None:
+    td, log_probs = by_hand()
+    td[0]["masks", "all_assistant_mask"] = torch.tensor([False, True, False, False])
+    metrics = MismatchMetrics(masking_strategy="rlhf")
+    metrics.update(td, log_probs)
+    assert metrics.compute()["mismatch/tokens"] == 2
+
+
+def test_what_corrections_mask_is_counted_and_still_measured() -> None:
+    td, log_probs = by_hand()
+    kept = torch.tensor([[False, True, True, False], [True, True, True, False]])
+    found = figures(td, log_probs, kept=kept)
+    assert found.pop("mismatch/masked_fraction") == 2 / 4
+    assert found.pop("mismatch/masked_sequence_fraction") == 1 / 2
+    assert found == figures(td, log_probs)
+
+
+def scored(rollouts: list[Any], layout: Any) -> tuple[TensorDictBase, Tensor]:
+    td = layout(rollouts)
+    return td, BigramActor(seed=1).score(td)[0]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.permutations(range(4)), st.integers(1, 3), st.integers(0, 2), st.integers(0, 2))
+def test_pads_order_and_split_change_nothing(order: list[int], cut: int, left: int, right: int) -> None:
+    rollouts = samples([*SHAPES, (2, 2)])
+    expected = figures(*scored(rollouts, ragged))
+    shuffled = [rollouts[i] for i in order]
+    assert figures(*scored(shuffled, lambda x: dense(x, left, right))) == pytest.approx(expected)
+    one, two, other_rank = MismatchMetrics(), MismatchMetrics(), MismatchMetrics()
+    for part in (shuffled[:cut], shuffled[cut:]):
+        one.update(*scored(part, ragged))
+    assert one.compute() == pytest.approx(expected)
+    two.update(*scored(shuffled[:cut], ragged))
+    other_rank.update(*scored(shuffled[cut:], ragged))
+    two.merge(pickle.loads(pickle.dumps(other_rank)))
+    assert two.compute() == pytest.approx(expected)
+
+
+def test_reset_forgets() -> None:
+    td, log_probs = by_hand()
+    metrics = MismatchMetrics()
+    metrics.update(td, log_probs + 1)
+    metrics.reset()
+    metrics.update(td, log_probs)
+    assert metrics.compute() == figures(td, log_probs)
+
+
+def test_nothing_has_a_gradient_and_the_input_stays() -> None:
+    rollouts = samples(SHAPES)
+    td = ragged(rollouts)
+    actor = BigramActor()
+    log_probs = actor.score(td)[0]
+    assert log_probs.requires_grad
+    figures(td, log_probs)
+    assert actor.logits.grad is None
+    assert set(td.keys(True, True)) == set(ragged(rollouts).keys(True, True))
+
+
+def test_the_percentile_is_of_a_sample_once_there_are_many() -> None:
+    metrics = MismatchMetrics(sample_size=200)
+    td = ragged([sample(1, 100)])
+    sampled = td.get(LOG_PROBS, as_padded_tensor=True, padding_side="left").nan_to_num()
+    for part in range(10):
+        metrics.update(td, sampled - torch.arange(101) / 100 - part)  # 0.01 ... 1, 1.01 ... 2, up to 10
+    found = metrics.compute()
+    assert found["mismatch/p99_tokens"] == len(metrics.log_ratios) == 200
+    assert found["mismatch/dlogp_p99"] == pytest.approx(9.9, abs=0.3)
+    assert found["mismatch/dlogp_max"] == pytest.approx(10.0)  # of all
+    assert found["mismatch/dlogp_mean"] == pytest.approx(5.005)
+    assert (metrics.log_ratios < 0).all()  # signed
+
+
+# -- versions and routes ----------------------------------------------------------------------------------------------
+
+
+def test_by_age_of_the_version() -> None:
+    td, log_probs = by_hand()
+    for one, versions in zip(td, ([-1, 7, 6, 2], [-1, 7]), strict=True):
+        one[VERSIONS] = torch.tensor(versions, dtype=torch.int32)
+    metrics = MismatchMetrics(max_age=3)
+    metrics.update(td, log_probs, version=7)
+    found = {name: value for name, value in metrics.compute().items() if "age" in name}
+    assert found == pytest.approx(
+        {
+            "mismatch/age_mean": (0 + 1 + 5 + 0) / 4,
+            "mismatch/age_0/tokens": 2,
+            "mismatch/age_0/k3": ((0.5 - L) + (3 - LN4)) / 2,
+            "mismatch/age_0/dlogp_mean": (L + LN4) / 2,
+            "mismatch/age_1/tokens": 1,
+            "mismatch/age_1/k3": 0,
+            "mismatch/age_1/dlogp_mean": 0,
+            "mismatch/age_3/tokens": 1,
+            "mismatch/age_3/k3": L - 1 / 3,
+            "mismatch/age_3/dlogp_mean": L,
+        }
+    )
+    assert not [name for name in figures(td, log_probs) if "age" in name]
+    with pytest.raises(ValueError, match="version=6, but tokens were sampled by version 7"):
+        figures(td, log_probs, version=6)
+    with pytest.raises(ValueError, match=r"no \('policy_versions', 'full'\)"):
+        figures(by_hand()[0], log_probs, version=7)
+
+
+def routed(td: TensorDictBase, agreement: list[float], fallback: list[int]) -> TensorDictBase:
+    """As TransformersWrapper writes: the figure of the batch in each sample."""
+    td.set(("routing", "agreement"), torch.tensor([agreement] * len(td)))
+    td.set(("routing", "fallback"), torch.tensor(fallback))
+    return td
+
+
+def test_agreement_and_fallback_weigh_their_rows() -> None:
+    """Two micro-batches: 4 + 2 rows of which 1 + 1 are not known, and 5 of which 1 is not."""
+    td, log_probs = by_hand()
+    metrics = MismatchMetrics()
+    metrics.update(routed(td, [NAN, 0.5, 1.0], [1, 1]), log_probs)
+    other = ragged([sample(2, 3)])
+    metrics.update(routed(other, [NAN, 1.0, 0.75], [1]), BigramActor().score(other)[0])
+    found = {name: value for name, value in metrics.compute().items() if name.startswith("routing/")}
+    assert found == pytest.approx(
+        {
+            "routing/fallback_fraction": 3 / 11,
+            "routing/agreement/layer_1": (4 * 0.5 + 4 * 1) / 8,
+            "routing/agreement/layer_2": (4 * 1 + 4 * 0.75) / 8,
+            "routing/agreement": (0.75 + 0.875) / 2,
+        }
+    )
+
+
+def test_agreement_that_was_not_measured_is_absent() -> None:
+    td, log_probs = by_hand()
+    found = figures(routed(td, [NAN, NAN], [4, 2]), log_probs)
+    assert {name for name in found if name.startswith("routing/")} == {"routing/fallback_fraction"}
+    assert found["routing/fallback_fraction"] == 1
+
+
+def test_it_reads_what_the_scoring_wrapper_writes() -> None:
+    from modules.replay.cases import random_routes
+    from torchrl_moe.modules import TransformersWrapper
+    from torchrl_moe.testing import make_tiny_moe
+
+    actor = TransformersWrapper(make_tiny_moe("qwen3_moe"), measure_agreement=True)
+    rollouts = samples(SHAPES)
+    for i, rollout in enumerate(rollouts):
+        routes = random_routes(actor.router_replay, 1, len(rollout["tokens", "full"]), seed=i)[0]
+        routes[-1] = -1
+        rollout["routed_experts", "full"] = routes
+    td = ragged(rollouts)
+    found = figures(td, actor.score(td)[0])
+    assert found["mismatch/tokens"] == 8
+    assert found["routing/fallback_fraction"] == pytest.approx(3 / 14)
+    assert {name for name in found if "layer" in name} == {f"routing/agreement/layer_{i}" for i in (1, 2, 3)}
+    assert found["routing/agreement"] == pytest.approx(td["routing", "agreement"][0, 1:].mean().item())
+
+
+# -- the warning ------------------------------------------------------------------------------------------------------
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name.startswith("torchrl_moe.objectives")]
+
+
+def test_a_collapse_is_one_line_and_the_next_one_another(caplog: pytest.LogCaptureFixture) -> None:
+    td, far = by_hand()
+    near = td.get(LOG_PROBS, as_padded_tensor=True, padding_side="left").nan_to_num()
+    metrics = MismatchMetrics()
+    for log_probs, lines in ((near, 0), (far, 1), (far, 1), (near, 1), (far, 2)):
+        metrics.reset()
+        metrics.update(td, log_probs)
+        metrics.compute()
+        assert len(warnings(caplog)) == lines
+    (line, _), (record, *_) = warnings(caplog), caplog.records
+    assert record.levelno == logging.WARNING
+    assert "\n" not in line
+    assert line.endswith("may collapse: k3 0.445 (most 0.01), extreme_fraction 0.25 (most 0.1)")
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "told"),
+    [
+        (None, []),
+        (CollapseThresholds(k3=1.0, extreme_fraction=0.25), []),
+        (CollapseThresholds(k3=None, extreme_fraction=None, ess=0.9), ["ess 0.652 (least 0.9)"]),
+    ],
+)
+def test_thresholds_can_be_moved(caplog: pytest.LogCaptureFixture, thresholds: Any, told: list[str]) -> None:
+    metrics = MismatchMetrics(thresholds=thresholds)
+    metrics.update(*by_hand())
+    metrics.compute()
+    assert [line.partition("collapse: ")[2] for line in warnings(caplog)] == told
+
+
+def test_a_dropped_token_is_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    td, log_probs = by_hand()
+    log_probs[:] = NAN
+    figures(td, log_probs)
+    assert "dropped_fraction 1 (most 0)" in warnings(caplog)[0]
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"masking_strategy": "all"}, "masking_strategy must be one of .* got 'all'"),
+        ({"tau": 1.0}, "tau must be greater than 1, got 1.0"),
+        ({"max_age": 0}, "max_age must be at least 1, got 0"),
+        ({"sample_size": 0}, "capacity must be at least 1, got 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        MismatchMetrics(**arguments)
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    td, log_probs = by_hand()
+    with pytest.raises(ValueError, match=r"log_probs and .* same shape, got log_probs \[2, 3\]"):
+        figures(td, log_probs[:, 1:])
+    with pytest.raises(ValueError, match=r"kept and .* same shape, got kept \[2\]"):
+        figures(td, log_probs, kept=torch.ones(2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"\('routing', 'agreement'\) must have shape \[2, L\], got \[2\]"):
+        td.set(("routing", "fallback"), torch.zeros(2))
+        td.set(("routing", "agreement"), torch.zeros(2))
+        figures(td, log_probs)
+    del td["routing"]
+    metrics = MismatchMetrics(keys=MismatchKeys(sample_log_prob="mine"))
+    with pytest.raises(ValueError, match="the tensordict has no 'mine'"):
+        metrics.update(td, log_probs)

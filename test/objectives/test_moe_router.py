@@ -1,0 +1,213 @@
+"""The loss module: what it reads and writes, a batch in parts, a real MoE, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torchrl.objectives import LossModule
+
+from objectives.rollouts import PAD, VOCABULARY, BigramActor, dense, ragged, samples
+from torchrl_moe.objectives import MoERouterLoss, MoERouterLossOutput
+
+NAN = float("nan")
+SHAPES = [(2, 3), (1, 4), (3, 1)]
+LAYERS, EXPERTS, TOP_K = 3, 6, 2
+
+
+class RouterActor(nn.Module):
+    """Routes a token by its id; layer 1 has no router."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.table = nn.Parameter(torch.randn(VOCABULARY, LAYERS, EXPERTS, generator=generator, dtype=torch.float64))
+        self.calls: list[dict[str, bool]] = []
+
+    def score(self, td: TensorDictBase, router_logits: bool = False, entropy: bool = True) -> tuple[Any, None, Any]:
+        self.calls.append({"router_logits": router_logits, "entropy": entropy})
+        ids = td.get(("tokens", "full"), as_padded_tensor=True, padding_side="left", padding_value=PAD)
+        logits = self.table[ids]
+        dense_layer = torch.tensor([False, True, False])[:, None]
+        return torch.zeros(ids.shape), None, logits.masked_fill(dense_layer, NAN)
+
+
+def numbers(out: MoERouterLossOutput) -> dict[str, Any]:
+    return {key: value.detach().tolist() for key, value in out.items()}
+
+
+def total(out: MoERouterLossOutput) -> Tensor:
+    return out.loss_load_balancing + out.loss_z
+
+
+def by_hand() -> tuple[TensorDictBase, RouterActor]:
+    """Every token gives layer 0 scores of 3/8, 1/8 five times; layer 2 is all but even, and expert 0 wins again."""
+    actor = RouterActor()
+    with torch.no_grad():
+        actor.table.zero_()
+        actor.table[:, 0, 0] = math.log(3)
+        actor.table[:, 2, 0] = 1e-9
+    return ragged(samples(SHAPES)), actor
+
+
+def test_golden_numbers() -> None:
+    td, actor = by_hand()
+    out = MoERouterLoss(actor, top_k=1, load_balancing_coeff=0.5, z_coeff=0.1)(td)
+    assert out.loss_load_balancing.item() == pytest.approx(0.5 * (6 * 3 / 8 + 6 * 1 / 6) / 2)
+    assert out.loss_z.item() == pytest.approx(0.1 * (math.log(8) ** 2 + math.log(6) ** 2) / 2)
+    expected = torch.tensor([[1.0, 0, 0, 0, 0, 0], [NAN] * 6, [1, 0, 0, 0, 0, 0]])
+    torch.testing.assert_close(out.expert_load, expected, equal_nan=True)
+    torch.testing.assert_close(out.load_entropy, torch.tensor([0, NAN, 0]), equal_nan=True)
+    torch.testing.assert_close(out.max_load, torch.tensor([6, NAN, 6]), equal_nan=True)
+    assert out.num_dropped_rows.item() == 0
+    assert actor.calls == [{"router_logits": True, "entropy": False}]
+
+
+def test_it_is_a_loss_module_with_named_outputs() -> None:
+    actor = RouterActor()
+    actor.in_keys = [("tokens", "full"), ("routed_experts", "full")]
+    loss = MoERouterLoss(actor, top_k=TOP_K)
+    assert isinstance(loss, LossModule)
+    assert loss.in_keys == [*actor.in_keys, ("masks", "all_attention_mask")]
+    assert set(loss.state_dict()) == {"actor_network.table"}
+    out = loss(ragged(samples(SHAPES)))
+    assert set(out.keys()) == set(loss.out_keys)
+    assert {key for key, value in out.items() if value.requires_grad} == {"loss_load_balancing", "loss_z"}
+    total(out).backward()
+    assert actor.table.grad is not None
+    assert actor.table.grad.isfinite().all()
+    assert not actor.table.grad[:, 1].any()
+    assert actor.table.grad[:, 0].abs().max() > 0
+
+
+def test_pads_change_nothing() -> None:
+    rollouts = samples(SHAPES)
+    loss = MoERouterLoss(RouterActor(), top_k=TOP_K)
+    plain = numbers(loss(ragged(rollouts)))
+    for padded in (dense(rollouts), dense(rollouts, left=2, right=3)):
+        torch.testing.assert_close(numbers(loss(padded)), plain, equal_nan=True)
+
+
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_the_parts_of_a_batch_sum_to_it_gradients_included(per_sequence: bool) -> None:
+    actor = RouterActor()
+    loss = MoERouterLoss(actor, top_k=TOP_K, per_sequence=per_sequence)
+    rollouts = samples([*SHAPES, (4, 2), (1, 1)])
+    whole = total(loss(ragged(rollouts)))
+    (wanted,) = torch.autograd.grad(whole, actor.table)
+    parts = [ragged(rollouts[:2]), ragged(rollouts[2:])]
+    totals = loss.totals(parts)
+    assert totals["num_router_tokens"] == sum(map(sum, [*SHAPES, (4, 2), (1, 1)]))
+    assert totals["num_router_sequences"] == 5
+    assert totals["expert_load"].shape == (LAYERS, EXPERTS)
+    for key, value in totals.items():
+        for part in parts:
+            part[key] = value.expand(len(part), *value.shape)
+    got = sum(total(loss(part)) for part in parts)
+    torch.testing.assert_close(got, whole, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(torch.autograd.grad(got, actor.table)[0], wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_totals_leave_the_parts_as_they_were() -> None:
+    td = ragged(samples(SHAPES))
+    keys = set(td.keys(True, True))
+    MoERouterLoss(RouterActor(), top_k=TOP_K).totals([td])
+    assert set(td.keys(True, True)) == keys
+
+
+def test_broken_rows_are_dropped_and_counted() -> None:
+    actor = RouterActor()
+    rollouts = samples([(2, 3)])
+    rollouts[0]["tokens", "full"][:] = torch.tensor([1, 2, 3, 4, 5])
+    with torch.no_grad():
+        actor.table[4, 0, 2] = float("inf")
+        actor.table[5, 2] = NAN
+    out = MoERouterLoss(actor, top_k=TOP_K)(ragged(rollouts))
+    assert out.num_dropped_rows.item() == 2
+    assert total(out).isfinite()
+
+
+def test_set_keys() -> None:
+    td = ragged(samples(SHAPES))
+    loss = MoERouterLoss(RouterActor(), top_k=TOP_K)
+    expected = numbers(loss(td))
+    td.rename_key_(("masks", "all_attention_mask"), "mine")
+    with pytest.raises(ValueError, match=r"the tensordict has no \('masks', 'all_attention_mask'\)"):
+        loss(td)
+    loss.set_keys(attention_mask="mine")
+    assert "mine" in loss.in_keys
+    torch.testing.assert_close(numbers(loss(td)), expected, equal_nan=True)
+
+
+def test_a_real_moe_of_which_the_first_layer_is_dense() -> None:
+    """Against the router's own output, token by token; pads of a batch add nothing."""
+    from torchrl_moe.modules import TransformersWrapper
+    from torchrl_moe.testing import make_tiny_moe
+
+    model = make_tiny_moe("qwen3_moe")
+    actor = TransformersWrapper(model, replay="none")
+    rollouts = samples(SHAPES)
+    out = MoERouterLoss(actor, top_k=4, load_balancing_coeff=1.0, z_coeff=1.0)(ragged(rollouts))
+    rows: list[Tensor] = []
+    with torch.no_grad():
+        for rollout in rollouts:
+            given = model(rollout["tokens", "full"][None], output_router_logits=True).router_logits
+            rows.append(torch.stack(list(given), 1))
+    logits = torch.cat(rows)  # [N, 3, E]
+    squares = logits.logsumexp(-1).square().mean()
+    torch.testing.assert_close(out.loss_z.detach(), squares, rtol=1e-4, atol=1e-4)
+    share = torch.zeros_like(logits).scatter(-1, logits.topk(4).indices, 1.0).mean(0) / 4
+    torch.testing.assert_close(out.expert_load[1:], share, atol=1e-6, rtol=0)
+    assert out.expert_load[0].isnan().all()
+    expected = (16 * (share * logits.softmax(-1).mean(0)).sum(-1)).mean()
+    torch.testing.assert_close(out.loss_load_balancing.detach(), expected, rtol=1e-4, atol=1e-4)
+    total(out).backward()
+    for layer in (1, 2, 3):
+        assert model.get_submodule(f"model.layers.{layer}.mlp.gate").weight.grad.abs().max() > 0
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"z_coeff": -1.0}, "z_coeff must not be negative, got -1.0"),
+        ({"load_balancing_coeff": NAN}, "load_balancing_coeff must not be negative, got nan"),
+        ({"scoring": "linear"}, r"scoring must be one of \['softmax', 'sigmoid'\], got 'linear'"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        MoERouterLoss(RouterActor(), **{"top_k": TOP_K, **arguments})
+
+
+def test_an_actor_without_router_logits_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"must have a score method that gives router logits, got Linear"):
+        MoERouterLoss(nn.Linear(1, 1), top_k=TOP_K)
+    with pytest.raises(ValueError, match="returned None for the router logits"):
+        MoERouterLoss(BigramActor(), top_k=TOP_K)(ragged(samples(SHAPES)))
+
+
+def test_router_logits_and_loads_of_another_shape_are_refused() -> None:
+    td = ragged(samples(SHAPES))
+    actor = RouterActor()
+    loss = MoERouterLoss(actor, top_k=TOP_K)
+    td["expert_load"] = torch.ones(3, EXPERTS)
+    with pytest.raises(ValueError, match=r"'expert_load' must have shape \[3, 3, 6\], got \[3, 6\].*totals"):
+        loss(td)
+    full = actor.score
+    actor.score = lambda td, **kwargs: (None, None, full(td, **kwargs)[2][:, 1:])  # type: ignore[method-assign]
+    with pytest.raises(
+        ValueError, match=r"router logits of the actor must have shape \[3, 5, L, E\], got \[3, 4, 3, 6\]"
+    ):
+        loss(td)
+    with pytest.raises(ValueError, match="totals"):
+        loss.totals([])
+    with pytest.raises(ValueError, match=r"batch size \[B\]"):
+        loss(td[0])

@@ -1,0 +1,218 @@
+"""Advantages as transforms of a replay buffer: RLOO, Dr. GRPO, REINFORCE++.
+
+They stand where TorchRL's ``MCAdvantage`` (GRPO's advantage) stands, read and write the same keys, and hold a group
+back until it is complete. The return of a trajectory is the sum of its rewards, and each of its steps gets its
+advantage, of the shape of the step's reward: ``[1, 1]``, or ``[T, 1]`` for rewards per token.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import NestedKey, TensorDictBase, lazy_stack
+from torch import Tensor
+from torchrl.envs.transforms import Transform
+
+from torchrl_moe import _checks
+
+__all__ = ["DrGRPOAdvantage", "GroupAdvantage", "RLOOAdvantage", "ReinforcePlusPlusAdvantage"]
+
+EPSILON = 1e-6
+
+
+class Trajectory(NamedTuple):
+    """Steps without a batch size, the last one done, and the sum of their rewards."""
+
+    steps: Sequence[TensorDictBase]
+    value: float
+
+
+class GroupAdvantage(Transform):
+    """Waits until ``group_size`` trajectories of one group have come, in any order, and gives them advantages.
+
+    Args:
+        group_size: trajectories of a group; ``None``: each is a group of its own.
+        prompt_key: what tells groups apart, the same for all steps of a trajectory: text, or a tensor compared by
+            value.
+        rewards_key, advantage_key, done_key: what is read and written.
+
+    Raises:
+        ValueError: a group of less than 2.
+    """
+
+    requires_shared_write_state = True  # by which TorchRL refuses to share a buffer whose groups would never complete
+
+    def __init__(
+        self,
+        group_size: int | None,
+        prompt_key: NestedKey = "query",
+        rewards_key: NestedKey = ("next", "reward"),
+        advantage_key: NestedKey = "advantage",
+        done_key: NestedKey = ("next", "done"),
+    ) -> None:
+        if group_size is not None and group_size < 2:
+            raise ValueError(f"group_size must be at least 2, got {group_size}: an advantage is a comparison.")
+        super().__init__(in_keys=[prompt_key, rewards_key, done_key], out_keys=[advantage_key])
+        self.group_size = group_size
+        self.prompt_key, self.rewards_key = prompt_key, rewards_key
+        self.advantage_key, self.done_key = advantage_key, done_key
+        self._queues: dict[Hashable, list[Trajectory]] = {}
+
+    @property
+    def queued_trajectories(self) -> int:
+        """How many wait for others of their group."""
+        return sum(map(len, self._queues.values()))
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return what is sampled from the buffer as it is."""
+        return tensordict
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
+        """Take in whole trajectories; return the steps of all that are complete now, or ``None``.
+
+        Args:
+            tensordict: ``[N]`` steps, trajectories one after the other, or ``[..., N]``, each row such a sequence.
+
+        Raises:
+            ValueError: an entry is missing, a trajectory is not done, or a reward is no finite floating point number.
+        """
+        finished = [steps for trajectory in self._trajectories(tensordict) for steps in self._arrive(trajectory)]
+        return lazy_stack(finished) if finished else None
+
+    def _trajectories(self, tensordict: TensorDictBase) -> Iterator[Trajectory]:
+        if not tensordict.ndim:
+            raise ValueError("advantages need a batch of steps, got a single step: extend the buffer by a batch [N].")
+        if tensordict.ndim > 1:
+            for row in tensordict.unbind(0):
+                yield from self._trajectories(row)
+            return
+        steps: list[TensorDictBase] = []
+        for step in tensordict.unbind(0):
+            steps.append(step)
+            if bool(self._entry(step, self.done_key).any()):
+                yield Trajectory(steps, sum(self._reward(step) for step in steps))
+                steps = []
+        if steps:
+            raise ValueError(
+                f"the last trajectory of the batch is not done: {self.done_key!r} of its last step is false. Give "
+                "whole trajectories, as a collector with yield_completed_trajectories=True does."
+            )
+
+    def _arrive(self, trajectory: Trajectory) -> list[TensorDictBase]:
+        """Queue a trajectory; return the steps that are complete now."""
+        if self.group_size is None:
+            return self._complete([trajectory])
+        group = self._group(trajectory.steps[0])
+        queue = self._queues.setdefault(group, [])
+        queue.append(trajectory)
+        return self._complete(self._queues.pop(group)) if len(queue) == self.group_size else []
+
+    @abstractmethod
+    def _complete(self, group: list[Trajectory]) -> list[TensorDictBase]:
+        """Take a whole group; return the steps that are complete now, with their advantages."""
+
+    def _write(self, trajectories: Sequence[Trajectory], advantages: Tensor) -> list[TensorDictBase]:
+        """Give each trajectory its advantage ``[n]``; return all their steps."""
+        for trajectory, advantage in zip(trajectories, advantages, strict=True):
+            for step in trajectory.steps:
+                reward = step[self.rewards_key]
+                step.set(self.advantage_key, advantage.to(reward).expand(reward.shape).clone())
+        return [step for trajectory in trajectories for step in trajectory.steps]
+
+    # -- what a step holds ------------------------------------------------------------------------------------------
+
+    def _entry(self, step: TensorDictBase, key: NestedKey) -> Any:
+        value = step.get(key, None)
+        if value is None:
+            known = ", ".join(sorted(map(repr, step.keys(True, True))))
+            raise ValueError(f"{type(self).__name__} needs {key!r} in every step, got {known}.")
+        return value
+
+    def _reward(self, step: TensorDictBase) -> float:
+        reward = self._entry(step, self.rewards_key)
+        _checks.check_floating(repr(self.rewards_key), reward)
+        value = float(reward.sum())
+        if not abs(value) < float("inf"):
+            raise ValueError(f"{self.rewards_key!r} must be finite, got {value}: it would spoil its whole group.")
+        return value
+
+    def _group(self, step: TensorDictBase) -> Hashable:
+        group = self._entry(step, self.prompt_key)
+        if isinstance(group, Tensor):
+            return tuple(group.flatten().tolist())
+        group = step[self.prompt_key]
+        if not isinstance(group, str):
+            raise ValueError(f"{self.prompt_key!r} must be text or a tensor, got {type(group).__name__}.")
+        return group
+
+
+class RLOOAdvantage(GroupAdvantage):
+    """``A_i = R_i - mean_{j != i} R_j``: the other answers to the prompt are the baseline.
+
+    REINFORCE leave-one-out (arXiv 2402.14740): unbiased, since the baseline does not depend on the answer.
+
+    Example::
+
+        buffer = ReplayBuffer(storage=LazyStackStorage(128), transform=RLOOAdvantage(8))
+    """
+
+    def _complete(self, group: list[Trajectory]) -> list[TensorDictBase]:
+        returns = _returns(group)
+        return self._write(group, (returns - returns.mean()) * len(group) / (len(group) - 1))
+
+
+class DrGRPOAdvantage(GroupAdvantage):
+    """``A_i = R_i - mean_j R_j``: GRPO's advantage without the division by the standard deviation.
+
+    Dr. GRPO (arXiv 2503.20783, sec. 3): dividing weighs prompts that are nearly solved, or nearly hopeless, more than
+    the rest. Its other half is ``GRPOLoss(aggregation="fixed_length")``. ``(G - 1) / G`` times RLOO's.
+    """
+
+    def _complete(self, group: list[Trajectory]) -> list[TensorDictBase]:
+        returns = _returns(group)
+        return self._write(group, returns - returns.mean())
+
+
+class ReinforcePlusPlusAdvantage(GroupAdvantage):
+    """``A_i = (R_i - mean R) / std R`` over the whole batch, not over a prompt's answers.
+
+    REINFORCE++ (arXiv 2501.03262). With ``group_size`` its baseline variant: the mean of the group is taken off first.
+    The standard deviation is the unbiased one, at least 1e-6. The paper's penalty of KL per token is not here: it
+    belongs in the reward.
+
+    Args:
+        batch_size: trajectories that are normalised together; all are held back until they have come.
+        group_size: answers per prompt, for the baseline variant; a divisor of ``batch_size``.
+        keys: as those of :class:`GroupAdvantage`: ``prompt_key``, ``rewards_key``, ``advantage_key``, ``done_key``.
+    """
+
+    def __init__(self, batch_size: int, group_size: int | None = None, **keys: Any) -> None:
+        super().__init__(group_size, **keys)
+        if batch_size < 2 or batch_size % (group_size or 1):
+            raise ValueError(
+                f"batch_size must be at least 2 and a multiple of group_size, got batch_size={batch_size} and "
+                f"group_size={group_size}."
+            )
+        self.batch_size = batch_size
+        self._pool: list[Trajectory] = []
+
+    @property
+    def queued_trajectories(self) -> int:
+        """How many wait for others of their group, or of their batch."""
+        return super().queued_trajectories + len(self._pool)
+
+    def _complete(self, group: list[Trajectory]) -> list[TensorDictBase]:
+        baseline = 0.0 if self.group_size is None else float(_returns(group).mean())
+        self._pool += [Trajectory(steps, value - baseline) for steps, value in group]
+        if len(self._pool) < self.batch_size:
+            return []
+        batch, self._pool = self._pool, []
+        values = _returns(batch)
+        return self._write(batch, (values - values.mean()) / values.std().clamp(min=EPSILON))
+
+
+def _returns(trajectories: Sequence[Trajectory]) -> Tensor:
+    return torch.tensor([trajectory.value for trajectory in trajectories], dtype=torch.float64)

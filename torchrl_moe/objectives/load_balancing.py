@@ -1,0 +1,194 @@
+"""How evenly routers spread tokens over experts, and the auxiliary losses that even it out. Pure functions, torch only.
+
+A *row* is a token in a layer. Its logits are what the live router gave, before any softmax or sigmoid. A layer whose
+logits are all 0, or all NaN, has no router, and so no rows; a token with a logit that is NaN or infinite has no row in
+that layer.
+
+Letters: B sequences, T tokens of the longest, L decoder layers, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from torchrl_moe import _checks
+from torchrl_moe.ops.masked import masked_mean
+
+__all__ = [
+    "Scoring",
+    "choice_counts",
+    "known_rows",
+    "load_balancing_loss",
+    "load_entropy",
+    "load_share",
+    "max_load",
+    "z_loss",
+]
+
+Scoring: TypeAlias = Literal["softmax", "sigmoid"]
+
+
+def known_rows(router_logits: Tensor, mask: Tensor) -> Tensor:
+    """Return which rows count, bool ``[B, T, L]``: those of ``mask``, in layers with a router, with finite logits.
+
+    Args:
+        router_logits: ``[B, T, L, E]``.
+        mask: ``[B, T]`` bool.
+
+    Raises:
+        ValueError: another rank, shape or dtype.
+
+    >>> logits = torch.tensor([[[[0.0, 1.0], [0.0, 0.0]]]])  # one token; its second layer has no router
+    >>> known_rows(logits, torch.tensor([[True]]))
+    tensor([[[ True, False]]])
+    """
+    _checks.check_rank("mask", mask, 2, hint="It is [B, T].")
+    _checks.check_shape("router_logits", router_logits.shape, (*mask.shape, "L", "E"))
+    _checks.check_floating("router_logits", router_logits)
+    mask = mask[..., None]
+    no_router = ((router_logits == 0).all(-1) | ~mask).all(0).all(0)
+    return mask & ~no_router & router_logits.isfinite().all(-1)
+
+
+def choice_counts(router_logits: Tensor, rows: Tensor, top_k: int) -> Tensor:
+    """Return how many rows of each sequence choose each expert by its logit, ``[B, L, E]``, without a gradient.
+
+    The choice is the live router's, also where the forward pass followed replayed experts: a balancing loss acts on
+    what the router would do. A bias that enters the selection only (DeepSeek-V3) is not in it.
+
+    >>> logits = torch.tensor([[[[3.0, 1.0, 2.0]], [[0.0, 5.0, 4.0]]]])
+    >>> choice_counts(logits, torch.ones(1, 2, 1, dtype=torch.bool), top_k=2)
+    tensor([[[1., 1., 2.]]])
+    """
+    _check_rows(router_logits, rows)
+    experts = router_logits.shape[-1]
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"top_k must be in 1..{experts}, the number of experts, got {top_k}.")
+    chosen = _finite(router_logits.detach(), rows).topk(top_k, -1).indices
+    hits = torch.zeros_like(router_logits, dtype=torch.float32).scatter_(-1, chosen, 1.0)
+    return (hits * rows[..., None]).sum(1)
+
+
+def load_share(counts: Tensor) -> Tensor:
+    """Return each expert's share of all choices, ``[..., E]`` like ``counts``: ``1 / E`` if even, 0 without a choice.
+
+    >>> load_share(torch.tensor([[1.0, 1.0, 2.0], [0.0, 0.0, 0.0]]))
+    tensor([[0.2500, 0.2500, 0.5000],
+            [0.0000, 0.0000, 0.0000]])
+    """
+    return counts / counts.sum(-1, keepdim=True).clamp(min=1)
+
+
+def load_entropy(share: Tensor) -> Tensor:
+    """Return the entropy of the load over ``log E``, ``[...]``: 1 if even, 0 if one expert has it all, NaN for no load.
+
+    >>> load_entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.0, 0.0]]))
+    tensor([1., 0., nan])
+    """
+    entropy = torch.special.entr(share).sum(-1)
+    return _or_nan(entropy / torch.tensor(share.shape[-1]).log().clamp(min=1e-12), share)
+
+
+def max_load(share: Tensor) -> Tensor:
+    """Return the load of the busiest expert over the mean load, ``[...]``: 1 if even, E at worst, NaN for no load.
+
+    >>> max_load(torch.tensor([[0.25, 0.75], [0.0, 0.0]]))
+    tensor([1.5000,    nan])
+    """
+    return _or_nan(share.amax(-1) * share.shape[-1], share)
+
+
+def load_balancing_loss(
+    router_logits: Tensor,
+    rows: Tensor,
+    top_k: int,
+    *,
+    scoring: Scoring = "softmax",
+    per_sequence: bool = False,
+    share: Tensor | None = None,
+    num_tokens: Tensor | float | None = None,
+) -> Tensor:
+    """Return the mean over layers of ``E Σ_e f_e P_e``: 1 if load and scores are even, up to ``E / K`` if not.
+
+    ``f_e`` is expert e's share of the choices, ``P_e`` the mean of its normalised score; only ``P_e`` has a gradient.
+    Switch Transformer's loss (arXiv 2101.03961, eq. 4-6, there for K = 1) as Mixtral uses it for K experts, with the
+    K choices of a token counted as K parts of one. Layers are balanced one by one: transformers pools them first, and
+    multiplies by K. With ``per_sequence`` f and P are of one sequence, and the result is the mean over sequences
+    (DeepSeek-V3, arXiv 2412.19437, eq. 17-20, where ``scoring`` is ``"sigmoid"``).
+
+    A product of two means is not additive: the losses of micro-batches balance each micro-batch. They sum to the loss
+    of the whole batch, gradients included, if each is given the whole batch's ``share`` and ``num_tokens`` (as global
+    batch balancing does, arXiv 2501.11873). Per sequence, the number of sequences is enough.
+
+    Args:
+        router_logits: ``[B, T, L, E]``.
+        rows: ``[B, T, L]`` bool, see :func:`known_rows`.
+        top_k: K.
+        scoring: how a logit becomes a score; sigmoid scores are divided by their sum.
+        per_sequence: whether sequences are balanced one by one.
+        share: f of the whole batch, ``[L, E]``. Default: that of ``rows``. Not with ``per_sequence``.
+        num_tokens: what P divides by: tokens of the whole batch, or its sequences with ``per_sequence``. Default:
+            those of ``rows``.
+
+    >>> logits = torch.tensor([[[[0.0, 0.0]], [[0.0, 0.0]]]])
+    >>> load_balancing_loss(logits, torch.ones(1, 2, 1, dtype=torch.bool), top_k=2)
+    tensor(1.)
+    """
+    if scoring not in get_args(Scoring):
+        raise ValueError(f"scoring must be one of {list(get_args(Scoring))}, got {scoring!r}.")
+    if per_sequence and share is not None:
+        raise ValueError("share is that of the whole batch: leave it out with per_sequence=True.")
+    counts = choice_counts(router_logits, rows, top_k)
+    live = _finite(router_logits, rows).float()
+    scores = live.softmax(-1) if scoring == "softmax" else torch.nn.functional.normalize(live.sigmoid(), p=1, dim=-1)
+    scores = (scores * rows[..., None]).sum(1)  # [B, L, E]
+    sizes = rows.sum(1)  # [B, L]
+    experts = router_logits.shape[-1]
+    if per_sequence:
+        balance = experts * (load_share(counts) * scores).sum(-1) / sizes.clamp(min=1)
+        divisor = (sizes > 0).sum(0) if num_tokens is None else num_tokens
+    else:
+        if share is None:
+            share = load_share(counts.sum(0))
+        _checks.check_shape("share", share.shape, tuple(counts.shape[1:]), hint="It is [L, E].")
+        balance = experts * (share.to(scores) * scores).sum(-1)
+        divisor = sizes.sum(0) if num_tokens is None else num_tokens
+    return _layer_mean(balance.sum(0), rows, divisor)
+
+
+def z_loss(router_logits: Tensor, rows: Tensor, num_tokens: Tensor | float | None = None) -> Tensor:
+    """Return the mean over rows of ``(log Σ_e exp x_e)^2``: it keeps logits small, where low precision is exact.
+
+    ST-MoE's router z-loss (arXiv 2202.08906, eq. 5), the mean over layers. Additive: with ``num_tokens`` of the whole
+    batch, the losses of its parts sum to that of the whole.
+
+    >>> z_loss(torch.tensor([[[[0.0, 0.0]]]]), torch.ones(1, 1, 1, dtype=torch.bool))  # log(2)^2
+    tensor(0.4805)
+    """
+    _check_rows(router_logits, rows)
+    squares = _finite(router_logits, rows).float().logsumexp(-1).square() * rows
+    return _layer_mean(squares.sum((0, 1)), rows, rows.sum((0, 1)) if num_tokens is None else num_tokens)
+
+
+def _check_rows(router_logits: Tensor, rows: Tensor) -> None:
+    _checks.check_rank("router_logits", router_logits, 4, hint="They are [B, T, L, E].")
+    _checks.check_shape("rows", rows.shape, tuple(router_logits.shape[:-1]), hint="See known_rows().")
+
+
+def _finite(router_logits: Tensor, rows: Tensor) -> Tensor:
+    """The logits of ``rows``, 0 elsewhere: a NaN there would reach the gradient."""
+    return torch.where(rows[..., None], router_logits, router_logits.new_zeros(()))
+
+
+def _layer_mean(total: Tensor, rows: Tensor, divisor: Tensor | float) -> Tensor:
+    """Return the mean over the layers that have a row of ``total / divisor``; all ``[L]``."""
+    live = rows.any((0, 1)) if rows.numel() else torch.zeros_like(total, dtype=torch.bool)
+    per_layer = total / torch.as_tensor(divisor, device=total.device).clamp(min=1)
+    return masked_mean(per_layer, live, live.sum())
+
+
+def _or_nan(value: Tensor, share: Tensor) -> Tensor:
+    return value.masked_fill(share.sum(-1) == 0, float("nan"))

@@ -1,0 +1,307 @@
+"""``MismatchMetrics``: how far trainer and rollout engine are apart on the tokens that the engine sampled."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from torchrl_moe import _checks
+from torchrl_moe.objectives.arguments import check_choice
+from torchrl_moe.objectives.batch import Masking, TokenReader
+from torchrl_moe.objectives.uniform_sample import UniformSample, Values
+from torchrl_moe.ops.divergence import extreme_fraction, k1, k3
+from torchrl_moe.ops.masked import masked_mean
+
+__all__ = ["CollapseThresholds", "MismatchKeys", "MismatchMetrics"]
+
+logger = logging.getLogger(__name__)
+
+Sums = defaultdict[str, float]
+
+
+def _no_sums() -> Sums:
+    return defaultdict(float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollapseThresholds:
+    """When a run is likely to collapse; ``None`` switches one off."""
+
+    k3: float | None = 0.01
+    """Greatest mean k3. A healthy 30B MoE has 1.5e-3, and half of that with replay (arXiv 2510.11370)."""
+    extreme_fraction: float | None = 0.1
+    """Greatest F(τ), with τ = 2: more than this came before a collapse (arXiv 2510.11370)."""
+    ess: float | None = 0.5
+    """Least effective sample size: below it, half of the tokens of a batch are as good as not there."""
+    dropped_fraction: float | None = 0.0
+    """Greatest share of tokens whose log-prob by the trainer is NaN or infinite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchKeys:
+    """Where the entries are."""
+
+    tokens: NestedKey = ("tokens", "full")
+    sample_log_prob: NestedKey = ("log_probs", "full")
+    prompt: NestedKey = ("tokens", "prompt")
+    attention_mask: NestedKey = ("masks", "all_attention_mask")
+    assistant_mask: NestedKey = ("masks", "all_assistant_mask")
+    policy_versions: NestedKey = ("policy_versions", "full")
+    agreement: NestedKey = ("routing", "agreement")
+    fallback: NestedKey = ("routing", "fallback")
+
+
+class MismatchMetrics:
+    """Collects the mismatch of micro-batches, and says what it is over all of them.
+
+    π is the trainer, μ the engine that sampled, ``ℓ = log π - log μ`` of a sampled token, cut to ±20, ``r = exp(ℓ)``.
+    Every token counts that ``masking_strategy`` names and whose ``log μ`` is finite, before any correction masks it.
+    Sums and counts are kept, in float64, so micro-batches and ranks add up without bias. Nothing has a gradient.
+
+    ==============================  ====================================================================================
+    ``mismatch/tokens``             n, the tokens that count
+    ``mismatch/k1``, ``k3``         means of ``-ℓ`` and ``r - 1 - ℓ``: both estimate ``KL(μ || π)``
+    ``mismatch/dlogp_mean``,        mean and maximum of ``|ℓ|``
+    ``dlogp_max``
+    ``mismatch/dlogp_p99``          its 99th percentile, of a uniform sample of ``p99_tokens`` tokens: all, until there
+                                    are more than ``sample_size``
+    ``mismatch/ppl_ratio``          mean over sequences of ``exp(mean -ℓ)``: perplexity by π over that by μ
+    ``mismatch/chi2``               ``mean r^2 - 1``, estimates ``χ²(π || μ)``
+    ``mismatch/ess``                ``(Σ r)^2 / (n Σ r^2)``, effective sample size
+    ``mismatch/extreme_fraction``   F(τ): share of tokens with ``max(r, 1 / r) > τ`` (arXiv 2510.11370)
+    ``mismatch/dropped_fraction``   share of tokens whose ``log π`` is NaN or infinite: they are in no other figure
+    ``mismatch/masked_fraction``,   share of tokens, and of sequences as a whole, that ``kept`` leaves out
+    ``masked_sequence_fraction``
+    ``mismatch/age_mean``           mean of ``version`` less the version that sampled the token
+    ``mismatch/age_A/...``          ``tokens``, ``k3``, ``dlogp_mean`` of tokens of age A; the last A is "or older"
+    ``routing/agreement``,          share of rows in which the live router chooses the experts that were replayed; mean
+    ``agreement/layer_N``           over layers, and of each
+    ``routing/fallback_fraction``   share of rows that ran on live routing because no experts were known
+    ==============================  ====================================================================================
+
+    A figure that nothing was given for is absent.
+
+    Args:
+        masking_strategy: ``"sft"``, ``"rlhf"`` or ``"generic"``, see :class:`~torchrl_moe.objectives.GRPOLoss`.
+        tau: τ of F(τ).
+        max_age: ages from this one on are one group.
+        sample_size: greatest number of log-ratios kept, for the percentile and for :attr:`log_ratios`.
+        thresholds: when :meth:`compute` warns; ``None`` for never.
+        keys: where the entries are.
+
+    Example::
+
+        metrics = MismatchMetrics()
+        for part in td.split(4):
+            log_probs, _, _ = scorer.score(part)
+            metrics.update(part, log_probs, version=sender.version)
+        logger.log_metrics(metrics.compute())
+    """
+
+    def __init__(
+        self,
+        *,
+        masking_strategy: Masking = "sft",
+        tau: float = 2.0,
+        max_age: int = 8,
+        sample_size: int = 1 << 16,
+        thresholds: CollapseThresholds | None = CollapseThresholds(),
+        keys: MismatchKeys = MismatchKeys(),
+    ) -> None:
+        check_choice("masking_strategy", masking_strategy, get_args(Masking))
+        if not tau > 1:
+            raise ValueError(f"tau must be greater than 1, got {tau}: it bounds a ratio that is 1 without mismatch.")
+        if max_age < 1:
+            raise ValueError(f"max_age must be at least 1, got {max_age}.")
+        self.masking_strategy, self.tau, self.max_age = masking_strategy, tau, max_age
+        self.sample_size, self.thresholds, self.keys = sample_size, thresholds, keys
+        self._warned = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all micro-batches. Whether a warning was given is remembered."""
+        self._sums = _no_sums()
+        self._ages: dict[int, Sums] = defaultdict(_no_sums)
+        self._layers: dict[int, Sums] = defaultdict(_no_sums)
+        self._max = 0.0
+        self._sample = UniformSample(self.sample_size)
+
+    @property
+    def log_ratios(self) -> Values:
+        """float64 ``[m]``: ℓ of a uniform sample of the tokens, for a histogram."""
+        return self._sample.values
+
+    # -- taking in --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update(
+        self, tensordict: TensorDictBase, log_probs: Tensor, *, kept: Tensor | None = None, version: int | None = None
+    ) -> None:
+        """Take in a micro-batch.
+
+        Args:
+            tensordict: batch size ``[B]``, ragged (a lazy stack) or dense; read, not written.
+            log_probs: of the trainer, ``[B, T]``, padded on the left: what ``score`` returns.
+            kept: bool ``[B, T]``, tokens that a correction leaves in the loss.
+            version: of the weights that ``log_probs`` were computed with; needed for the ages of tokens.
+
+        Raises:
+            ValueError: an entry is missing or does not fit the tokens, or a token is newer than ``version``.
+        """
+        keys = self.keys
+        reader = TokenReader(tensordict, keys.tokens)
+        sampled = reader.per_token(keys.sample_log_prob, "the log-probs of the engine that sampled the tokens")
+        _checks.check_floating(repr(keys.sample_log_prob), sampled)
+        sampled = sampled.cpu().double()
+        trained = log_probs.detach().cpu().double()
+        _checks.check_same_shape({"log_probs": trained, repr(keys.sample_log_prob): sampled})
+        mask = reader.mask(self.masking_strategy, keys.prompt, keys.attention_mask, keys.assistant_mask).cpu()
+        mask = mask & sampled.isfinite()
+        known = mask & trained.isfinite()
+        self._sums["dropped"] += int((mask & ~known).sum())
+        self._add_tokens(trained, sampled, known)
+        if kept is not None:
+            _checks.check_same_shape({"kept": kept, repr(keys.sample_log_prob): sampled})
+            self._add_masked(known, kept.cpu().bool())
+        if version is not None:
+            versions = reader.per_token(keys.policy_versions, "the version that sampled each token (version=...)", -1)
+            self._add_ages(trained, sampled, known, versions.cpu(), version)
+        self._add_routing(tensordict, reader)
+
+    def _add_tokens(self, trained: Tensor, sampled: Tensor, known: Tensor) -> None:
+        size, p, q = int(known.sum()), sampled[known], trained[known]
+        if not size:
+            return
+        gap = -k1(p, q)
+        ratio = gap.exp()
+        values = {"k1": -gap, "k3": k3(p, q), "size": gap.abs(), "ratio": ratio, "square": ratio.square()}
+        for name, value in values.items():
+            self._sums[name] += value.sum().item()
+        self._sums["tokens"] += size
+        self._sums["extreme"] += extreme_fraction(gap, torch.ones_like(gap, dtype=torch.bool), self.tau).item() * size
+        self._max = max(self._max, gap.abs().max().item())
+        self._sample.add(gap.numpy())
+        per_sequence = masked_mean(k1(sampled, trained), known, known.sum(-1), dim=-1)[known.any(-1)]
+        self._sums["ppl"] += per_sequence.exp().sum().item()
+        self._sums["sequences"] += len(per_sequence)
+
+    def _add_masked(self, known: Tensor, kept: Tensor) -> None:
+        self._sums["offered"] += int(known.sum())
+        self._sums["masked"] += int((known & ~kept).sum())
+        self._sums["offered_sequences"] += int(known.any(-1).sum())
+        self._sums["masked_sequences"] += int((known.any(-1) & ~(known & kept).any(-1)).sum())
+
+    def _add_ages(self, trained: Tensor, sampled: Tensor, known: Tensor, versions: Tensor, version: int) -> None:
+        known = known & (versions >= 0)
+        age = version - versions[known].long()
+        if (age < 0).any():
+            raise ValueError(
+                f"version={version}, but tokens were sampled by version {int(versions[known].max())}: give the version "
+                "of the weights that log_probs were computed with."
+            )
+        self._sums["aged"] += len(age)
+        self._sums["age"] += int(age.sum())
+        p, q = sampled[known], trained[known]
+        for group in age.clamp(max=self.max_age).unique().tolist():
+            at, sums = age.clamp(max=self.max_age) == group, self._ages[group]
+            sums["tokens"] += int(at.sum())
+            sums["k3"] += k3(p[at], q[at]).sum().item()
+            sums["dlogp_mean"] += k1(p[at], q[at]).abs().sum().item()
+
+    def _add_routing(self, tensordict: TensorDictBase, reader: TokenReader) -> None:
+        """Weigh the figures of each sample by its rows."""
+        fallback: Any = tensordict.get(self.keys.fallback, None)
+        if fallback is None:
+            return
+        attended = reader.per_token(self.keys.attention_mask, "the attention mask").cpu().bool().sum(-1)
+        _checks.check_shape(repr(self.keys.fallback), fallback.shape, (len(attended),))
+        replayed = attended - fallback.cpu()
+        self._sums["rows"] += int(attended.sum())
+        self._sums["fallback"] += int(fallback.sum())
+        agreement: Any = tensordict.get(self.keys.agreement, None)
+        if agreement is None:
+            return
+        _checks.check_shape(repr(self.keys.agreement), agreement.shape, (len(attended), "L"))
+        for layer, column in enumerate(agreement.cpu().double().unbind(-1)):
+            at = column.isfinite() & (replayed > 0)
+            if at.any():
+                self._layers[layer]["rows"] += int(replayed[at].sum())
+                self._layers[layer]["agreeing"] += (column * replayed)[at].sum().item()
+
+    def merge(self, other: MismatchMetrics) -> None:
+        """Take in what another one has collected, of another rank, say; both have the same arguments."""
+        for mine, theirs in ((self._ages, other._ages), (self._layers, other._layers)):
+            for group, sums in theirs.items():
+                _add(mine[group], sums)
+        _add(self._sums, other._sums)
+        self._max = max(self._max, other._max)
+        self._sample.merge(other._sample)
+
+    # -- giving out -------------------------------------------------------------------------------------------------
+
+    def compute(self) -> dict[str, float]:
+        """Return all figures; logs one warning when a threshold is crossed, and not again until none is."""
+        found = {f"mismatch/{name}": value for name, value in {**self._of_tokens(), **self._of_ages()}.items()}
+        found |= {f"routing/{name}": value for name, value in self._of_routing().items()}
+        self._warn(found)
+        return found
+
+    def _of_tokens(self) -> dict[str, float]:
+        sums, n = self._sums, self._sums["tokens"]
+        found = {"tokens": n}
+        if n + sums["dropped"]:
+            found["dropped_fraction"] = sums["dropped"] / (n + sums["dropped"])
+        if sums["offered"]:
+            found["masked_fraction"] = sums["masked"] / sums["offered"]
+            found["masked_sequence_fraction"] = sums["masked_sequences"] / sums["offered_sequences"]
+        if not n:
+            return found
+        sizes = {"dlogp_mean": sums["size"] / n, "dlogp_max": self._max}
+        sizes |= {
+            "dlogp_p99": float(np.quantile(abs(self.log_ratios), 0.99)),
+            "p99_tokens": float(len(self.log_ratios)),
+        }
+        return found | sizes | {
+            "k1": sums["k1"] / n,
+            "k3": sums["k3"] / n,
+            "ppl_ratio": sums["ppl"] / sums["sequences"],
+            "chi2": sums["square"] / n - 1,
+            "ess": sums["ratio"] ** 2 / (n * sums["square"]),
+            "extreme_fraction": sums["extreme"] / n,
+        }  # fmt: skip
+
+    def _of_ages(self) -> dict[str, float]:
+        found = {"age_mean": self._sums["age"] / self._sums["aged"]} if self._sums["aged"] else {}
+        for age, sums in sorted(self._ages.items()):
+            found[f"age_{age}/tokens"] = sums["tokens"]
+            found |= {f"age_{age}/{name}": sums[name] / sums["tokens"] for name in ("k3", "dlogp_mean")}
+        return found
+
+    def _of_routing(self) -> dict[str, float]:
+        found = {"fallback_fraction": self._sums["fallback"] / self._sums["rows"]} if self._sums["rows"] else {}
+        layers = {layer: sums["agreeing"] / sums["rows"] for layer, sums in sorted(self._layers.items())}
+        if layers:
+            found["agreement"] = sum(layers.values()) / len(layers)
+        return found | {f"agreement/layer_{layer}": share for layer, share in layers.items()}
+
+    def _warn(self, found: dict[str, float]) -> None:
+        crossed = []
+        for name, limit in asdict(self.thresholds).items() if self.thresholds else ():
+            value = found.get(f"mismatch/{name}")
+            if limit is not None and value is not None and (value < limit if name == "ess" else value > limit):
+                crossed.append(f"{name} {value:.3g} ({'least' if name == 'ess' else 'most'} {limit:g})")
+        if crossed and not self._warned:
+            logger.warning("trainer and rollout engine are far apart, the run may collapse: %s", ", ".join(crossed))
+        self._warned = bool(crossed)
+
+
+def _add(mine: Sums, theirs: Sums) -> None:
+    for name, value in theirs.items():
+        mine[name] += value

@@ -1,0 +1,211 @@
+"""``MoERouterLoss``: keeps a router's load even and its logits small while a policy is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
+
+import torch
+from tensordict import NestedKey, TensorClass, TensorDictBase
+from torch import Tensor
+from torchrl.objectives import LossModule
+
+from torchrl_moe import _checks
+from torchrl_moe.objectives import load_balancing as balance
+from torchrl_moe.objectives.arguments import check_choice
+from torchrl_moe.objectives.batch import TokenReader
+
+__all__ = ["MoERouterLoss", "MoERouterLossOutput"]
+
+
+class MoERouterLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy takes "nocast" for a type
+    """What the loss returns: ``loss_*`` are to be summed, the others are detached. Layers without a router are NaN."""
+
+    loss_load_balancing: Tensor
+    loss_z: Tensor
+    expert_load: Tensor
+    """``[L, E]``: each expert's share of the live router's choices."""
+    load_entropy: Tensor
+    """``[L]``: entropy of the load over ``log E``; 1 if even, 0 if one expert has it all."""
+    max_load: Tensor
+    """``[L]``: load of the busiest expert over the mean load; 1 if even."""
+    num_dropped_rows: Tensor
+    """Rows (a token in a layer) left out because a logit is NaN or infinite: 0 if all is well."""
+
+
+class _Routing(NamedTuple):
+    """Live logits ``[B, T, L, E]``, and the rows ``[B, T, L]`` and tokens ``[B, T]`` that count."""
+
+    logits: Tensor
+    rows: Tensor
+    tokens: Tensor
+
+
+class MoERouterLoss(LossModule):
+    """Load balancing loss and z-loss on live router logits.
+
+    ``loss_load_balancing`` is ``load_balancing_coeff E Σ_e f_e P_e`` (arXiv 2101.03961, eq. 4-6) and ``loss_z`` is
+    ``z_coeff (log Σ_e exp x_e)^2`` (arXiv 2202.08906, eq. 5), means over layers; see
+    :mod:`~torchrl_moe.objectives.load_balancing`. They act on what the router would choose by itself, also where the
+    forward pass follows the engine's experts. Every attended token counts, prompts included, since a router routes
+    them all; pads do not, nor do layers without a router.
+
+    It runs a forward pass of its own: ``actor.score(td, router_logits=True)``.
+
+    Args:
+        actor_network: anything with ``score`` (:class:`~torchrl_moe.objectives.actors.ScoringActor`) that knows
+            ``router_logits``.
+        top_k: K, experts per token.
+        load_balancing_coeff: 1e-2 is Switch's.
+        z_coeff: 1e-3 is ST-MoE's.
+        scoring: how the router makes scores of its logits: ``"softmax"``, or ``"sigmoid"`` (DeepSeek-V3).
+        per_sequence: balance each sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20) instead of the batch.
+
+    Keys, for :meth:`set_keys`: ``action``, ``attention_mask``, and three that may be absent and are of the whole batch
+    of which the input is a part, see :meth:`totals`: ``num_router_tokens``, ``num_router_sequences``, ``expert_load``.
+
+    Example::
+
+        router_loss = MoERouterLoss(actor, top_k=model.config.num_experts_per_tok)
+        out, aux = loss(td), router_loss(td)
+        (out.loss_objective + aux.loss_load_balancing + aux.loss_z).backward()
+    """
+
+    @dataclass
+    class _AcceptedKeys(LossModule._AcceptedKeys):
+        action: NestedKey = ("tokens", "full")
+        attention_mask: NestedKey = ("masks", "all_attention_mask")
+        num_router_tokens: NestedKey = "num_router_tokens"
+        num_router_sequences: NestedKey = "num_router_sequences"
+        expert_load: NestedKey = "expert_load"
+
+    def __init__(
+        self,
+        actor_network: Any,
+        *,
+        top_k: int,
+        load_balancing_coeff: float = 1e-2,
+        z_coeff: float = 1e-3,
+        scoring: balance.Scoring = "softmax",
+        per_sequence: bool = False,
+    ) -> None:
+        super().__init__()
+        if not hasattr(actor_network, "score"):
+            raise TypeError(
+                f"actor_network must have a score method that gives router logits, got "
+                f"{type(actor_network).__name__}: wrap the model, TransformersWrapper(model, tokenizer=...)."
+            )
+        check_choice("scoring", scoring, get_args(balance.Scoring))
+        for name, coeff in {"load_balancing_coeff": load_balancing_coeff, "z_coeff": z_coeff}.items():
+            if not coeff >= 0:
+                raise ValueError(f"{name} must not be negative, got {coeff}: 0 switches it off.")
+        if top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {top_k}: it is the number of experts per token.")
+        self.actor_network = actor_network
+        self.top_k, self.scoring, self.per_sequence = top_k, scoring, per_sequence
+        self.load_balancing_coeff, self.z_coeff = load_balancing_coeff, z_coeff
+        self._set_in_keys()
+        self.out_keys = ["loss_load_balancing", "loss_z", "expert_load", "load_entropy", "max_load", "num_dropped_rows"]
+
+    @property
+    def functional(self) -> bool:
+        """False: the actor keeps its own parameters."""
+        return False
+
+    def _set_in_keys(self) -> None:  # set_keys() calls it
+        own = [self.tensor_keys.action, self.tensor_keys.attention_mask]
+        self.in_keys = list(dict.fromkeys([*getattr(self.actor_network, "in_keys", []), *own]))
+
+    def forward(self, tensordict: TensorDictBase) -> MoERouterLossOutput:
+        """Return loss terms and metrics of a batch.
+
+        Args:
+            tensordict: batch size ``[B]``, ragged (a lazy stack) or dense.
+
+        Raises:
+            ValueError: a key is missing, an entry does not fit the tokens, or the actor gave no router logits.
+        """
+        keys = self.tensor_keys
+        reader = TokenReader(tensordict, keys.action)
+        routing = self._route(tensordict, reader)
+        share = self._shared_load(tensordict, routing.logits)
+        tokens, sequences = reader.total(keys.num_router_tokens), reader.total(keys.num_router_sequences)
+        balancing = balance.load_balancing_loss(
+            routing.logits,
+            routing.rows,
+            self.top_k,
+            scoring=self.scoring,
+            per_sequence=self.per_sequence,
+            share=share,
+            num_tokens=sequences if self.per_sequence else tokens,
+        )
+        counts = balance.choice_counts(routing.logits, routing.rows, self.top_k).sum(0)
+        own, live = balance.load_share(counts), routing.rows.any((0, 1))
+        return MoERouterLossOutput(
+            loss_load_balancing=self.load_balancing_coeff * balancing,
+            loss_z=self.z_coeff * balance.z_loss(routing.logits, routing.rows, tokens),
+            expert_load=own.masked_fill(~live[:, None], float("nan")),
+            load_entropy=balance.load_entropy(own),
+            max_load=balance.max_load(own),
+            num_dropped_rows=(routing.tokens[..., None] & live & ~routing.rows).sum().to(counts.dtype),
+        )
+
+    def _route(self, tensordict: TensorDictBase, reader: TokenReader) -> _Routing:
+        """Return the live logits, and what of them counts."""
+        mask = reader.per_token(self.tensor_keys.attention_mask, "the mask of all tokens that are no pads").bool()
+        _, _, logits = self.actor_network.score(tensordict, router_logits=True, entropy=False)
+        if logits is None:
+            raise ValueError(
+                "the actor's score(td, router_logits=True) returned None for the router logits: the model must be a "
+                "MoE, and its wrapper must return them."
+            )
+        hint = "An actor gives logits for each token of the input, padded on the left to the longest sequence."
+        _checks.check_shape("router logits of the actor", logits.shape, (*mask.shape, "L", "E"), hint=hint)
+        mask = mask.to(logits.device)
+        return _Routing(logits, balance.known_rows(logits, mask), mask)
+
+    def _shared_load(self, tensordict: TensorDictBase, logits: Tensor) -> Tensor | None:
+        """Return the whole batch's load ``[L, E]``, which each sample of a part holds; ``None`` if it is absent."""
+        load: Any = tensordict.get(self.tensor_keys.expert_load, None)
+        if load is None or self.per_sequence:
+            return None
+        hint = "It is that of the whole batch, the same for each sample: see MoERouterLoss.totals."
+        wanted = (len(tensordict), *logits.shape[2:])
+        _checks.check_shape(repr(self.tensor_keys.expert_load), load.shape, wanted, hint=hint)
+        return load[0].to(logits.device)
+
+    @torch.no_grad()
+    def totals(self, parts: Iterable[TensorDictBase]) -> dict[NestedKey, Tensor]:
+        """Return what the whole batch divides by, and its load: to be stored in each of its parts.
+
+        With these entries the loss terms of the parts sum to those of the batch, however it is split; without them
+        each part is balanced by itself. The load is that of the routers as they are now: this runs a forward pass per
+        part, without a gradient. Over ranks, sum ``num_router_*``, and average the load by ``num_router_tokens``.
+
+        Args:
+            parts: micro-batches that make up the batch.
+
+        Returns:
+            ``num_router_tokens`` and ``num_router_sequences`` ``[]``, ``expert_load`` ``[L, E]``.
+
+        Example::
+
+            parts = td.split(4)
+            for key, value in router_loss.totals(parts).items():
+                for part in parts:
+                    part[key] = value.expand(len(part), *value.shape)
+        """
+        counts, tokens, sequences = [], 0, 0
+        for part in parts:
+            routing = self._route(part.copy(), TokenReader(part, self.tensor_keys.action))
+            counts.append(balance.choice_counts(routing.logits, routing.rows, self.top_k).sum(0))
+            tokens += int(routing.tokens.sum())
+            sequences += int(routing.tokens.any(-1).sum())
+        if not counts:
+            raise ValueError("totals() needs a part at least, got none.")
+        return {
+            self.tensor_keys.num_router_tokens: torch.tensor(float(tokens)),
+            self.tensor_keys.num_router_sequences: torch.tensor(float(sequences)),
+            self.tensor_keys.expert_load: balance.load_share(torch.stack(counts).sum(0)).cpu(),
+        }

@@ -1,0 +1,60 @@
+"""A bounded uniform sample of a stream of numbers: for quantiles, which have no sum to keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["UniformSample"]
+
+Values = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class UniformSample:
+    """Keeps up to ``capacity`` numbers of a stream, every subset of that size being as likely as any other.
+
+    Each number draws a priority and those with the least stay, so that the sample of two streams merged is that of
+    their union. Until more than ``capacity`` numbers have come it holds them all. Its randomness is its own.
+
+    Args:
+        capacity: how many numbers to keep.
+        seed: of the priorities.
+
+    >>> sample = UniformSample(capacity=100)
+    >>> sample.add(np.arange(50))
+    >>> len(sample), float(np.quantile(sample.values, 0.5))
+    (50, 24.5)
+    """
+
+    def __init__(self, capacity: int = 1 << 16, seed: int = 0) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1, got {capacity}.")
+        self.capacity = capacity
+        self._random = np.random.default_rng(seed)
+        self._values: Values = np.empty(0)
+        self._priorities: Values = np.empty(0)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def values(self) -> Values:
+        """float64 ``[n]``, in no order."""
+        return self._values
+
+    def add(self, values: np.ndarray[Any, Any]) -> None:
+        """Take in numbers, of any shape."""
+        flat = np.asarray(values, dtype=np.float64).reshape(-1)
+        self._keep(flat, self._random.random(len(flat)))
+
+    def merge(self, other: UniformSample) -> None:
+        """Take in what another sample holds: of a stream of its own."""
+        self._keep(other._values, other._priorities)
+
+    def _keep(self, values: Values, priorities: Values) -> None:
+        self._values = np.concatenate([self._values, values])
+        self._priorities = np.concatenate([self._priorities, priorities])
+        if len(self._values) > self.capacity:
+            least = np.argpartition(self._priorities, self.capacity)[: self.capacity]
+            self._values, self._priorities = self._values[least], self._priorities[least]
