@@ -9,7 +9,27 @@ from typing import TYPE_CHECKING
 from torchrl_moe._lazy import attach
 
 if TYPE_CHECKING:
+    from torchrl_moe.objectives.cispo import CISPOLoss as CISPOLoss
+    from torchrl_moe.objectives.corrections import Thresholds as Thresholds
+    from torchrl_moe.objectives.dapo import DAPO as DAPO
+    from torchrl_moe.objectives.dppo import DPPOLoss as DPPOLoss
     from torchrl_moe.objectives.grpo import GRPOLoss as GRPOLoss
-    from torchrl_moe.objectives.grpo import GRPOLossOutput as GRPOLossOutput
+    from torchrl_moe.objectives.gspo import GSPOLoss as GSPOLoss
+    from torchrl_moe.objectives.normalisation import sum_over_ranks as sum_over_ranks
+    from torchrl_moe.objectives.output import GRPOLossOutput as GRPOLossOutput
+    from torchrl_moe.objectives.sapo import SAPOLoss as SAPOLoss
 else:
-    __getattr__, __dir__, __all__ = attach(__name__, {"GRPOLoss": ".grpo", "GRPOLossOutput": ".grpo"})
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "DAPO": ".dapo",
+            "CISPOLoss": ".cispo",
+            "DPPOLoss": ".dppo",
+            "GRPOLoss": ".grpo",
+            "GRPOLossOutput": ".output",
+            "GSPOLoss": ".gspo",
+            "SAPOLoss": ".sapo",
+            "Thresholds": ".corrections",
+            "sum_over_ranks": ".normalisation",
+        },
+    )
