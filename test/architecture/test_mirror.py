@@ -12,6 +12,7 @@ from architecture.sources import PACKAGE, ROOT
 
 ACROSS: dict[str, str] = {
     "test_readme.py": "the README's words",
+    "objectives/test_invariance.py": "no split of a batch changes a loss, for each of them",
     "modules/policies/test_parity.py": "engine and policy together compute what transformers computes",
     "modules/policies/test_torchrl_pipeline.py": "the policy in TorchRL's environment, collector and replay buffer",
 }

@@ -16,7 +16,18 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.objectives import LossModule
 
-from objectives.rollouts import VOCABULARY, BigramActor, GivenActor, dense, ragged, sample, samples
+from objectives.rollouts import (
+    VOCABULARY,
+    BigramActor,
+    GivenActor,
+    by_hand,
+    dense,
+    numbers,
+    ragged,
+    sample,
+    samples,
+    total,
+)
 from torchrl_moe.objectives import GRPOLoss, GRPOLossOutput
 
 LN2 = math.log(2)
@@ -32,30 +43,7 @@ AGGREGATIONS: list[dict[str, Any]] = [
 ]
 
 
-def total(out: GRPOLossOutput) -> Tensor:
-    return sum(value for key, value in out.items() if key.startswith("loss_"))
-
-
-def numbers(out: GRPOLossOutput) -> dict[str, float]:
-    return {key: value.detach().item() for key, value in out.items()}
-
-
 # -- by hand ----------------------------------------------------------------------------------------------------------
-
-
-def by_hand() -> tuple[TensorDictBase, GivenActor]:
-    """Ratios 1.5 and 1 with advantage 2, ratio 0.5 with advantage -1; to the reference 1, 2 and 4."""
-    td = ragged(
-        [
-            sample(1, 2, advantage=torch.tensor([[2.0]], dtype=torch.float64)),
-            sample(1, 1, advantage=torch.tensor([[-1.0]], dtype=torch.float64)),
-        ]
-    )
-    log_probs = td.get(LOG_PROBS, as_padded_tensor=True, padding_side="left").nan_to_num()
-    log_probs = log_probs + torch.tensor([[1, 1.5, 1], [1, 1, 0.5]], dtype=torch.float64).log()
-    for i, (row, ratios) in enumerate(zip(log_probs, ([9, 1, 2], [9, 4]), strict=True)):
-        td[i][REF] = row[-len(ratios) :] - torch.tensor(ratios, dtype=torch.float64).log()
-    return td, GivenActor(log_probs, torch.tensor([[9.0, 1, 2], [9, 9, 3]]))
 
 
 def test_golden_numbers() -> None:
@@ -239,7 +227,8 @@ def test_unknown_sample_log_probs_drop_their_tokens() -> None:
     for rollout in rollouts[:2]:
         rollout[LOG_PROBS][-1] = float("nan")
     for i in range(2):  # the same without the last token
-        cut[i] = TensorDict({key: value[:-1] if key[0] != "advantage" else value for key, value in _leaves(cut[i])})
+        per_sample = {("advantage",), ("current_version",)}
+        cut[i] = TensorDict({key: value if key in per_sample else value[:-1] for key, value in _leaves(cut[i])})
         cut[i]["tokens", "prompt"] = rollouts[i]["tokens", "prompt"]
     loss = GRPOLoss(BigramActor(), **EVERYTHING)
     assert numbers(loss(ragged(rollouts))) == pytest.approx(numbers(loss(ragged(cut))))
@@ -256,7 +245,8 @@ def test_a_log_prob_of_the_actor_that_is_not_finite_is_dropped_and_counted() -> 
         actor.log_probs[0, 0] = float("nan")  # of the prompt: not counted
     out = GRPOLoss(actor, clip_epsilon=(0.2, 0.28))(td)
     assert out.num_dropped_tokens.item() == 1
-    assert out.loss_objective.item() == pytest.approx((-2.56 + 0.8) / 2)
+    assert out.loss_objective.item() == pytest.approx((-2.56 + 0.8) / 3)  # it still counts in the denominator
+    assert out.kl_approx.item() == pytest.approx(-(math.log(1.5) + math.log(0.5)) / 2)  # and not in a metric
     total(out).backward()
     assert actor.log_probs.grad is not None
     assert actor.log_probs.grad.isfinite().all()
@@ -386,7 +376,7 @@ def test_low_precision_log_probs_are_computed_with_in_float32() -> None:
         ({"masking_strategy": "all"}, r"masking_strategy must be one of \['sft', 'rlhf', 'generic'\], got 'all'"),
         ({"reduction": "sum"}, r"reduction must be one of \[None, 'mean', 'none'\], got 'sum'"),
         ({"ref_log_prob_padding_side": "both"}, r"ref_log_prob_padding_side must be one of .* got 'both'"),
-        ({"clip_epsilon": 1.5}, r"clip_epsilon must be a number in \[0, 1\)"),
+        ({"clip_epsilon": 1.5}, r"clip_epsilon must be a number in \[0, 1\]"),
         ({"kl_mask_threshold": 0.0}, "kl_mask_threshold must be positive"),
         ({"fixed_length": 3}, "fixed_length and aggregation='fixed_length' go together"),
     ],
