@@ -46,7 +46,7 @@ class GivenActor(nn.Module):
         self.log_probs, self.entropy = nn.Parameter(log_probs), entropy
 
     def score(self, td: TensorDictBase, entropy: bool = True) -> tuple[Tensor, Tensor | None, None]:
-        return self.log_probs, self.entropy, None
+        return self.log_probs.clone(), self.entropy, None
 
 
 def sample(prompt: int, response: int, seed: int = 0, advantage: Tensor | None = None) -> TensorDict:

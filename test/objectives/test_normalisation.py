@@ -62,7 +62,5 @@ def test_two_ranks_are_one() -> None:
 
 
 def test_without_ranks_it_says_so() -> None:
-    with pytest.raises(
-        ValueError, match=r"sum_over_ranks needs a process group, .* init_process_group first. On a single"
-    ):
+    with pytest.raises(ValueError, match=r"sum_over_ranks needs a process group.*init_process_group first"):
         sum_over_ranks({"num_valid_tokens": 3.0})

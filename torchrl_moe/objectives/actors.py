@@ -92,7 +92,8 @@ def score_reference(actor: Any, tensordict: TensorDictBase, tokens: Tensor, atte
     """Return the log-probs of ``tokens`` by the actor's model without its adapter, ``[B, T]``, without a gradient.
 
     The base of a peft model is the reference that its adapter was started from, and costs no second model. The actor
-    scores a copy of ``tensordict``: what it writes there is of another policy. Routes are replayed as for the actor.
+    scores a copy of ``tensordict``: what it writes there is of another policy. An actor that replays the rollout's routes
+    does so here too.
 
     Raises:
         ValueError: neither the actor nor its ``model`` has a ``disable_adapter`` context, as peft's models do.

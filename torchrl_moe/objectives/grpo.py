@@ -203,10 +203,11 @@ class GRPOLoss(LossModule):
         scores = score_tokens(self.actor_network, *ask, self.entropy_bonus)
         batch = batch.to(scores.log_probs.device)
         ratios = policy_ratios(scores.log_probs, batch, self.proximal_policy)
-        surrogate, clipped = self._surrogate(ratios, batch.advantage)
+        advantage = torch.where(ratios.mask, batch.advantage, 0)  # NaN may stand where no token counts
+        surrogate, clipped = self._surrogate(ratios, advantage)
         kept, metrics = ratios.mask, {}
         if self.corrections:
-            weight, within = self.corrections(ratios, batch.advantage, batch.staleness, mean_weight)
+            weight, within = self.corrections(ratios, advantage, batch.staleness, mean_weight)
             surrogate, kept = surrogate * weight, kept & within
             metrics = {
                 "masked_fraction": _mean((~within).to(weight.dtype), ratios.mask),
