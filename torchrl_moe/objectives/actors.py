@@ -92,7 +92,7 @@ def score_reference(actor: Any, tensordict: TensorDictBase, tokens: Tensor, atte
     """Return the log-probs of ``tokens`` by the actor's model without its adapter, ``[B, T]``, without a gradient.
 
     The base of a peft model is the reference that its adapter was started from, and costs no second model. The actor
-    scores a copy of ``tensordict``: what it writes there is of another policy. An actor that replays the rollout's routes
+    scores a copy of ``tensordict``: what it writes there is of another policy. If it replays the rollout's routes, it
     does so here too.
 
     Raises:

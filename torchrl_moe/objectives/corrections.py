@@ -12,7 +12,7 @@ name                  weight            left out                                
 ``icepop``            ρ                 tokens with ρ outside [a, b]                 arXiv 2510.18855, [0.5, 5]
 ``seq_mis``           ρ(y)              sequences with ρ(y) > C                      Liu et al. 2025, C = 2
 ``geo``               none              sequences, ρ(y)^(1/|y|) outside [a, b]       Liu et al. 2025, [0.999, 1.001]
-``k3``                none              sequences, mean of ρ - 1 - log ρ above c     arXiv 2512.23075, 0.01
+``k3``                none              sequences, mean of ρ - 1 - log ρ above c     after arXiv 2512.23075, 0.01
 ``opsm``              none              tokens with A < 0 in sequences with a mean   arXiv 2512.02556, 1e-4
                                         of log μ - log π above δ
 ``snis``              divided by its    nothing                                      self-normalised importance sampling

@@ -69,14 +69,13 @@ class LossInputs:
         """
         reader = TokenReader(tensordict, names.action)
         mask, sample_log_probs = self.mask(reader, names, loss_mask)
+        ref = (names.ref_log_probs, self.ref_side, self.ref_fill)
         return TokenBatch(
             tokens=reader.tokens,
             mask=mask,
             advantage=reader.advantage(names.advantage),
             sample_log_probs=sample_log_probs,
-            ref_log_probs=reader.ref_log_probs(names.ref_log_probs, self.ref_side, self.ref_fill)
-            if self.reference
-            else None,
+            ref_log_probs=reader.ref_log_probs(*ref) if self.reference else None,
             prox_log_probs=self.prox_log_probs(reader, names),
             staleness=reader.staleness(names.policy_versions, names.current_version, mask) if self.staleness else None,
             num_valid_tokens=reader.total(names.num_valid_tokens),

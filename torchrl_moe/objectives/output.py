@@ -23,7 +23,7 @@ class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # myp
     masked_fraction: Tensor | None = None
     """Share of tokens that the corrections leave out."""
     mean_weight: Tensor | None = None
-    """Mean weight of the tokens, those left out included."""
+    """Mean weight of the tokens, 0 for those left out."""
     entropy: Tensor | None = None
     loss_entropy: Tensor | None = None
     loss_kl_to_ref: Tensor | None = None

@@ -1,6 +1,6 @@
 """The policies of a batch side by side: trained, sampling, and proximal if there is one.
 
-The decoupled objective (arXiv 2110.00641, eq. 7; for language models arXiv 2505.24298, eq. 5) measures the trust region
+The decoupled objective (arXiv 2110.00641; for language models arXiv 2505.24298) measures the trust region
 against a proximal policy, and corrects for the one that sampled by a weight: ``(prox/μ) min(r A, clip(r) A)`` with ``r
 = π/prox``. The proximal policy is recomputed at the start of a step, or interpolated without a forward pass.
 """
