@@ -274,7 +274,7 @@ class GRPOLoss(LossModule):
 
         Example::
 
-            for key, number in sum_over_ranks(loss.denominators(td)).items():
+            for key, number in loss.denominators(td).items():
                 td[key] = torch.full(td.batch_size, number)
             for part in td.split(4):
                 out = loss(part)
