@@ -124,7 +124,7 @@ def test_the_rooms_form_a_dag() -> None:
         ("modules/backends/vllm/x.py", "import ray"),
         ("data/x.py", "import transformers"),
         ("ops/x.py", "import numpy"),
-        ("objectives/functional.py", "from tensordict import TensorDict"),
+        ("objectives/functional/x.py", "from tensordict import TensorDict"),
         ("modules/policies/x.py", "from torchrl.modules.llm.policies.common import _batching"),
         ("__init__.py", "from torchrl_moe.data import RoutedExperts"),
         ("_errors.py", "from torchrl_moe._checks import check_rank"),

@@ -19,7 +19,7 @@ LIGHT = {
     f"import {PACKAGE}._errors": "_errors.py",
     f"from {PACKAGE}.data import *": "data/__init__.py",
     f"from {PACKAGE}.ops import *": "ops/__init__.py",
-    f"import {PACKAGE}.objectives.functional": "objectives/functional.py",
+    f"import {PACKAGE}.objectives.functional": "objectives/functional/__init__.py",
     f"from {PACKAGE}.modules import LoadBalancer, Lease": "modules/serving/load_balancer.py",
     f"from {PACKAGE}.modules import AsyncVLLM": "modules/serving/async_vllm.py",
 }

@@ -14,6 +14,7 @@ ACROSS: dict[str, str] = {
     "test_readme.py": "the README's words",
     "modules/replay/test_families.py": "every MoE of transformers, and the page that lists them",
     "modules/policies/test_fidelity.py": "what replay is worth in bf16, with a real engine",
+    "objectives/test_invariance.py": "no split of a batch changes a loss, for each of them",
     "modules/policies/test_parity.py": "engine and policy together compute what transformers computes",
     "modules/policies/test_torchrl_pipeline.py": "the policy in TorchRL's environment, collector and replay buffer",
 }

@@ -22,7 +22,6 @@ PUBLIC: dict[str, str] = {
 NOT_BUILT_YET: dict[str, str] = {
     "weight_update": "VLLMDoubleBufferSyncScheme",
     "collectors": PUBLIC["collectors"],
-    "objectives": "CISPOLoss DAPO DPPOLoss GSPOLoss SAPOLoss",
 }
 """Leave this list in the commit that builds the name."""
 

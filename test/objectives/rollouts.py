@@ -10,6 +10,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 
 VOCABULARY = 11
+CURRENT_VERSION = 4
 PAD = 7  # a token like any other, so that a pad that is read shows
 
 
@@ -45,7 +46,7 @@ class GivenActor(nn.Module):
         self.log_probs, self.entropy = nn.Parameter(log_probs), entropy
 
     def score(self, td: TensorDictBase, entropy: bool = True) -> tuple[Tensor, Tensor | None, None]:
-        return self.log_probs, self.entropy, None
+        return self.log_probs.clone(), self.entropy, None
 
 
 def sample(prompt: int, response: int, seed: int = 0, advantage: Tensor | None = None) -> TensorDict:
@@ -57,12 +58,17 @@ def sample(prompt: int, response: int, seed: int = 0, advantage: Tensor | None =
     log_probs = -1.5 - 1.5 * torch.rand(total, generator=generator, dtype=torch.float64)
     reference = -1.5 - 1.5 * torch.rand(total, generator=generator, dtype=torch.float64)
     given = torch.randn(1, 1, generator=generator, dtype=torch.float64)
+    proximal = log_probs + 0.4 * torch.randn(total, generator=generator, dtype=torch.float64)
+    versions = torch.randint(0, CURRENT_VERSION + 1, (total,), generator=generator, dtype=torch.int32)
     return TensorDict(
         {
             "tokens": {"prompt": full[:prompt], "response": full[prompt:], "full": full},
             "masks": {"all_attention_mask": torch.ones(total, dtype=torch.bool), "all_assistant_mask": answered},
             "log_probs": {"full": log_probs.masked_fill(~answered, float("nan"))},
             "next": {"ref_log_probs": {"full": reference}},
+            "prox_log_prob": proximal.masked_fill(~answered, float("nan")),
+            "policy_versions": {"full": versions.masked_fill(~answered, -1)},
+            "current_version": torch.tensor(CURRENT_VERSION),
             "advantage": given if advantage is None else advantage,
         }
     )
@@ -103,7 +109,41 @@ def dense(rollouts: Sequence[TensorDictBase], left: int = 0, right: int = 0) -> 
             },
             "log_probs": {"full": pad(("log_probs", "full"), 0.0)},
             "next": {"ref_log_probs": {"full": pad(("next", "ref_log_probs", "full"), 0.0)}},
+            "prox_log_prob": pad("prox_log_prob", 0.0),
+            "policy_versions": {"full": pad(("policy_versions", "full"), -1)},
+            "current_version": torch.full((len(rollouts),), CURRENT_VERSION),
             "advantage": pad("advantage", 0.0) if per_token else torch.stack([r["advantage"] for r in rollouts]),
         },
         batch_size=[len(rollouts)],
     )
+
+
+def by_hand() -> tuple[TensorDictBase, GivenActor]:
+    """Tokens that μ gave 0.4. Ratios 1.5 and 1 with advantage 2, ratio 0.5 with advantage -1; to the reference 1, 2, 4.
+
+    To the proximal policy 0.75, 1 and 1, which to μ is 2, 1 and 0.5. Sampled 2, 1 and 4 updates ago.
+    """
+    double: dict[str, Any] = {"dtype": torch.float64}
+    advantages = torch.tensor([2.0, -1.0], **double)
+    td = ragged([sample(1, 2 - i, advantage=advantages[i].view(1, 1)) for i in range(2)])
+    ratios, references, proximals, versions = [[1.5, 1], [0.5]], [[1, 2], [4]], [[2, 1], [0.5]], [[2, 3], [0]]
+    log_probs = torch.full((2, 3), 0.4, **double).log()
+    for i in range(2):
+        answer = torch.tensor([0.4] * len(ratios[i]), **double)
+        unknown = torch.tensor([float("nan")], **double)
+        trained = answer * torch.tensor(ratios[i], **double)
+        log_probs[i, 3 - len(answer) :] = trained.log()
+        td[i]["log_probs", "full"] = torch.cat([unknown, answer.log()])
+        td[i]["prox_log_prob"] = torch.cat([unknown, (answer * torch.tensor(proximals[i], **double)).log()])
+        td[i]["next", "ref_log_probs", "full"] = torch.cat([unknown, (trained / torch.tensor(references[i])).log()])
+        td[i]["policy_versions", "full"] = torch.tensor([-1, *versions[i]], dtype=torch.int32)
+    return td, GivenActor(log_probs, torch.tensor([[9.0, 1, 2], [9, 9, 3]]))
+
+
+def total(out: Any) -> Tensor:
+    """The loss to be minimised."""
+    return sum(value for key, value in out.items() if key.startswith("loss_"))  # type: ignore[return-value]
+
+
+def numbers(out: Any) -> dict[str, float]:
+    return {key: value.detach().item() for key, value in out.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from objectives.rollouts import VOCABULARY, BigramActor, GivenActor, ragged, samples
-from torchrl_moe.objectives.actors import score_tokens
+from torchrl_moe.objectives.actors import check_actor, score_reference, score_tokens
 
 ATTENTION = ("masks", "all_attention_mask")
 TD = ragged(samples([(2, 3), (1, 1)]))
@@ -76,6 +78,78 @@ def test_wrong_shapes_are_refused() -> None:
         ValueError, match=rf"logits of the actor must have shape \[2, 5, V\], got \[2, 4, 11\]. {aligned}"
     ):
         score_tokens(DistActor(width=4), TD, TOKENS, ATTENTION, entropy=False)
+
+
+class AdaptedActor(BigramActor):
+    """An actor whose model has an adapter: it adds to the logits while it is on."""
+
+    class Model:
+        def __init__(self) -> None:
+            self.on = True
+
+        @contextmanager
+        def disable_adapter(self) -> Iterator[None]:
+            self.on = False
+            yield
+            self.on = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: Any = self.Model()
+
+    def score(self, td: TensorDictBase, router_logits: bool = False, entropy: bool = True) -> Any:
+        td["scribble"] = torch.zeros(len(td))
+        log_probs, spread, _ = super().score(td, router_logits, entropy)
+        return log_probs + 0.5 * self.model.on, spread, None
+
+
+def test_the_reference_is_the_model_without_its_adapter() -> None:
+    actor = AdaptedActor()
+    td = TD.copy()
+    reference = score_reference(actor, td, TOKENS, ATTENTION)
+    torch.testing.assert_close(reference, BigramActor().score(TD)[0].detach())
+    assert not reference.requires_grad
+    assert actor.model.on
+    assert actor.calls == [{"router_logits": False, "entropy": False}]
+    assert "scribble" not in td.keys()  # noqa: SIM118  a TensorDict iterates over its batch
+
+
+def test_the_adapter_of_a_peft_model() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x)
+
+    class Scorer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = get_peft_model(Net(), LoraConfig(target_modules=["head"], init_lora_weights=False))
+
+        def score(self, td: TensorDictBase, entropy: bool = True) -> tuple[Tensor, None, None]:
+            return self.model(torch.ones(*TOKENS.shape, 3))[..., 0], None, None
+
+    actor = Scorer()
+    base = actor.model.base_model.model.head.base_layer(torch.ones(3))[0]
+    torch.testing.assert_close(score_reference(actor, TD, TOKENS, ATTENTION), base.detach().expand(TOKENS.shape))
+    assert (actor.score(TD)[0] - base).abs().min() > 1e-3
+
+
+def test_an_actor_without_adapter_is_refused() -> None:
+    told = r"reference='adapter' needs a model with an adapter .* got BigramActor of NoneType: use reference='key'"
+    with pytest.raises(ValueError, match=told):
+        score_reference(BigramActor(), TD, TOKENS, ATTENTION)
+
+
+def test_an_actor_that_cannot_score_is_refused() -> None:
+    check_actor(BigramActor())
+    check_actor(DistActor())
+    with pytest.raises(TypeError, match=r"actor_network must have a score method .* got Linear: wrap the model"):
+        check_actor(torch.nn.Linear(1, 1))
 
 
 def test_missing_entropies_are_refused() -> None:

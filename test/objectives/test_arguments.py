@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from torchrl_moe.objectives.arguments import check_choice, check_coefficients, check_fixed_length, clip_range
+from torchrl_moe.objectives.arguments import (
+    check_choice,
+    check_dual_clip,
+    check_fixed_length,
+    check_no_dual_clip,
+    check_penalties,
+    clip_range,
+)
 
 
 def test_choice() -> None:
@@ -15,15 +22,29 @@ def test_choice() -> None:
         check_choice("reduction", "sum", (None, "mean"))
 
 
-def test_coefficients() -> None:
-    check_coefficients(None, None, None)
-    check_coefficients(0.1, 0.0, 0.0)
+def test_penalties() -> None:
+    check_penalties(None, None, None, "k3", False)
+    check_penalties(0.1, 0.0, 0.0, "k1", True)
     with pytest.raises(ValueError, match=r"^kl_mask_threshold must be positive, got 0: None switches it off.$"):
-        check_coefficients(0, None, None)
+        check_penalties(0, None, None, "k3", False)
     with pytest.raises(ValueError, match=r"^kl_to_ref_coeff must not be negative, got -1: None switches it off.$"):
-        check_coefficients(None, -1, None)
+        check_penalties(None, -1, None, "k3", False)
     with pytest.raises(ValueError, match=r"^kl_to_inference_coeff must not be negative, got nan"):
-        check_coefficients(None, None, float("nan"))
+        check_penalties(None, None, float("nan"), "k3", False)
+    with pytest.raises(ValueError, match=r"^kl_estimator must be one of \['k1', 'k2', 'k3'\], got 'k4'.$"):
+        check_penalties(None, None, None, "k4", False)
+    with pytest.raises(ValueError, match=r"^kl_estimator='k1' as a plain loss has an expected gradient of 0 on policy"):
+        check_penalties(None, None, None, "k1", False)
+
+
+def test_dual_clip() -> None:
+    check_dual_clip(None)
+    check_dual_clip(3.0)
+    with pytest.raises(ValueError, match=r"^dual_clip must be greater than 1, got 1.0: 3 is usual, None switches it"):
+        check_dual_clip(1.0)
+    check_no_dual_clip(int, {"dual_clip": None})
+    with pytest.raises(ValueError, match=r"^int has no dual_clip, got 3.0: it bounds the clipped surrogate"):
+        check_no_dual_clip(int, {"dual_clip": 3.0})
 
 
 def test_fixed_length() -> None:
@@ -39,10 +60,11 @@ def test_fixed_length() -> None:
 def test_clip_range() -> None:
     assert clip_range(0.2) == (0.2, 0.2)
     assert clip_range((0.2, 1.5)) == (0.2, 1.5)
+    assert clip_range((1.0, 4.0)) == (1.0, 4.0)
     assert clip_range([0, 0]) == (0.0, 0.0)  # type: ignore[arg-type] # as Hydra gives it
 
 
-@pytest.mark.parametrize("wrong", [1.0, -0.1, (1.0, 0.2), (0.2, -0.1), (0.2,), (0.1, 0.2, 0.3), float("nan")])
+@pytest.mark.parametrize("wrong", [1.1, -0.1, (1.1, 0.2), (0.2, -0.1), (0.2,), (0.1, 0.2, 0.3), float("nan")])
 def test_a_wrong_clip_range_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"^clip_epsilon must be a number in \[0, 1\), or \(low, high\)"):
+    with pytest.raises(ValueError, match=r"^clip_epsilon must be a number in \[0, 1\], or \(low, high\)"):
         clip_range(wrong)

@@ -133,6 +133,9 @@ def test_a_batch_moves_to_a_device() -> None:
         advantage=ones,
         sample_log_probs=ones,
         ref_log_probs=None,
+        prox_log_probs=ones,
+        staleness=None,
+        sum_weights=None,
         num_valid_tokens=None,
         num_sequences=ones[0, 0],
     )
@@ -182,7 +185,7 @@ def read_all(td: TensorDictBase, masking: Masking | None = None) -> None:
     every = TokenReader(td, FULL)
     for one in get_args(Masking) if masking is None else (masking,):
         every.mask(one, PROMPT, ATTENTION, ASSISTANT)
-    every.sample_log_probs(LOG_PROBS)
+    every.constant_log_probs(LOG_PROBS, "the policy that generated the tokens")
     every.ref_log_probs(REF, "left", 0.0)
     every.advantage("advantage")
 
@@ -212,10 +215,43 @@ def test_what_does_not_fit_the_tokens_is_named(key: Any, value: torch.Tensor, to
         read_all(changed(key, value))
 
 
-def test_sample_log_probs_are_constants() -> None:
+def test_constant_log_probs() -> None:
     td = changed(LOG_PROBS, torch.zeros(2, requires_grad=True, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"^\('log_probs', 'full'\) requires grad, .*store it detached"):
-        reader(td).sample_log_probs(LOG_PROBS)
+    told = r"^\('log_probs', 'full'\) requires grad, but the old policy is a constant: store it detached"
+    with pytest.raises(ValueError, match=told):
+        reader(td).constant_log_probs(LOG_PROBS, "the old policy")
     integers = lazy_stack([TensorDict({FULL: torch.zeros(2).long(), "x": torch.zeros(2).long()})])
     with pytest.raises(ValueError, match=r"^'x' must have a floating point dtype"):
-        reader(integers).sample_log_probs("x")
+        reader(integers).constant_log_probs("x", "the old policy")
+
+
+VERSIONS = ("policy_versions", "full")
+COUNTED = torch.tensor([[_, _, X, X], [_, _, _, X]])
+
+
+def test_staleness_counts_updates_of_the_weights() -> None:
+    td = changed(VERSIONS, torch.tensor([-1, 4], dtype=torch.int32))
+    td[0][VERSIONS] = torch.tensor([-1, -1, 0, 3], dtype=torch.int32)
+    staleness = reader(td).staleness(VERSIONS, "current_version", COUNTED)
+    assert staleness.tolist() == [[0, 0, 4, 1], [0, 0, 0, 0]]
+    assert staleness.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("versions", "told"),
+    [
+        ([-1, 5], r"must be in 0..4 \('current_version'\) where a token counts, got \[.*5\]: -1 is for tokens that no"),
+        ([-1, -1], r"must be in 0..4 .* got \[-1,"),
+        ([0.0, 1.0], "must have an integer dtype, got torch.float32"),
+    ],
+)
+def test_versions_that_make_no_sense_are_refused(versions: list[Any], told: str) -> None:
+    td = changed(VERSIONS, torch.tensor(versions))
+    td[0][VERSIONS] = torch.zeros(4).to(td[1][VERSIONS].dtype)
+    with pytest.raises(ValueError, match=rf"^\('policy_versions', 'full'\) {told}"):
+        reader(td).staleness(VERSIONS, "current_version", COUNTED)
+
+
+def test_the_current_version_must_be_known() -> None:
+    with pytest.raises(ValueError, match=r"no 'trained': the version of the weights being trained.*torch.full"):
+        reader().staleness(VERSIONS, "trained", COUNTED)

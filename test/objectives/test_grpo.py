@@ -6,6 +6,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,8 +17,20 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.objectives import LossModule
 
-from objectives.rollouts import VOCABULARY, BigramActor, GivenActor, dense, ragged, sample, samples
-from torchrl_moe.objectives import GRPOLoss, GRPOLossOutput
+from objectives.naive import Answer, check_against, clip, token_mean
+from objectives.rollouts import (
+    VOCABULARY,
+    BigramActor,
+    GivenActor,
+    by_hand,
+    dense,
+    numbers,
+    ragged,
+    sample,
+    samples,
+    total,
+)
+from torchrl_moe.objectives import DAPO, CISPOLoss, DPPOLoss, GRPOLoss, GRPOLossOutput, GSPOLoss, SAPOLoss, Thresholds
 
 LN2 = math.log(2)
 SHAPES = [(2, 3), (1, 4), (3, 1)]
@@ -32,30 +45,10 @@ AGGREGATIONS: list[dict[str, Any]] = [
 ]
 
 
-def total(out: GRPOLossOutput) -> Tensor:
-    return sum(value for key, value in out.items() if key.startswith("loss_"))
-
-
-def numbers(out: GRPOLossOutput) -> dict[str, float]:
-    return {key: value.detach().item() for key, value in out.items()}
+WIDE = Thresholds(mis=1.5, geo=(0.4, 1.3), icepop=(0.6, 1.4))
 
 
 # -- by hand ----------------------------------------------------------------------------------------------------------
-
-
-def by_hand() -> tuple[TensorDictBase, GivenActor]:
-    """Ratios 1.5 and 1 with advantage 2, ratio 0.5 with advantage -1; to the reference 1, 2 and 4."""
-    td = ragged(
-        [
-            sample(1, 2, advantage=torch.tensor([[2.0]], dtype=torch.float64)),
-            sample(1, 1, advantage=torch.tensor([[-1.0]], dtype=torch.float64)),
-        ]
-    )
-    log_probs = td.get(LOG_PROBS, as_padded_tensor=True, padding_side="left").nan_to_num()
-    log_probs = log_probs + torch.tensor([[1, 1.5, 1], [1, 1, 0.5]], dtype=torch.float64).log()
-    for i, (row, ratios) in enumerate(zip(log_probs, ([9, 1, 2], [9, 4]), strict=True)):
-        td[i][REF] = row[-len(ratios) :] - torch.tensor(ratios, dtype=torch.float64).log()
-    return td, GivenActor(log_probs, torch.tensor([[9.0, 1, 2], [9, 9, 3]]))
 
 
 def test_golden_numbers() -> None:
@@ -94,6 +87,74 @@ def test_golden_objectives(arguments: dict[str, Any], expected: float) -> None:
     out = GRPOLoss(actor, **{"clip_epsilon": (0.2, 0.28), **arguments})(td)
     assert out.loss_objective.item() == pytest.approx(expected)
     assert out.clip_fraction.item() == pytest.approx(0 if arguments.get("clip_epsilon") == (0.6, 0.6) else 2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [  # π/prox is 0.75, 1 and 1; prox/μ is 2, 1 and 0.5
+        ({"proximal_policy": "recomputed"}, (-1.5 - 2 + 1) / 3),
+        ({"proximal_policy": "recomputed", "correction": "tis"}, (-3 - 2 + 0.5) / 3),
+        (
+            {"proximal_policy": "recomputed", "correction": ["tis"], "thresholds": Thresholds(tis=1.5)},
+            (-2.25 - 2 + 0.5) / 3,
+        ),
+        ({"proximal_policy": "recomputed", "correction": "seq_tis"}, (-3 - 4 + 0.5) / 3),
+        ({"proximal_policy": "recomputed", "correction": ["mis", "geo"], "thresholds": WIDE}, (0 + 0 + 0.5) / 3),
+        ({"proximal_policy": "recomputed", "correction": ["tis", "snis"]}, (-3 - 2 + 0.5) / 3 / (3.5 / 3)),
+        # coupled: π/μ is 1.5, 1 and 0.5
+        ({"correction": "icepop", "thresholds": WIDE}, (0 - 2 + 0) / 3),
+        ({"correction": "opsm", "thresholds": Thresholds(opsm=0.5)}, (-2.56 - 2 + 0) / 3),
+        ({"correction": "staleness_mask", "thresholds": Thresholds(staleness_mask=1)}, (0 - 2 + 0) / 3),
+        ({"correction": "staleness_weight"}, (-1.28 - 2 + 0.2) / 3),
+        # A-3PO: r is 1.5^(1/2), 1 and 0.5^(1/4); the weight is 1.5^(1/2), 1 and 0.5^(3/4)
+        ({"proximal_policy": "interpolated"}, (-2 * 1.5**0.5 - 2 + 0.5**0.25) / 3),
+        ({"proximal_policy": "interpolated", "correction": "tis"}, (-3 - 2 + 0.5) / 3),
+    ],
+)
+def test_golden_corrections(arguments: dict[str, Any], expected: float) -> None:
+    td, actor = by_hand()
+    out = GRPOLoss(actor, clip_epsilon=(0.2, 0.28), **arguments)(td)
+    assert out.loss_objective.item() == pytest.approx(expected)
+    assert out.ESS.item() == pytest.approx(3**2 / (3 * (1.5**2 + 1 + 0.5**2)))  # of π/μ, whatever is corrected
+
+
+def test_a_dual_clip() -> None:
+    td, actor = by_hand()
+    with torch.no_grad():
+        actor.log_probs[1, 2] += math.log(8)  # ratio 4, advantage -1
+    assert GRPOLoss(actor)(td).loss_objective.item() == pytest.approx((-2.4 - 2 + 4) / 3)
+    assert GRPOLoss(actor, dual_clip=3.0)(td).loss_objective.item() == pytest.approx((-2.4 - 2 + 3) / 3)
+
+
+def test_corrections_say_what_they_did() -> None:
+    td, actor = by_hand()
+    arguments: dict[str, Any] = {"proximal_policy": "recomputed", "thresholds": Thresholds(mis=1.5)}
+    out = GRPOLoss(actor, correction="mis", kl_to_inference_coeff=0.5, **arguments)(td)
+    assert out.masked_fraction.item() == pytest.approx(1 / 3)
+    assert out.mean_weight.item() == pytest.approx((0 + 1 + 0.5) / 3)
+    # every loss term leaves the token out, and no other metric does
+    k3 = [2 / 3 - 1 + math.log(1.5), 0, 2 - 1 - LN2]
+    assert out.loss_kl_to_inference.item() == pytest.approx(0.5 * (k3[1] + k3[2]) / 3)
+    assert out.kl_to_inference.item() == pytest.approx(sum(k3) / 3)
+    assert out.loss_entropy.item() == pytest.approx(-0.01 * (2 + 3) / 3)
+    assert out.entropy.item() == pytest.approx(2)
+    assert "masked_fraction" not in GRPOLoss(actor).out_keys
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [  # log π/ref is 0, log 2 and log 4; π/μ is 1.5, 1 and 0.5
+        ({"kl_estimator": "k2"}, (LN2**2 / 2 + 2 * LN2**2) / 3),
+        ({"kl_estimator": "k2", "kl_off_policy": True}, (LN2**2 / 2 + LN2**2) / 3),
+        ({"kl_estimator": "k1", "kl_off_policy": True}, (LN2 + LN2) / 3),
+        ({"kl_off_policy": True}, ((0.5 - 1 + LN2) + 0.5 * (0.25 - 1 + 2 * LN2)) / 3),
+    ],
+)
+def test_golden_penalties(arguments: dict[str, Any], expected: float) -> None:
+    td, actor = by_hand()
+    out = GRPOLoss(actor, kl_to_ref_coeff=0.3, **arguments)(td)
+    assert out.kl_to_ref.item() == pytest.approx(expected)
+    assert out.loss_kl_to_ref.item() == pytest.approx(0.3 * expected)
 
 
 @pytest.mark.parametrize("arguments", [{"aggregation": "none"}, {"reduction": "none"}])
@@ -158,6 +219,49 @@ def test_values_and_gradients_of_plain_loops(how: dict[str, Any], layout: Any, p
     torch.testing.assert_close(*gradients)
 
 
+def test_the_decoupled_objective_of_plain_loops() -> None:
+    """With a truncated weight of sequences."""
+
+    def loss(answer: Answer) -> list[Tensor]:
+        log_rho = [prox - mu for prox, mu in zip(answer.prox, answer.mu, strict=True)]
+        weight = min(math.exp(sum(log_rho)), 1.5)
+        rows = zip(answer.pi, answer.prox, answer.advantage, strict=True)
+        return [-weight * min((pi - p).exp() * a, clip((pi - p).exp(), 0.8, 1.28) * a) for pi, p, a in rows]
+
+    arguments: dict[str, Any] = {"clip_epsilon": (0.2, 0.28), "entropy_bonus": False, "proximal_policy": "recomputed"}
+    cuts = Thresholds(seq_tis=1.5)
+    build = lambda actor: GRPOLoss(actor, correction="seq_tis", thresholds=cuts, **arguments)  # noqa: E731
+    check_against(build, loss, token_mean, per_token_advantages=True)
+
+
+def test_the_interpolated_objective_of_plain_loops() -> None:
+    def loss(answer: Answer) -> list[Tensor]:
+        out = []
+        for pi, mu, age, a in zip(answer.pi, answer.mu, answer.age, answer.advantage, strict=True):
+            prox = (mu / max(age, 1) + pi * (1 - 1 / max(age, 1))).detach()
+            ratio, weight = (pi - prox).exp(), min((prox - mu).exp().item(), 2.0)
+            out.append(-weight * min(ratio * a, clip(ratio, 0.8, 1.2) * a))
+        return out
+
+    arguments: dict[str, Any] = {"entropy_bonus": False, "proximal_policy": "interpolated", "correction": "tis"}
+    check_against(lambda actor: GRPOLoss(actor, **arguments), loss, token_mean, per_token_advantages=True)
+
+
+def test_penalties_of_plain_loops() -> None:
+    """``r k3`` to the rollout policy, beside an objective that the test takes away."""
+
+    def loss(answer: Answer) -> list[Tensor]:
+        pairs = zip(answer.pi, answer.mu, strict=True)
+        return [0.5 * (pi - mu).exp() * ((mu - pi).exp() - 1 - (mu - pi)) for pi, mu in pairs]
+
+    class PenaltyOnly(GRPOLoss):
+        def _surrogate(self, ratios: Any, advantage: Tensor) -> tuple[Tensor, Tensor]:
+            return 0 * ratios.log_ratio, ratios.mask
+
+    arguments: dict[str, Any] = {"entropy_bonus": False, "kl_to_inference_coeff": 0.5, "kl_off_policy": True}
+    check_against(lambda actor: PenaltyOnly(actor, **arguments), loss, token_mean)
+
+
 # -- invariance -------------------------------------------------------------------------------------------------------
 
 shapes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=5)
@@ -206,6 +310,18 @@ def test_a_batch_without_valid_tokens_has_denominators_too() -> None:
     assert total(loss(td)).item() == 0
 
 
+def test_normalised_weights_need_all_denominators() -> None:
+    td = ragged(samples(SHAPES))
+    loss = GRPOLoss(BigramActor(), correction=["tis", "snis"], proximal_policy="recomputed")
+    numbers_of_the_batch = loss.denominators(td)
+    assert list(numbers_of_the_batch) == ["num_valid_tokens", "num_sequences", "sum_weights"]
+    rho = [(row["prox_log_prob"] - row[LOG_PROBS]).exp().clamp(max=2).nansum() for row in td.unbind(0)]
+    assert numbers_of_the_batch["sum_weights"] == pytest.approx(float(sum(rho)))
+    td["num_valid_tokens"] = torch.full(td.batch_size, 8.0)
+    with pytest.raises(ValueError, match="'snis' needs 'num_valid_tokens' and 'sum_weights' of the whole batch"):
+        loss(td)
+
+
 def test_denominators() -> None:
     td = ragged([*samples(SHAPES), sample(2, 0)])
     actor = BigramActor()
@@ -239,7 +355,8 @@ def test_unknown_sample_log_probs_drop_their_tokens() -> None:
     for rollout in rollouts[:2]:
         rollout[LOG_PROBS][-1] = float("nan")
     for i in range(2):  # the same without the last token
-        cut[i] = TensorDict({key: value[:-1] if key[0] != "advantage" else value for key, value in _leaves(cut[i])})
+        per_sample = {("advantage",), ("current_version",)}
+        cut[i] = TensorDict({key: value if key in per_sample else value[:-1] for key, value in _leaves(cut[i])})
         cut[i]["tokens", "prompt"] = rollouts[i]["tokens", "prompt"]
     loss = GRPOLoss(BigramActor(), **EVERYTHING)
     assert numbers(loss(ragged(rollouts))) == pytest.approx(numbers(loss(ragged(cut))))
@@ -256,7 +373,8 @@ def test_a_log_prob_of_the_actor_that_is_not_finite_is_dropped_and_counted() -> 
         actor.log_probs[0, 0] = float("nan")  # of the prompt: not counted
     out = GRPOLoss(actor, clip_epsilon=(0.2, 0.28))(td)
     assert out.num_dropped_tokens.item() == 1
-    assert out.loss_objective.item() == pytest.approx((-2.56 + 0.8) / 2)
+    assert out.loss_objective.item() == pytest.approx((-2.56 + 0.8) / 3)  # it still counts in the denominator
+    assert out.kl_approx.item() == pytest.approx(-(math.log(1.5) + math.log(0.5)) / 2)  # and not in a metric
     total(out).backward()
     assert actor.log_probs.grad is not None
     assert actor.log_probs.grad.isfinite().all()
@@ -289,6 +407,27 @@ def test_reference_log_probs_that_are_missing_only_leave_the_kl() -> None:
     out = GRPOLoss(actor, **EVERYTHING)(td)
     assert out.kl_to_ref.item() == pytest.approx((0 + (0.5 - 1 + LN2)) / 2)
     assert out.loss_objective.item() == pytest.approx((-2.56 - 2 + 0.8) / 3)
+
+
+def test_the_reference_may_be_the_actor_without_its_adapter() -> None:
+    """The actor's model doubles each ratio while its adapter is on."""
+
+    class Model:
+        @contextmanager
+        def disable_adapter(self) -> Iterator[None]:
+            actor.log_probs.data -= LN2
+            yield
+            actor.log_probs.data += LN2
+
+    td, actor = by_hand()
+    actor.model = Model()
+    arguments: dict[str, Any] = {"kl_to_ref_coeff": 0.3, "kl_mask_threshold": 0.3, "reference": "adapter"}
+    loss = GRPOLoss(actor, **arguments)
+    assert REF not in loss.in_keys
+    out = loss(td.exclude(REF))
+    assert out.kl_to_ref.item() == pytest.approx(0.5 - 1 + LN2)
+    assert out.loss_objective.item() == pytest.approx((-2.4 - 2 + 0.8) / 3)  # (log 2)^2 / 2 = 0.24 is inside
+    assert total(out).requires_grad
 
 
 def test_a_mask_of_the_user() -> None:
@@ -386,9 +525,17 @@ def test_low_precision_log_probs_are_computed_with_in_float32() -> None:
         ({"masking_strategy": "all"}, r"masking_strategy must be one of \['sft', 'rlhf', 'generic'\], got 'all'"),
         ({"reduction": "sum"}, r"reduction must be one of \[None, 'mean', 'none'\], got 'sum'"),
         ({"ref_log_prob_padding_side": "both"}, r"ref_log_prob_padding_side must be one of .* got 'both'"),
-        ({"clip_epsilon": 1.5}, r"clip_epsilon must be a number in \[0, 1\)"),
+        ({"clip_epsilon": 1.5}, r"clip_epsilon must be a number in \[0, 1\]"),
         ({"kl_mask_threshold": 0.0}, "kl_mask_threshold must be positive"),
         ({"fixed_length": 3}, "fixed_length and aggregation='fixed_length' go together"),
+        ({"dual_clip": 0.5}, "dual_clip must be greater than 1, got 0.5"),
+        ({"kl_estimator": "k1"}, "kl_estimator='k1' as a plain loss has an expected gradient of 0"),
+        (
+            {"proximal_policy": "old"},
+            r"proximal_policy must be one of \[None, 'recomputed', .*\], got 'old'",
+        ),
+        ({"reference": "model"}, r"reference must be one of \['key', 'adapter'\], got 'model'"),
+        ({"correction": "tis"}, "correction='tis' is an importance weight, and the ratio of the coupled objective"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], told: str) -> None:
@@ -409,7 +556,15 @@ def test_an_actor_that_cannot_score_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "key"),
-    [({"kl_to_ref_coeff": 0.1}, REF), ({"kl_mask_threshold": 0.1}, REF), ({}, LOG_PROBS), ({}, "advantage")],
+    [
+        ({"kl_to_ref_coeff": 0.1}, REF),
+        ({"kl_mask_threshold": 0.1}, REF),
+        ({}, LOG_PROBS),
+        ({}, "advantage"),
+        ({"proximal_policy": "recomputed"}, "prox_log_prob"),
+        ({"proximal_policy": "interpolated"}, ("policy_versions", "full")),
+        ({"correction": "staleness_mask"}, "current_version"),
+    ],
 )
 def test_missing_keys_are_named_before_the_actor_runs(arguments: dict[str, Any], key: Any) -> None:
     actor = BigramActor()
@@ -533,19 +688,20 @@ class Sender:
         self.updates += 1
 
 
-def test_it_trains_in_the_grpo_trainer() -> None:
+def train(loss: GRPOLoss, batches: int) -> tuple[Any, Rollouts, Sender]:
+    """TorchRL's trainer, run to its end."""
     from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
     from torchrl.trainers.algorithms.grpo import GRPOTrainer
 
-    actor, sender = BigramActor(), Sender()
-    collector = Rollouts(actor, batches=12)
+    actor, sender = loss.actor_network, Sender()
+    collector = Rollouts(actor, batches)
     buffer = ReplayBuffer(storage=LazyStackStorage(32), sampler=SamplerWithoutReplacement(), batch_size=32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the trainer says that it is experimental
         trainer = GRPOTrainer(
             collector=collector,
-            total_frames=12 * 32,
-            loss_module=GRPOLoss(actor, clip_epsilon=(0.2, 0.28), kl_to_inference_coeff=0.0),
+            total_frames=batches * 32,
+            loss_module=loss,
             optimizer=torch.optim.Adam(actor.parameters(), lr=0.3),
             replay_buffer=buffer,
             weight_sync_sender=sender,
@@ -553,6 +709,32 @@ def test_it_trains_in_the_grpo_trainer() -> None:
             progress_bar=False,
         )
         trainer.train()
+    return trainer, collector, sender
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        DAPO,
+        lambda actor: GSPOLoss(actor, kl_to_ref_coeff=None, correction=["geo", "opsm"]),
+        CISPOLoss,
+        DPPOLoss,
+        SAPOLoss,
+    ],
+    ids=["DAPO", "GSPO", "CISPO", "DPPO", "SAPO"],
+)
+def test_each_loss_runs_in_the_grpo_trainer(build: Any) -> None:
+    actor = BigramActor()
+    before = actor.logits.detach().clone()
+    trainer, _, sender = train(build(actor), batches=1)
+    assert sender.updates == trainer.optimization_stepper.optimizer_step_count == 1
+    assert trainer.optimization_stepper.state_dict()["skipped_nonfinite_steps"] == 0
+    assert (actor.logits - before).abs().max() > 0.1
+
+
+def test_it_trains_in_the_grpo_trainer() -> None:
+    loss = GRPOLoss(BigramActor(), clip_epsilon=(0.2, 0.28), kl_to_inference_coeff=0.0)
+    trainer, collector, sender = train(loss, batches=12)
     logged = trainer._log_dict
     assert sender.updates == 12
     assert trainer.optimization_stepper.optimizer_step_count == 12

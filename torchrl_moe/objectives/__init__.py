@@ -12,26 +12,40 @@ if TYPE_CHECKING:
     from torchrl_moe.objectives.advantages import DrGRPOAdvantage as DrGRPOAdvantage
     from torchrl_moe.objectives.advantages import ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage
     from torchrl_moe.objectives.advantages import RLOOAdvantage as RLOOAdvantage
+    from torchrl_moe.objectives.cispo import CISPOLoss as CISPOLoss
+    from torchrl_moe.objectives.corrections import Thresholds as Thresholds
+    from torchrl_moe.objectives.dapo import DAPO as DAPO
+    from torchrl_moe.objectives.dppo import DPPOLoss as DPPOLoss
     from torchrl_moe.objectives.grpo import GRPOLoss as GRPOLoss
-    from torchrl_moe.objectives.grpo import GRPOLossOutput as GRPOLossOutput
+    from torchrl_moe.objectives.gspo import GSPOLoss as GSPOLoss
     from torchrl_moe.objectives.mismatch import CollapseThresholds as CollapseThresholds
     from torchrl_moe.objectives.mismatch import MismatchKeys as MismatchKeys
     from torchrl_moe.objectives.mismatch import MismatchMetrics as MismatchMetrics
     from torchrl_moe.objectives.moe_router import MoERouterLoss as MoERouterLoss
     from torchrl_moe.objectives.moe_router import MoERouterLossOutput as MoERouterLossOutput
+    from torchrl_moe.objectives.normalisation import sum_over_ranks as sum_over_ranks
+    from torchrl_moe.objectives.output import GRPOLossOutput as GRPOLossOutput
+    from torchrl_moe.objectives.sapo import SAPOLoss as SAPOLoss
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
+            "DAPO": ".dapo",
+            "CISPOLoss": ".cispo",
             "CollapseThresholds": ".mismatch",
+            "DPPOLoss": ".dppo",
             "DrGRPOAdvantage": ".advantages",
             "GRPOLoss": ".grpo",
-            "GRPOLossOutput": ".grpo",
+            "GRPOLossOutput": ".output",
+            "GSPOLoss": ".gspo",
             "MismatchKeys": ".mismatch",
             "MismatchMetrics": ".mismatch",
             "MoERouterLoss": ".moe_router",
             "MoERouterLossOutput": ".moe_router",
             "RLOOAdvantage": ".advantages",
             "ReinforcePlusPlusAdvantage": ".advantages",
+            "SAPOLoss": ".sapo",
+            "Thresholds": ".corrections",
+            "sum_over_ranks": ".normalisation",
         },
     )

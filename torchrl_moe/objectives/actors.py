@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_moe import _checks
 
-__all__ = ["ScoringActor", "TokenScores", "score_tokens"]
+__all__ = ["ScoringActor", "TokenScores", "check_actor", "score_reference", "score_tokens"]
 
 
 class ScoringActor(Protocol):
@@ -40,6 +41,15 @@ class TokenScores(NamedTuple):
 
     log_probs: Tensor
     entropy: Tensor | None
+
+
+def check_actor(actor: Any) -> None:
+    """Raise TypeError unless ``actor`` can score."""
+    if not (hasattr(actor, "score") or hasattr(actor, "get_dist")):
+        raise TypeError(
+            f"actor_network must have a score method (or get_dist, as TorchRL's wrappers), got "
+            f"{type(actor).__name__}: wrap the model, TransformersWrapper(model, tokenizer=...)."
+        )
 
 
 def score_tokens(
@@ -76,6 +86,27 @@ def score_tokens(
         )
     _checks.check_same_shape({"entropies of the actor": spread, "tokens": tokens}, hint=_ALIGNED)
     return TokenScores(log_probs, spread)
+
+
+def score_reference(actor: Any, tensordict: TensorDictBase, tokens: Tensor, attention_mask_key: NestedKey) -> Tensor:
+    """Return the log-probs of ``tokens`` by the actor's model without its adapter, ``[B, T]``, without a gradient.
+
+    The base of a peft model is the reference that its adapter was started from, and costs no second model. The actor
+    scores a copy of ``tensordict``: what it writes there is of another policy. If it replays the rollout's routes, it
+    does so here too.
+
+    Raises:
+        ValueError: neither the actor nor its ``model`` has a ``disable_adapter`` context, as peft's models do.
+    """
+    holders = (actor, getattr(actor, "model", None))
+    model = next((holder for holder in holders if hasattr(holder, "disable_adapter")), None)
+    if model is None:
+        raise ValueError(
+            f"reference='adapter' needs a model with an adapter to switch off (peft's disable_adapter), got "
+            f"{type(actor).__name__} of {type(holders[1]).__name__}: use reference='key' and RetrieveLogProb."
+        )
+    with torch.no_grad(), model.disable_adapter():
+        return score_tokens(actor, tensordict.copy(), tokens, attention_mask_key, entropy=False).log_probs.detach()
 
 
 _ALIGNED = "An actor scores each token of the input, padded on the left to the longest sequence."

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["check_choice", "check_coefficients", "check_fixed_length", "clip_range"]
+from collections.abc import Mapping
+
+__all__ = [
+    "check_choice",
+    "check_dual_clip",
+    "check_fixed_length",
+    "check_no_dual_clip",
+    "check_penalties",
+    "clip_range",
+]
 
 
 def check_choice(name: str, got: object, allowed: tuple[object, ...]) -> None:
@@ -11,13 +20,36 @@ def check_choice(name: str, got: object, allowed: tuple[object, ...]) -> None:
         raise ValueError(f"{name} must be one of {list(allowed)}, got {got!r}.")
 
 
-def check_coefficients(threshold: float | None, to_ref: float | None, to_inference: float | None) -> None:
-    """Raise ValueError unless the threshold is positive and the coefficients are not negative; ``None`` passes."""
+def check_dual_clip(dual_clip: float | None) -> None:
+    """Raise ValueError unless the bound is above 1, or ``None``."""
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip must be greater than 1, got {dual_clip}: 3 is usual, None switches it off.")
+
+
+def check_no_dual_clip(loss: type, arguments: Mapping[str, object]) -> None:
+    """Raise ValueError if the ``arguments`` of a loss that has no clipped surrogate ask for a dual clip."""
+    if arguments.get("dual_clip") is not None:
+        raise ValueError(
+            f"{loss.__name__} has no dual_clip, got {arguments['dual_clip']}: it bounds the clipped surrogate of "
+            "GRPOLoss, DAPO and GSPOLoss."
+        )
+
+
+def check_penalties(
+    threshold: float | None, to_ref: float | None, to_inference: float | None, estimator: str, off_policy: bool
+) -> None:
+    """Raise ValueError unless the KL terms make sense: coefficients, threshold (``None`` passes) and estimator."""
     if threshold is not None and not threshold > 0:
         raise ValueError(f"kl_mask_threshold must be positive, got {threshold}: None switches it off.")
     for name, coeff in {"kl_to_ref_coeff": to_ref, "kl_to_inference_coeff": to_inference}.items():
         if coeff is not None and not coeff >= 0:
             raise ValueError(f"{name} must not be negative, got {coeff}: None switches it off.")
+    check_choice("kl_estimator", estimator, ("k1", "k2", "k3"))
+    if estimator == "k1" and not off_policy:
+        raise ValueError(
+            "kl_estimator='k1' as a plain loss has an expected gradient of 0 on policy: use 'k2', pass "
+            "kl_off_policy=True, or put it into the reward (functional.kl_reward)."
+        )
 
 
 def check_fixed_length(aggregation: str, fixed_length: int | None) -> None:
@@ -38,9 +70,9 @@ def clip_range(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]
     ((0.2, 0.2), (0.2, 0.28))
     """
     pair = tuple(clip_epsilon) if isinstance(clip_epsilon, tuple | list) else (clip_epsilon, clip_epsilon)
-    if len(pair) != 2 or not (0 <= pair[0] < 1 and pair[1] >= 0):
+    if len(pair) != 2 or not (0 <= pair[0] <= 1 and pair[1] >= 0):
         raise ValueError(
-            f"clip_epsilon must be a number in [0, 1), or (low, high) with low in [0, 1) and high >= 0, got "
+            f"clip_epsilon must be a number in [0, 1], or (low, high) with low in [0, 1] and high >= 0, got "
             f"{clip_epsilon}."
         )
     return float(pair[0]), float(pair[1])

@@ -38,10 +38,16 @@ class TokenBatch:
     """``[B, T]``, of the policy that generated the tokens."""
     ref_log_probs: Tensor | None
     """``[B, T]``, NaN where there is none; ``None`` if no loss term asks for it."""
+    prox_log_probs: Tensor | None
+    """``[B, T]``, of the proximal policy, if it was recomputed; NaN where there is none."""
+    staleness: Tensor | None
+    """int64 ``[B, T]``, how many weight updates ago each token was sampled, if something asks for it."""
     num_valid_tokens: Tensor | None
     """``[]``, of the whole batch, if this is a part of it."""
     num_sequences: Tensor | None
     """``[]``, the same for sequences."""
+    sum_weights: Tensor | None
+    """``[]``, the same for importance weights."""
 
     def to(self, device: torch.device) -> TokenBatch:
         """Return the batch on ``device``."""
@@ -121,15 +127,32 @@ class TokenReader:
             per_token.append(row[:, 0].expand(length))
         return _pad_left(per_token, 0.0)
 
-    def sample_log_probs(self, key: NestedKey) -> Tensor:
-        """Return the log-probs that the rollout engine gave, ``[B, T]``."""
-        values = self.per_token(key, "the log-probs of the policy that generated the tokens")
+    def constant_log_probs(self, key: NestedKey, meaning: str) -> Tensor:
+        """Return log-probs that are data, not the result of the model being trained, ``[B, T]``."""
+        values = self.per_token(key, f"the log-probs of {meaning}")
         _checks.check_floating(repr(key), values)
         if values.requires_grad:
-            raise ValueError(
-                f"{key!r} requires grad, but the policy that generated the tokens is a constant: store it detached."
-            )
+            raise ValueError(f"{key!r} requires grad, but {meaning} is a constant: store it detached.")
         return values
+
+    def staleness(self, versions_key: NestedKey, current_key: NestedKey, mask: Tensor) -> Tensor:
+        """Return how many weight updates ago each token was sampled, int64 ``[B, T]``, 0 outside ``mask``."""
+        versions = self.per_token(versions_key, "the version of the weights that sampled each token", fill=-1)
+        _checks.check_integer(repr(versions_key), versions)
+        current = self.total(current_key)
+        if current is None:
+            raise ValueError(
+                f"the tensordict has no {current_key!r}: the version of the weights being trained, which the age of a "
+                "token is counted from. Store the number that the weight sync reports: td['current_version'] = "
+                "torch.full(td.batch_size, version)."
+            )
+        staleness = torch.where(mask, current.long() - versions.long(), 0)
+        if bool(((staleness < 0) | (mask & (versions < 0))).any()):
+            raise ValueError(
+                f"{versions_key!r} must be in 0..{int(current)} ({current_key!r}) where a token counts, got "
+                f"{versions[mask].unique().tolist()}: -1 is for tokens that no policy sampled."
+            )
+        return staleness
 
     def ref_log_probs(self, key: NestedKey, side: Literal["left", "right"], fill: float) -> Tensor:
         """Return the reference's log-probs ``[B, T]`` from ``[T_i]`` or ``[T_i, 1]``, short rows filled on ``side``."""
@@ -153,8 +176,8 @@ class TokenReader:
         flat = value.flatten() if isinstance(value, Tensor) else torch.zeros(0)
         if not len(flat) or bool((flat != flat[0]).any()) or not bool(flat[0] >= 0):
             raise ValueError(
-                f"{key!r} must be a tensor of one number, 0 or more and the same for each sample, got {value}: store "
-                "that of the whole batch in each of its parts, see GRPOLoss.denominators."
+                f"{key!r} must be a tensor of one number, 0 or more and the same for each sample, got {value}: it is "
+                "of the whole batch, and stored in each of its parts."
             )
         return flat[0]
 

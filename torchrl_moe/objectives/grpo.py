@@ -1,53 +1,48 @@
 """``GRPOLoss``: the clipped policy-gradient loss of GRPO, on TorchRL's keys.
 
-It reads a tensordict (:mod:`.batch`), asks the actor for log-probs (:mod:`.actors`), calls the maths
-(:mod:`.functional`) and writes named outputs. It computes no advantage and no log-prob.
+It reads a tensordict (:mod:`.inputs`), asks the actor for log-probs (:mod:`.actors`), compares policies
+(:mod:`.ratios`), calls the maths (:mod:`.functional`) and writes named outputs. It computes no advantage and no
+log-prob. The losses beside it replace the surrogate, :meth:`GRPOLoss._surrogate`, and nothing else.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from tensordict import NestedKey, TensorClass, TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.objectives import LossModule
 
 from torchrl_moe.objectives import functional as F
-from torchrl_moe.objectives.actors import TokenScores, score_tokens
-from torchrl_moe.objectives.arguments import check_choice, check_coefficients, check_fixed_length, clip_range
+from torchrl_moe.objectives.actors import TokenScores, check_actor, score_reference, score_tokens
+from torchrl_moe.objectives.arguments import (
+    check_choice,
+    check_dual_clip,
+    check_fixed_length,
+    check_penalties,
+    clip_range,
+)
 from torchrl_moe.objectives.batch import Masking, TokenBatch, TokenReader
+from torchrl_moe.objectives.corrections import Correction, Corrections, Thresholds
+from torchrl_moe.objectives.inputs import LossInputs, LossKeys
+from torchrl_moe.objectives.output import GRPOLossOutput
+from torchrl_moe.objectives.ratios import PolicyRatios, Proximal, policy_ratios
 from torchrl_moe.ops.masked import masked_mean
 
-__all__ = ["GRPOLoss", "GRPOLossOutput"]
-
-
-class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy takes "nocast" for a type
-    """What a loss returns: ``loss_*`` are to be summed, the others are detached and describe the valid tokens."""
-
-    loss_objective: Tensor
-    clip_fraction: Tensor
-    """Share of tokens whose ratio lies outside the clip range."""
-    kl_approx: Tensor
-    """Mean of ``log μ - log π``."""
-    ESS: Tensor
-    """Effective sample size of the ratios, as a share of the tokens."""
-    num_dropped_tokens: Tensor
-    """Tokens left out because the actor's log-prob is NaN or infinite: 0 if all is well."""
-    entropy: Tensor | None = None
-    loss_entropy: Tensor | None = None
-    loss_kl_to_ref: Tensor | None = None
-    kl_to_ref: Tensor | None = None
-    loss_kl_to_inference: Tensor | None = None
-    kl_to_inference: Tensor | None = None
+__all__ = ["GRPOLoss"]
 
 
 class GRPOLoss(LossModule):
     """GRPO: ``-min(r A, clip(r, 1 - low, 1 + high) A)`` per token, ``r = π(token) / μ(token)``.
 
-    arXiv 2402.03300, eq. 3; ``low != high`` is DAPO's Clip-Higher, arXiv 2503.14476, eq. 10. π is the actor, μ the
-    policy that generated the tokens. TorchRL's ``GRPOLoss``, with these differences:
+    `arXiv 2402.03300 <https://arxiv.org/abs/2402.03300>`_, eq. 3; ``low != high`` is DAPO's Clip-Higher, arXiv
+    2503.14476, eq. 10. π is the actor, μ the policy that generated the tokens. With ``proximal_policy`` the objective
+    is decoupled: ``r = π / prox``, see :mod:`torchrl_moe.objectives.ratios`.
+
+    TorchRL's ``GRPOLoss``, with these differences:
 
     - every loss term and metric is a mean over valid tokens: TorchRL's KL terms, ``kl_approx``, ``entropy`` and
       ``clip_fraction`` average over prompts and pads too. All loss terms follow ``aggregation``;
@@ -58,22 +53,32 @@ class GRPOLoss(LossModule):
       does ``samples_mc_entropy``: the actor gives exact entropies.
 
     A token counts if ``masking_strategy`` names it and its sample log-prob is finite (TorchRL writes NaN where nothing
-    was sampled). One whose log-prob by the actor is not finite is dropped, and counted in ``num_dropped_tokens``.
+    was sampled). What a counting token contributes may be 0: its log-prob by the actor is not finite (then it is in
+    ``num_dropped_tokens``), or a mask stops it. What the losses are divided by follows from the tokens that count, so
+    from the data alone.
 
     Args:
         actor_network: π: anything with ``score`` (:class:`~torchrl_moe.objectives.actors.ScoringActor`), or TorchRL's
             wrappers with ``generate=False``.
         clip_epsilon: ``low`` and ``high`` at once, or the pair. They are the buffers ``clip_epsilon_low`` and
             ``clip_epsilon_high``, to which a number may be assigned.
-        kl_mask_threshold: a token with ``(log π - log ref)^2 / 2`` above this contributes 0 to every loss term. It
-            still counts in the denominators and in the metrics.
+        dual_clip: c: where ``A < 0`` the loss is at most ``-c A`` (arXiv 1912.09729).
+        kl_mask_threshold: a token with ``(log π - log ref)^2 / 2`` above this contributes 0 to every loss term.
         aggregation: how tokens become one loss, see :func:`~torchrl_moe.objectives.functional.aggregate`; ``"none"``
             gives ``[B, T, 1]``.
+        correction: of the mismatch between policies, by name or names, see :mod:`torchrl_moe.objectives.corrections`.
+        thresholds: where corrections cut.
+        proximal_policy: ``"recomputed"`` reads its log-probs, the actor's at the start of the step, from
+            ``prox_log_prob``; ``"interpolated"`` is A-3PO's (arXiv 2512.06547), from versions and no forward pass.
         entropy_bonus: whether to add ``loss_entropy``.
         entropy_coeff: its coefficient.
         reduction: ``"none"`` means ``aggregation="none"``, ``"mean"`` nothing. TorchRL's ``"sum"`` is a mean: refused.
-        kl_to_ref_coeff: adds ``loss_kl_to_ref``, k3 to the reference. ``None`` or 0 switch it off.
-        kl_to_inference_coeff: adds ``loss_kl_to_inference``, k3 to the rollout policy. With 0 it is only measured.
+        kl_to_ref_coeff: adds ``loss_kl_to_ref``, the KL to the reference. ``None`` or 0 switch it off.
+        kl_to_inference_coeff: adds ``loss_kl_to_inference``, to the rollout policy. With 0 it is only measured.
+        kl_estimator: of both: ``"k1"``, ``"k2"`` or ``"k3"``; what each one's gradient is says
+            :mod:`torchrl_moe.objectives.functional.kl`.
+        kl_off_policy: weight both by π/μ, for the gradient of the KL whatever μ is.
+        reference: ``"key"`` reads ``ref_log_probs``; ``"adapter"`` scores with the actor's peft adapter switched off.
         device: of the buffers; default: the actor's.
         masking_strategy: ``"sft"`` (attended tokens after the prompt), ``"rlhf"`` (those of the assistant mask) or
             ``"generic"`` (all attended tokens).
@@ -81,9 +86,11 @@ class GRPOLoss(LossModule):
         ref_log_prob_padding_value: with what. NaN: such a token has no KL to the reference. (TorchRL's default is 0.)
         fixed_length: tokens to divide each sequence by, with ``aggregation="fixed_length"`` only.
 
-    Keys, for :meth:`set_keys`: ``advantage`` (``[T, 1]`` per token or ``[1, 1]`` per sample), ``action``,
-    ``sample_log_prob``, ``ref_log_probs``, ``prompt``, ``attention_mask``, ``assistant_mask``, and two that may be
-    absent, ``num_valid_tokens`` and ``num_sequences``.
+    Keys, for :meth:`set_keys`: those of :class:`~torchrl_moe.objectives.inputs.LossKeys`. ``advantage`` is ``[T, 1]``
+    per token or ``[1, 1]`` per sample; ``num_valid_tokens``, ``num_sequences`` and ``sum_weights`` may be absent.
+
+    Raises:
+        ValueError: an argument that is not allowed, or two that do not go together.
 
     Example::
 
@@ -92,18 +99,7 @@ class GRPOLoss(LossModule):
         sum(value for key, value in out.items() if key.startswith("loss_")).backward()
     """
 
-    @dataclass
-    class _AcceptedKeys(LossModule._AcceptedKeys):
-        advantage: NestedKey = "advantage"
-        action: NestedKey = ("tokens", "full")
-        sample_log_prob: NestedKey = ("log_probs", "full")
-        ref_log_probs: NestedKey = ("next", "ref_log_probs", "full")
-        prompt: NestedKey = ("tokens", "prompt")
-        attention_mask: NestedKey = ("masks", "all_attention_mask")
-        assistant_mask: NestedKey = ("masks", "all_assistant_mask")
-        num_valid_tokens: NestedKey = "num_valid_tokens"
-        num_sequences: NestedKey = "num_sequences"
-
+    _AcceptedKeys = LossKeys
     _schedulable_buffers = frozenset({"clip_epsilon_low", "clip_epsilon_high"})
     clip_epsilon_low: Tensor
     clip_epsilon_high: Tensor
@@ -113,13 +109,20 @@ class GRPOLoss(LossModule):
         actor_network: Any,
         *,
         clip_epsilon: float | tuple[float, float] = 0.2,
+        dual_clip: float | None = None,
         kl_mask_threshold: float | None = None,
         aggregation: F.Aggregation = "token_mean",
+        correction: Correction | Sequence[Correction] | None = None,
+        thresholds: Thresholds | None = None,
+        proximal_policy: Proximal | None = None,
         entropy_bonus: bool = True,
         entropy_coeff: float = 0.01,
         reduction: Literal["mean", "none"] | None = None,
         kl_to_ref_coeff: float | None = None,
         kl_to_inference_coeff: float | None = None,
+        kl_estimator: F.KLEstimator = "k3",
+        kl_off_policy: bool = False,
+        reference: Literal["key", "adapter"] = "key",
         device: torch.device | None = None,
         masking_strategy: Masking = "sft",
         ref_log_prob_padding_side: Literal["left", "right"] = "left",
@@ -127,32 +130,39 @@ class GRPOLoss(LossModule):
         fixed_length: int | None = None,
     ) -> None:
         super().__init__()
-        if not (hasattr(actor_network, "score") or hasattr(actor_network, "get_dist")):
-            raise TypeError(
-                f"actor_network must have a score method (or get_dist, as TorchRL's wrappers), got "
-                f"{type(actor_network).__name__}: wrap the model, TransformersWrapper(model, tokenizer=...)."
-            )
+        check_actor(actor_network)
         check_choice("aggregation", aggregation, get_args(F.Aggregation))
-        check_choice("masking_strategy", masking_strategy, get_args(Masking))
         check_choice("reduction", reduction, (None, "mean", "none"))
-        check_choice("ref_log_prob_padding_side", ref_log_prob_padding_side, ("left", "right"))
-        check_coefficients(kl_mask_threshold, kl_to_ref_coeff, kl_to_inference_coeff)
+        check_choice("proximal_policy", proximal_policy, (None, *get_args(Proximal)))
+        check_choice("reference", reference, ("key", "adapter"))
+        check_penalties(kl_mask_threshold, kl_to_ref_coeff, kl_to_inference_coeff, kl_estimator, kl_off_policy)
+        check_dual_clip(dual_clip)
         check_fixed_length(aggregation, fixed_length)
-        self.actor_network = actor_network
+        self.actor_network, self.reference = actor_network, reference
         self.aggregation = "none" if reduction == "none" else aggregation
-        self.fixed_length, self.reduction = fixed_length, reduction or "mean"
+        self.fixed_length, self.reduction, self.dual_clip = fixed_length, reduction or "mean", dual_clip
         self.entropy_bonus, self.entropy_coeff = entropy_bonus, entropy_coeff
-        self.kl_mask_threshold = kl_mask_threshold
+        self.kl_mask_threshold, self.kl_estimator, self.kl_off_policy = kl_mask_threshold, kl_estimator, kl_off_policy
         self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff, kl_to_inference_coeff
-        self.masking_strategy = masking_strategy
-        self.ref_log_prob_padding_side = ref_log_prob_padding_side
-        self.ref_log_prob_padding_value = ref_log_prob_padding_value
-        if device is None:
-            device = next((parameter.device for parameter in self.parameters()), torch.get_default_device())
-        for name, epsilon in zip(("low", "high"), clip_range(clip_epsilon), strict=True):
-            self.register_buffer(f"clip_epsilon_{name}", torch.tensor(epsilon, device=device))
+        self.proximal_policy = proximal_policy
+        self.corrections = Corrections(correction, thresholds, proximal_policy)
+        self.inputs = LossInputs(
+            masking=masking_strategy,
+            reference=self._needs_reference and reference == "key",
+            proximal=proximal_policy == "recomputed",
+            staleness=proximal_policy == "interpolated" or self.corrections.needs_staleness,
+            ref_side=ref_log_prob_padding_side,
+            ref_fill=ref_log_prob_padding_value,
+        )
+        self._register_clip_range(clip_range(clip_epsilon), device)
         self._set_in_keys()
         self.out_keys = self._out_keys()
+
+    def _register_clip_range(self, clip: tuple[float, float], device: torch.device | None) -> None:
+        if device is None:
+            device = next((parameter.device for parameter in self.parameters()), torch.get_default_device())
+        for name, epsilon in zip(("low", "high"), clip, strict=True):
+            self.register_buffer(f"clip_epsilon_{name}", torch.tensor(epsilon, device=device))
 
     @property
     def functional(self) -> bool:
@@ -160,21 +170,18 @@ class GRPOLoss(LossModule):
         return False
 
     def _set_in_keys(self) -> None:  # set_keys() calls it
-        keys = self.tensor_keys
-        masks = {"sft": [keys.attention_mask, keys.prompt], "rlhf": [keys.assistant_mask]}
-        own = [keys.action, keys.sample_log_prob, keys.advantage]
-        own += masks.get(self.masking_strategy, [keys.attention_mask])
-        own += [keys.ref_log_probs] if self._needs_ref else []
+        own = self.inputs.keys(self.tensor_keys)
         self.in_keys = list(dict.fromkeys([*getattr(self.actor_network, "in_keys", []), *own]))
 
     def _out_keys(self) -> list[str]:
         keys = ["loss_objective", "clip_fraction", "kl_approx", "ESS", "num_dropped_tokens"]
+        keys += ["masked_fraction", "mean_weight"] if self.corrections else []
         keys += ["entropy", "loss_entropy"] if self.entropy_bonus else []
         keys += ["loss_kl_to_ref", "kl_to_ref"] if self.kl_to_ref_coeff else []
         return keys + (["loss_kl_to_inference", "kl_to_inference"] if self.kl_to_inference_coeff is not None else [])
 
     @property
-    def _needs_ref(self) -> bool:
+    def _needs_reference(self) -> bool:
         return bool(self.kl_to_ref_coeff) or self.kl_mask_threshold is not None
 
     # -- the loss ---------------------------------------------------------------------------------------------------
@@ -188,50 +195,66 @@ class GRPOLoss(LossModule):
         Raises:
             ValueError: a key is missing, or an entry does not fit the tokens.
         """
-        batch, attention = self._read(tensordict), self.tensor_keys.attention_mask
-        scores = score_tokens(self.actor_network, tensordict, batch.tokens, attention, self.entropy_bonus)
+        batch = self.inputs.read(tensordict, self.tensor_keys, self._user_mask)
+        mean_weight = self._mean_weight(batch)
+        ask = (tensordict, batch.tokens, self.tensor_keys.attention_mask)
+        if self._needs_reference and self.reference == "adapter":
+            batch = replace(batch, ref_log_probs=score_reference(self.actor_network, *ask))
+        scores = score_tokens(self.actor_network, *ask, self.entropy_bonus)
         batch = batch.to(scores.log_probs.device)
-        log_ratio, valid = F.log_ratio(scores.log_probs, batch.sample_log_probs, batch.mask)
-        terms = self._terms(batch, scores, log_ratio, valid)
-        kept, ref = valid, batch.ref_log_probs
-        if self.kl_mask_threshold is not None and ref is not None:
-            kept = F.trust_region(scores.log_probs, ref, valid, self.kl_mask_threshold)
-        losses = {f"loss_{name}": self._aggregate(term.loss, kept, term.mask, batch) for name, term in terms.items()}
+        ratios = policy_ratios(scores.log_probs, batch, self.proximal_policy)
+        advantage = torch.where(ratios.mask, batch.advantage, 0)  # NaN may stand where no token counts
+        surrogate, clipped = self._surrogate(ratios, advantage)
+        kept, metrics = ratios.mask, {}
+        if self.corrections:
+            weight, within = self.corrections(ratios, advantage, batch.staleness, mean_weight)
+            surrogate, kept = surrogate * weight, kept & within
+            metrics = {
+                "masked_fraction": _mean((~within).to(weight.dtype), ratios.mask),
+                "mean_weight": _mean(weight * within, ratios.mask),
+            }
+        if self.kl_mask_threshold is not None and batch.ref_log_probs is not None:
+            kept = kept & F.trust_region(scores.log_probs, batch.ref_log_probs, ratios.mask, self.kl_mask_threshold)
+        terms = {"objective": _Term(surrogate, None, ratios.mask), **self._penalties(batch, scores, ratios)}
+        losses = {f"loss_{name}": self._aggregate(term.loss, kept & term.mask, batch) for name, term in terms.items()}
         means = {name: _mean(term.metric, term.mask) for name, term in terms.items() if term.metric is not None}
-        clipped = F.outside_clip_range(log_ratio, self.clip_epsilon_low, self.clip_epsilon_high)
         return GRPOLossOutput(
             **losses,
             **means,
-            clip_fraction=_mean(clipped.to(log_ratio.dtype), valid),
-            kl_approx=_mean(-log_ratio, valid),
-            ESS=F.effective_sample_size(log_ratio, valid),
-            num_dropped_tokens=(batch.mask & ~valid).sum().to(log_ratio.dtype),
+            **metrics,
+            clip_fraction=_mean(clipped.to(ratios.log_ratio.dtype), ratios.mask),
+            kl_approx=_mean(-ratios.sample_log_ratio, ratios.mask),
+            ESS=F.effective_sample_size(ratios.sample_log_ratio, ratios.mask),
+            num_dropped_tokens=(batch.mask & ~ratios.mask).sum().to(ratios.log_ratio.dtype),
         )
 
-    def _terms(self, batch: TokenBatch, scores: TokenScores, log_ratio: Tensor, valid: Tensor) -> dict[str, _Term]:
-        """Return the summands of the loss, by the name that follows ``loss_``."""
-        terms = {"objective": _Term(self._objective(log_ratio, batch.advantage), None, valid)}
+    def _surrogate(self, ratios: PolicyRatios, advantage: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the policy's loss per token, and the tokens that it clips: what another loss replaces."""
+        clip = (self.clip_epsilon_low, self.clip_epsilon_high)
+        loss = F.clipped_surrogate(ratios.log_ratio, advantage, *clip, self.dual_clip)
+        return loss, F.outside_clip_range(ratios.log_ratio, *clip)
+
+    def _penalties(self, batch: TokenBatch, scores: TokenScores, ratios: PolicyRatios) -> dict[str, _Term]:
+        """Return the other summands of the loss, by the name that follows ``loss_``."""
+        terms = {}
         if scores.entropy is not None:
-            terms["entropy"] = _Term(F.entropy_bonus(scores.entropy, self.entropy_coeff), scores.entropy, valid)
+            terms["entropy"] = _Term(F.entropy_bonus(scores.entropy, self.entropy_coeff), scores.entropy, ratios.mask)
         others = {
             "kl_to_ref": (batch.ref_log_probs, self.kl_to_ref_coeff or None),
             "kl_to_inference": (batch.sample_log_probs, self.kl_to_inference_coeff),
         }
+        weight = ratios.sample_log_ratio if self.kl_off_policy else None
         for name, (other, coeff) in others.items():
             if other is not None and coeff is not None:
-                penalty, known = F.kl_penalty(scores.log_probs, other, valid)
+                penalty, known = F.kl_penalty(scores.log_probs, other, ratios.mask, self.kl_estimator, weight)
                 terms[name] = _Term(coeff * penalty, penalty, known)
         return terms
 
-    def _objective(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """Return the policy's loss per token: what another loss of this family replaces."""
-        return F.clipped_surrogate(log_ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high)
-
-    def _aggregate(self, loss: Tensor, kept: Tensor, mask: Tensor, batch: TokenBatch) -> Tensor:
+    def _aggregate(self, loss: Tensor, kept: Tensor, batch: TokenBatch) -> Tensor:
         loss = torch.where(kept, loss, loss.new_zeros(()))
         total = F.aggregate(
             loss,
-            mask,
+            batch.mask,
             self.aggregation,
             num_tokens=batch.num_valid_tokens,
             num_sequences=batch.num_sequences,
@@ -239,14 +262,15 @@ class GRPOLoss(LossModule):
         )
         return total.unsqueeze(-1) if self.aggregation == "none" else total
 
-    # -- its input --------------------------------------------------------------------------------------------------
+    # -- what it is divided by ----------------------------------------------------------------------------------------
 
-    def denominators(self, tensordict: TensorDictBase) -> dict[str, float]:
+    def denominators(self, tensordict: TensorDictBase) -> dict[NestedKey, float]:
         """Return what the means of a whole batch divide by, to be stored in each of its parts.
 
-        With both keys in every part, the loss terms of the parts sum to those of the batch, however it is split. A
+        With these keys in every part, the loss terms of the parts sum to those of the batch, however it is split. A
         trainer that averages over n parts instead of summing (TorchRL's ``GRPOTrainer`` divides the loss by
-        ``gradient_accumulation_steps``) wants these numbers divided by n. Metrics stay means over the part.
+        ``gradient_accumulation_steps``) wants these numbers divided by n. Ranks that share a batch add theirs up first,
+        with :func:`torchrl_moe.objectives.sum_over_ranks`. Metrics stay means over the part.
 
         Example::
 
@@ -255,35 +279,37 @@ class GRPOLoss(LossModule):
             for part in td.split(4):
                 out = loss(part)
         """
-        mask, _ = self._mask(TokenReader(tensordict, self.tensor_keys.action))
-        return {
-            self.tensor_keys.num_valid_tokens: float(mask.sum()),
-            self.tensor_keys.num_sequences: float(F.sequence_count(mask, self.aggregation)),
-        }
-
-    def _read(self, tensordict: TensorDictBase) -> TokenBatch:
         keys = self.tensor_keys
         reader = TokenReader(tensordict, keys.action)
-        mask, sample_log_probs = self._mask(reader)
-        ref = (keys.ref_log_probs, self.ref_log_prob_padding_side, self.ref_log_prob_padding_value)
-        return TokenBatch(
-            tokens=reader.tokens,
-            mask=mask,
-            advantage=reader.advantage(keys.advantage),
-            sample_log_probs=sample_log_probs,
-            ref_log_probs=reader.ref_log_probs(*ref) if self._needs_ref else None,
-            num_valid_tokens=reader.total(keys.num_valid_tokens),
-            num_sequences=reader.total(keys.num_sequences),
-        )
+        mask, sample_log_probs = self.inputs.mask(reader, keys, self._user_mask)
+        numbers = {
+            keys.num_valid_tokens: float(mask.sum()),
+            keys.num_sequences: float(F.sequence_count(mask, self.aggregation)),
+        }
+        prox = self.inputs.prox_log_probs(reader, keys)
+        if self.corrections.normalises and prox is not None:
+            weights = self.corrections.importance_weight(*F.log_ratio(prox, sample_log_probs, mask))
+            numbers[keys.sum_weights] = float(weights.sum())
+        return numbers
 
-    def _mask(self, reader: TokenReader) -> tuple[Tensor, Tensor]:
-        """Return the tokens to train on, and the sample log-probs that say so."""
-        keys = self.tensor_keys
-        mask = reader.mask(self.masking_strategy, keys.prompt, keys.attention_mask, keys.assistant_mask)
-        if self.loss_mask_key not in (None, "auto"):  # of LossModule; "auto" knows no mask of tokens
-            mask = mask & reader.per_token(self.loss_mask_key, "the mask named by loss_mask_key").bool()
-        sample_log_probs = reader.sample_log_probs(keys.sample_log_prob)
-        return mask & sample_log_probs.isfinite(), sample_log_probs
+    def _mean_weight(self, batch: TokenBatch) -> Tensor | None:
+        """Return the mean importance weight of the batch that this is a part of, if a correction asks for it."""
+        if not self.corrections.normalises or batch.prox_log_probs is None:
+            return None
+        if batch.sum_weights is not None and batch.num_valid_tokens is not None:
+            return batch.sum_weights / batch.num_valid_tokens
+        if batch.sum_weights is not None or batch.num_valid_tokens is not None:
+            raise ValueError(
+                f"correction 'snis' needs {self.tensor_keys.num_valid_tokens!r} and {self.tensor_keys.sum_weights!r} "
+                "of the whole batch, got only one of them: store all that denominators() returns in each part."
+            )
+        rho = F.log_ratio(batch.prox_log_probs, batch.sample_log_probs, batch.mask)
+        return self.corrections.importance_weight(*rho).sum() / batch.mask.sum()
+
+    @property
+    def _user_mask(self) -> NestedKey | None:
+        # loss_mask_key is of LossModule; its "auto" knows no mask of tokens
+        return None if self.loss_mask_key in (None, "auto") else self.loss_mask_key
 
 
 class _Term(NamedTuple):

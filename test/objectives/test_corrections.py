@@ -1,0 +1,177 @@
+"""Each correction by hand, what goes with what, and what is refused.
+
+ρ is 3 and 0.5 in the first sequence (1.5 as a whole), 1.25 in the second. π against μ is given apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchrl_moe.objectives.corrections import Correction, Corrections, Thresholds
+from torchrl_moe.objectives.ratios import PolicyRatios
+
+MASK = torch.tensor([[True, True], [False, True]])
+LOG_RHO = torch.tensor([[3.0, 0.5], [9.0, 1.25]], dtype=torch.float64).log()
+ADVANTAGE = torch.tensor([[-1.0, -1.0], [0.0, 2.0]], dtype=torch.float64)
+STALENESS = torch.tensor([[0, 4], [0, 9]])
+RATIOS = PolicyRatios(
+    log_probs=LOG_RHO,
+    old_log_probs=LOG_RHO,
+    log_ratio=LOG_RHO,
+    sample_log_ratio=torch.tensor([[-0.3, -0.1], [9.0, 0.2]], dtype=torch.float64),  # mean log μ - log π: 0.2, -0.2
+    mask=MASK,
+    log_rho=LOG_RHO,
+    rho_mask=MASK,
+)
+X, _ = True, False
+RAW, ONES, ALL = [3, 0.5, 1.25], [1, 1, 1], [X, X, X]
+
+
+def apply(names: Any, proximal: Any = "recomputed", mean: float | None = None, **cuts: Any) -> tuple[list[Any], ...]:
+    """Weights and kept tokens of the three that count; a weight of a token that is not kept does not matter."""
+    corrections = Corrections(names, Thresholds(**cuts), proximal)
+    mean_weight = None if mean is None else torch.tensor(mean)
+    weight, kept = corrections(RATIOS, ADVANTAGE, STALENESS if corrections.needs_staleness else None, mean_weight)
+    weight = torch.where(kept, weight, torch.nan)
+    return weight[MASK].tolist(), kept[MASK].tolist()
+
+
+GOLDEN: list[tuple[Any, dict[str, Any], Sequence[float], Sequence[bool]]] = [
+    ("tis", {}, [2, 0.5, 1.25], ALL),
+    ("tis", {"tis": 1.0}, [1, 0.5, 1], ALL),
+    ("tis", {"tis": math.inf}, RAW, ALL),
+    ("seq_tis", {}, [1.5, 1.5, 1.25], ALL),
+    ("seq_tis", {"seq_tis": 1.4}, [1.4, 1.4, 1.25], ALL),
+    ("mis", {}, RAW, [_, X, X]),
+    ("icepop", {}, RAW, ALL),
+    ("icepop", {"icepop": (0.6, 2.0)}, RAW, [_, _, X]),
+    ("seq_mis", {}, [1.5, 1.5, 1.25], ALL),
+    ("seq_mis", {"seq_mis": 1.4}, [1.5, 1.5, 1.25], [_, _, X]),
+    ("geo", {}, ONES, [_, _, _]),
+    ("geo", {"geo": (0.9, 1.23)}, ONES, [X, X, _]),  # √1.5 = 1.225
+    ("k3", {}, ONES, [_, _, _]),
+    ("k3", {"k3": 0.1}, ONES, [_, _, X]),  # 0.547 and 0.027
+    ("opsm", {}, ONES, [_, _, X]),
+    ("opsm", {"opsm": 0.25}, ONES, ALL),
+    ("staleness_mask", {}, ONES, [X, X, _]),
+    ("staleness_mask", {"staleness_mask": 3}, ONES, [X, _, _]),
+    ("staleness_weight", {}, [1, 1 / 4, 1 / 9], ALL),
+    (["tis", "icepop"], {"icepop": (0.6, 5.0)}, [2, 0.5, 1.25], [X, _, X]),
+    (["geo", "tis"], {"geo": (0.9, 1.23)}, [2, 0.5, 1.25], [X, X, _]),
+    (["seq_tis", "seq_mis"], {"seq_tis": 1.2, "seq_mis": 1.4}, [1.2, 1.2, 1.2], [_, _, X]),
+    (["tis", "staleness_weight", "opsm"], {"opsm": 0.25}, [2, 0.5 / 4, 1.25 / 9], ALL),
+]
+
+
+@pytest.mark.parametrize(("names", "cuts", "weights", "kept"), GOLDEN)
+def test_golden_numbers(names: Any, cuts: dict[str, Any], weights: Sequence[float], kept: Sequence[bool]) -> None:
+    got_weights, got_kept = apply(names, **cuts)
+    assert got_kept == list(kept)
+    expected = [weight if keep else math.nan for weight, keep in zip(weights, kept, strict=True)]
+    assert got_weights == pytest.approx(expected, nan_ok=True)
+
+
+def test_every_name_has_a_golden_number() -> None:
+    named = {name for names, *rest in GOLDEN for name in ([names] if isinstance(names, str) else names)}
+    assert named == set(get_args(Correction)) - {"snis"}  # below
+
+
+@pytest.mark.parametrize("name", ["mis", "icepop", "seq_mis"])
+def test_the_coupled_ratio_is_the_weight_already(name: Any) -> None:
+    cuts = {"icepop": (0.6, 2.0), "seq_mis": 1.4}
+    weights, kept = apply(name, proximal=None, **cuts)
+    assert kept == apply(name, **cuts)[1]
+    assert {weight for weight in weights if not math.isnan(weight)} == {1.0}
+
+
+def test_normalised_weights_have_a_mean_of_one() -> None:
+    corrections = Corrections(["tis", "snis"], proximal="recomputed")
+    mean = corrections.importance_weight(LOG_RHO, MASK)[MASK].mean()
+    assert mean.item() == pytest.approx((2 + 0.5 + 1.25) / 3)
+    weights, _ = apply(["tis", "snis"], mean=mean.item())
+    assert weights == pytest.approx([2 / 1.25, 0.5 / 1.25, 1])
+    assert sum(weights) / 3 == pytest.approx(1)
+
+
+def test_a_token_left_out_by_its_weight_counts_as_zero_in_the_mean() -> None:
+    corrections = Corrections(["mis", "snis"], proximal="recomputed")
+    assert corrections.importance_weight(LOG_RHO, MASK).tolist() == [[0, 0.5], [0, 1.25]]
+    weights, _ = apply(["mis", "snis"], mean=1.75 / 3)
+    assert weights == pytest.approx([math.nan, 3 * 0.5 / 1.75, 3 * 1.25 / 1.75], nan_ok=True)
+
+
+def test_a_batch_without_weight_is_not_divided_by_zero() -> None:
+    weights, kept = apply(["mis", "snis"], mean=0.0, mis=0.1)
+    assert kept == [_, _, _]
+    assert all(map(math.isnan, weights))
+
+
+def test_weights_are_constants() -> None:
+    log_rho: Tensor = LOG_RHO.clone().requires_grad_()
+    ratios = replace(RATIOS, log_rho=log_rho, sample_log_ratio=log_rho)
+    names: Any = ["tis", "mis", "geo", "k3", "opsm", "staleness_weight"]
+    weight, _ = Corrections(names, proximal="recomputed")(ratios, ADVANTAGE, STALENESS, None)
+    assert not weight.requires_grad
+
+
+def test_what_is_asked_for() -> None:
+    assert not Corrections(None)
+    assert Corrections("geo")
+    assert [Corrections(name).needs_staleness for name in ("opsm", "staleness_mask", "staleness_weight")] == [_, X, X]
+    assert Corrections(["tis", "snis"], proximal="recomputed").normalises
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", ["tis", "seq_tis", ["geo", "tis"]])
+def test_a_weight_on_a_ratio_that_holds_it_is_refused(names: Any) -> None:
+    with pytest.raises(ValueError, match=r"an importance weight, and the ratio of the coupled .* Set proximal_policy"):
+        Corrections(names)
+
+
+@pytest.mark.parametrize("names", [["tis", "seq_mis"], ["seq_tis", "icepop"], ["mis", "seq_mis"]])
+def test_two_importance_weights_are_refused(names: Any) -> None:
+    with pytest.raises(ValueError, match=r"two importance weights, of tokens .* and of sequences .* count twice. geo"):
+        Corrections(names, proximal="recomputed")
+
+
+def test_masks_of_both_kinds_combine_in_the_coupled_objective() -> None:
+    assert apply(["mis", "seq_mis"], proximal=None)[1] == [_, X, X]
+
+
+@pytest.mark.parametrize(
+    ("names", "proximal", "told"),
+    [
+        ("trunc", None, r"correction must be of \['tis', .*\], one name or a list of them, got 'trunc'"),
+        (["geo", "geo"], None, r"correction names one twice, got \['geo', 'geo'\]"),
+        ("snis", None, "correction='snis' is an importance weight"),
+        (["snis", "geo"], "recomputed", r"'snis' normalises an importance weight, got \['snis', 'geo'\]: add tis"),
+        (["snis", "tis"], "interpolated", "'snis' needs the mean weight .* use 'recomputed', or leave 'snis' out"),
+    ],
+)
+def test_combinations_without_a_meaning_are_refused(names: Any, proximal: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Corrections(names, proximal=proximal)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "told"),
+    [
+        ({"tis": -1.0}, "threshold tis must be a number, 0 or more, got -1.0"),
+        ({"k3": math.nan}, "threshold k3 must be a number, 0 or more, got nan"),
+        ({"mis": (0.5, 2.0)}, r"threshold mis must be a number, 0 or more, got \(0.5, 2.0\)"),
+        ({"icepop": 5.0}, r"threshold icepop must be \(low, high\) with 0 <= low < high, got 5.0"),
+        ({"geo": (1.1, 0.9)}, r"threshold geo must be \(low, high\) with 0 <= low < high, got \(1.1, 0.9\)"),
+    ],
+)
+def test_wrong_thresholds_are_refused(cuts: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Thresholds(**cuts)

@@ -1,0 +1,227 @@
+"""Corrections of the mismatch between the policy that sampled and the one that is trained, by name.
+
+With ``old = prox`` in the decoupled objective (``proximal_policy`` set) and ``old = π`` in the coupled one, ``ρ = old /
+μ`` of a token and ``ρ(y) = Π ρ`` of a sequence, all of them constants:
+
+====================  ================  ===========================================  ==================================
+name                  weight            left out                                     source, default
+====================  ================  ===========================================  ==================================
+``tis``               min(ρ, C)         nothing                                      Yao et al. 2025, C = 2
+``seq_tis``           min(ρ(y), C)      nothing                                      Liu et al. 2025, C = 2
+``mis``               ρ                 tokens with ρ > C                            Liu et al. 2025, C = 2
+``icepop``            ρ                 tokens with ρ outside [a, b]                 arXiv 2510.18855, [0.5, 5]
+``seq_mis``           ρ(y)              sequences with ρ(y) > C                      Liu et al. 2025, C = 2
+``geo``               none              sequences, ρ(y)^(1/|y|) outside [a, b]       Liu et al. 2025, [0.999, 1.001]
+``k3``                none              sequences, mean of ρ - 1 - log ρ above c     after arXiv 2512.23075, 0.01
+``opsm``              none              tokens with A < 0 in sequences with a mean   arXiv 2512.02556, 1e-4
+                                        of log μ - log π above δ
+``snis``              divided by its    nothing                                      self-normalised importance sampling
+                      mean over the
+                      batch
+``staleness_mask``    none              tokens sampled more than n updates ago       n = 8
+``staleness_weight``  1 / max(1, d), d  nothing                                      arXiv 1511.05950
+                      updates ago
+====================  ================  ===========================================  ==================================
+
+Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", fengyao.notion.site/off-policy-rl.
+Liu et al., "When Speed Kills Stability", richardli.xyz/rl-collapse.
+
+What goes with what:
+
+- **An importance weight needs the decoupled objective.** Coupled, the surrogate's ratio is π/μ and holds ``ρ`` already:
+  a weight would count it twice. ``tis``, ``seq_tis`` and ``snis`` are refused there; ``mis``, ``icepop`` and
+  ``seq_mis`` only leave out, and keep their meaning, since the ratio is their weight.
+- **One importance weight.** ``tis``, ``mis`` and ``icepop`` share ``ρ``, ``seq_tis`` and ``seq_mis`` share ``ρ(y)``:
+  each set combines freely. One of each is refused in the decoupled objective, as ``ρ`` is a factor of ``ρ(y)``.
+- ``snis`` needs one of those weights, and not the interpolated proximal policy, whose weights depend on π: their mean
+  over a batch is not known before each of its parts has been through the model.
+- ``geo``, ``k3``, ``opsm`` and the two of staleness go with everything.
+
+What is left out contributes 0 to every loss term, and still counts in what the losses are divided by: that number
+follows from the data alone, and is the same however a batch is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from torchrl_moe.objectives import functional as F
+from torchrl_moe.objectives.functional.tokens import select
+from torchrl_moe.objectives.ratios import PolicyRatios, Proximal
+
+__all__ = ["Correction", "Corrections", "Thresholds"]
+
+Correction: TypeAlias = Literal[
+    "tis",
+    "seq_tis",
+    "mis",
+    "icepop",
+    "seq_mis",
+    "geo",
+    "k3",
+    "opsm",
+    "snis",
+    "staleness_mask",
+    "staleness_weight",
+]
+
+_TOKEN, _SEQUENCE = ("tis", "mis", "icepop"), ("seq_tis", "seq_mis")
+_WEIGHTS_ONLY = ("tis", "seq_tis", "snis")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """Where corrections cut, by their names.
+
+    Raises:
+        ValueError: one that is not positive, or a pair that is not in order.
+
+    >>> Thresholds(tis=3.0).icepop
+    (0.5, 5.0)
+    """
+
+    tis: float = 2.0
+    seq_tis: float = 2.0
+    mis: float = 2.0
+    icepop: tuple[float, float] = (0.5, 5.0)
+    seq_mis: float = 2.0
+    geo: tuple[float, float] = (0.999, 1.001)
+    k3: float = 0.01
+    opsm: float = 1e-4
+    staleness_mask: int = 8
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            pair = isinstance(field.default, tuple)
+            if pair and not (isinstance(value, Sequence) and len(value) == 2 and 0 <= value[0] < value[1]):
+                raise ValueError(f"threshold {field.name} must be (low, high) with 0 <= low < high, got {value!r}.")
+            if not pair and not (isinstance(value, int | float) and value >= 0):
+                raise ValueError(f"threshold {field.name} must be a number, 0 or more, got {value!r}.")
+
+
+class Corrections:
+    """A set of corrections that go together.
+
+    Args:
+        names: of the table above; one name, several, or ``None``.
+        thresholds: where they cut.
+        proximal: the proximal policy of the decoupled objective; ``None`` is the coupled one.
+
+    Raises:
+        ValueError: an unknown name, or a combination that the table's rules refuse.
+    """
+
+    def __init__(
+        self,
+        names: Correction | Sequence[Correction] | None,
+        thresholds: Thresholds | None = None,
+        proximal: Proximal | None = None,
+    ) -> None:
+        self.names: tuple[str, ...] = (names,) if isinstance(names, str) else tuple(names or ())
+        self.thresholds = thresholds or Thresholds()
+        self.proximal = proximal
+        _check_names(self.names, proximal)
+        # What importance weight multiplies the surrogate: the coupled one has its own.
+        self._weighs = proximal is not None and bool({*_TOKEN, *_SEQUENCE} & {*self.names})
+        self._by_sequence = bool({*_SEQUENCE} & {*self.names})
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    @property
+    def needs_staleness(self) -> bool:
+        """Whether the age of each token must be known."""
+        return "staleness_mask" in self.names or "staleness_weight" in self.names
+
+    @property
+    def normalises(self) -> bool:
+        """Whether the mean weight of the whole batch must be known."""
+        return "snis" in self.names
+
+    def importance_weight(self, log_rho: Tensor, mask: Tensor) -> Tensor:
+        """Return the importance weights of the tokens of ``mask``, ``[B, T]``: 1 if there is none, 0 outside."""
+        weight = torch.ones_like(log_rho)
+        if self._weighs:
+            weight = F.sequence_weight(log_rho, mask) if self._by_sequence else F.token_weight(log_rho)
+        limits = self.thresholds
+        if "tis" in self.names:
+            weight = weight.clamp(max=limits.tis)
+        if "seq_tis" in self.names:
+            weight = weight.clamp(max=limits.seq_tis)
+        return select(mask & self._within(log_rho, mask), weight)
+
+    def __call__(
+        self, ratios: PolicyRatios, advantage: Tensor, staleness: Tensor | None, mean_weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weight of each token, and the tokens (bool) that are kept: constants, ``[B, T]``.
+
+        Args:
+            ratios: of the batch.
+            advantage: ``[B, T]``.
+            staleness: ``[B, T]``; see :attr:`needs_staleness`.
+            mean_weight: ``[]``, of :meth:`importance_weight` over the whole batch; see :attr:`normalises`.
+        """
+        log_rho, mask, limits = ratios.log_rho, ratios.rho_mask, self.thresholds
+        weight = self.importance_weight(log_rho, mask)
+        kept = self._within(log_rho, mask)
+        if mean_weight is not None:
+            weight = weight / torch.where(mean_weight > 0, mean_weight, 1.0).to(weight)
+        if "geo" in self.names:
+            kept = kept & F.geometric_mean_within(log_rho, mask, *limits.geo)
+        if "k3" in self.names:
+            kept = kept & F.k3_mean_below(log_rho, mask, limits.k3)
+        if "opsm" in self.names:
+            kept = kept & ~F.off_policy_negatives(ratios.sample_log_ratio, advantage, ratios.mask, limits.opsm)
+        if staleness is not None and "staleness_weight" in self.names:
+            weight = weight * F.staleness_weight(staleness)
+        if staleness is not None and "staleness_mask" in self.names:
+            kept = kept & (staleness <= limits.staleness_mask)
+        return weight, kept
+
+    def _within(self, log_rho: Tensor, mask: Tensor) -> Tensor:
+        """The tokens (bool) whose ``ρ``, or whose sequence's, is inside the bounds of mis, icepop and seq_mis."""
+        limits, kept = self.thresholds, torch.ones_like(mask)
+        if "mis" in self.names:
+            kept = kept & F.weight_within(F.token_weight(log_rho), 0.0, limits.mis)
+        if "icepop" in self.names:
+            kept = kept & F.weight_within(F.token_weight(log_rho), *limits.icepop)
+        if "seq_mis" in self.names:
+            kept = kept & F.weight_within(F.sequence_weight(log_rho, mask), 0.0, limits.seq_mis)
+        return kept
+
+
+def _check_names(names: tuple[str, ...], proximal: Proximal | None) -> None:
+    allowed = get_args(Correction)
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"correction must be of {list(allowed)}, one name or a list of them, got {name!r}.")
+    if len(set(names)) < len(names):
+        raise ValueError(f"correction names one twice, got {list(names)}.")
+    token, sequence = ([name for name in names if name in group] for group in (_TOKEN, _SEQUENCE))
+    if proximal is None:
+        for name in names:
+            if name in _WEIGHTS_ONLY:
+                raise ValueError(
+                    f"correction={name!r} is an importance weight, and the ratio of the coupled objective, π/μ, holds "
+                    "that weight already: it would count twice. Set proximal_policy, so that the ratio is against the "
+                    "proximal policy; or use a mask: mis, icepop, seq_mis, geo, k3 or opsm."
+                )
+    elif token and sequence:
+        raise ValueError(
+            f"correction={list(names)} has two importance weights, of tokens ({', '.join(token)}) and of sequences "
+            f"({', '.join(sequence)}): the first is a factor of the second and would count twice. geo and k3 are masks "
+            "of sequences that go with a weight of tokens."
+        )
+    if "snis" in names and not (token or sequence):
+        raise ValueError(f"correction 'snis' normalises an importance weight, got {list(names)}: add tis, say.")
+    if "snis" in names and proximal == "interpolated":
+        raise ValueError(
+            "correction 'snis' needs the mean weight of the whole batch, and with proximal_policy='interpolated' "
+            "weights depend on the policy being trained: use 'recomputed', or leave 'snis' out."
+        )

@@ -1,0 +1,28 @@
+"""``DAPO``: GRPO with Clip-Higher and a mean over tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrl_moe.objectives.grpo import GRPOLoss
+
+__all__ = ["DAPO"]
+
+
+class DAPO(GRPOLoss):
+    """DAPO: ``-min(r A, clip(r, 0.8, 1.28) A)``, the mean over all tokens of the batch.
+
+    `arXiv 2503.14476 <https://arxiv.org/abs/2503.14476>`_, eq. 8 and 10: GRPO with a wider range above, which leaves
+    unlikely tokens room to grow, sequences weighing by their length, and no KL. Of the paper's other parts, dynamic
+    sampling is ``MCAdvantage(keep_return_bounds=...)``, and the penalty on overlong answers belongs to the reward.
+
+    Args:
+        actor_network: π, as for :class:`~torchrl_moe.objectives.GRPOLoss`.
+        clip_epsilon: ``low`` and ``high``.
+        **arguments: the others of :class:`~torchrl_moe.objectives.GRPOLoss`.
+    """
+
+    def __init__(
+        self, actor_network: Any, *, clip_epsilon: float | tuple[float, float] = (0.2, 0.28), **arguments: Any
+    ) -> None:
+        super().__init__(actor_network, clip_epsilon=clip_epsilon, **arguments)

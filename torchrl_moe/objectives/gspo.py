@@ -1,0 +1,49 @@
+"""``GSPOLoss``: the ratio of whole sequences."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor
+
+from torchrl_moe.objectives import functional as F
+from torchrl_moe.objectives.arguments import check_choice
+from torchrl_moe.objectives.grpo import GRPOLoss
+from torchrl_moe.objectives.ratios import PolicyRatios
+
+__all__ = ["GSPOLoss"]
+
+
+class GSPOLoss(GRPOLoss):
+    """GSPO: ``-min(s A, clip(s, 1 - low, 1 + high) A)`` per sequence, ``s = (π(y) / μ(y))^(1/|y|)``.
+
+    `arXiv 2507.18071 <https://arxiv.org/abs/2507.18071>`_, eq. 5 and 7. Clipping keeps or drops a sequence as a whole;
+    s moves far less than a token's ratio, hence the narrow range. ``level="token"`` is GSPO-token (eq. 13 and 14):
+    ``s_t = sg(s) π / sg(π)``, equal in value, and in gradient too as long as all tokens of a sequence share their
+    advantage; it lets them differ.
+
+    Args:
+        actor_network: π, as for :class:`~torchrl_moe.objectives.GRPOLoss`.
+        level: ``"sequence"`` or ``"token"``.
+        clip_epsilon: ``low`` and ``high``; default: the paper's.
+        aggregation: the paper's is the mean of sequences' means.
+        **arguments: the others of :class:`~torchrl_moe.objectives.GRPOLoss`.
+    """
+
+    def __init__(
+        self,
+        actor_network: Any,
+        *,
+        level: Literal["sequence", "token"] = "sequence",
+        clip_epsilon: float | tuple[float, float] = (3e-4, 4e-4),
+        aggregation: F.Aggregation = "prompt_mean",
+        **arguments: Any,
+    ) -> None:
+        check_choice("level", level, ("sequence", "token"))
+        super().__init__(actor_network, clip_epsilon=clip_epsilon, aggregation=aggregation, **arguments)
+        self.level = level
+
+    def _surrogate(self, ratios: PolicyRatios, advantage: Tensor) -> tuple[Tensor, Tensor]:
+        log_ratio = F.sequence_log_ratio(ratios.log_ratio, ratios.mask, self.level == "token")
+        clip = (self.clip_epsilon_low, self.clip_epsilon_high)
+        return F.clipped_surrogate(log_ratio, advantage, *clip, self.dual_clip), F.outside_clip_range(log_ratio, *clip)

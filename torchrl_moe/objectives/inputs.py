@@ -1,0 +1,99 @@
+"""The tensordict keys of a loss, and what it reads of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+from torchrl.objectives import LossModule
+
+from torchrl_moe.objectives.arguments import check_choice
+from torchrl_moe.objectives.batch import Masking, TokenBatch, TokenReader
+
+__all__ = ["LossInputs", "LossKeys"]
+
+
+@dataclass
+class LossKeys(LossModule._AcceptedKeys):
+    """Where a loss finds its inputs: for ``set_keys``."""
+
+    advantage: NestedKey = "advantage"
+    action: NestedKey = ("tokens", "full")
+    sample_log_prob: NestedKey = ("log_probs", "full")
+    ref_log_probs: NestedKey = ("next", "ref_log_probs", "full")
+    prox_log_prob: NestedKey = "prox_log_prob"
+    prompt: NestedKey = ("tokens", "prompt")
+    attention_mask: NestedKey = ("masks", "all_attention_mask")
+    assistant_mask: NestedKey = ("masks", "all_assistant_mask")
+    policy_versions: NestedKey = ("policy_versions", "full")
+    current_version: NestedKey = "current_version"
+    num_valid_tokens: NestedKey = "num_valid_tokens"
+    num_sequences: NestedKey = "num_sequences"
+    sum_weights: NestedKey = "sum_weights"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """What a loss reads, besides tokens, sample log-probs and advantages."""
+
+    masking: Masking
+    reference: bool
+    """The log-probs of the reference."""
+    proximal: bool
+    """Those of the proximal policy."""
+    staleness: bool
+    """How old each token is."""
+    ref_side: Literal["left", "right"]
+    ref_fill: float
+
+    def __post_init__(self) -> None:
+        check_choice("masking_strategy", self.masking, get_args(Masking))
+        check_choice("ref_log_prob_padding_side", self.ref_side, ("left", "right"))
+
+    def keys(self, names: LossKeys) -> list[NestedKey]:
+        """Return the keys that must be there."""
+        masks = {"sft": [names.attention_mask, names.prompt], "rlhf": [names.assistant_mask]}
+        keys = [names.action, names.sample_log_prob, names.advantage]
+        keys += masks.get(self.masking, [names.attention_mask])
+        keys += [names.ref_log_probs] if self.reference else []
+        keys += [names.prox_log_prob] if self.proximal else []
+        return keys + ([names.policy_versions, names.current_version] if self.staleness else [])
+
+    def read(self, tensordict: TensorDictBase, names: LossKeys, loss_mask: NestedKey | None) -> TokenBatch:
+        """Return the batch, aligned.
+
+        Raises:
+            ValueError: a key is missing, or an entry does not fit the tokens.
+        """
+        reader = TokenReader(tensordict, names.action)
+        mask, sample_log_probs = self.mask(reader, names, loss_mask)
+        ref = (names.ref_log_probs, self.ref_side, self.ref_fill)
+        return TokenBatch(
+            tokens=reader.tokens,
+            mask=mask,
+            advantage=reader.advantage(names.advantage),
+            sample_log_probs=sample_log_probs,
+            ref_log_probs=reader.ref_log_probs(*ref) if self.reference else None,
+            prox_log_probs=self.prox_log_probs(reader, names),
+            staleness=reader.staleness(names.policy_versions, names.current_version, mask) if self.staleness else None,
+            num_valid_tokens=reader.total(names.num_valid_tokens),
+            num_sequences=reader.total(names.num_sequences),
+            sum_weights=reader.total(names.sum_weights),
+        )
+
+    def prox_log_probs(self, reader: TokenReader, names: LossKeys) -> Tensor | None:
+        """Return the log-probs of the proximal policy, if it is asked for."""
+        return reader.constant_log_probs(names.prox_log_prob, "the proximal policy") if self.proximal else None
+
+    def mask(self, reader: TokenReader, names: LossKeys, loss_mask: NestedKey | None) -> tuple[Tensor, Tensor]:
+        """Return the tokens to train on, and the sample log-probs that say so.
+
+        ``loss_mask`` names a mask of the user's, ``[T]`` per sample.
+        """
+        mask = reader.mask(self.masking, names.prompt, names.attention_mask, names.assistant_mask)
+        if loss_mask is not None:
+            mask = mask & reader.per_token(loss_mask, "the mask named by loss_mask_key").bool()
+        log_probs = reader.constant_log_probs(names.sample_log_prob, "the policy that generated the tokens")
+        return mask & log_probs.isfinite(), log_probs

@@ -1,0 +1,32 @@
+"""What a loss returns."""
+
+from __future__ import annotations
+
+from tensordict import TensorClass
+from torch import Tensor
+
+__all__ = ["GRPOLossOutput"]
+
+
+class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy takes "nocast" for a type
+    """What a loss returns: ``loss_*`` are to be summed, the others are detached and describe the valid tokens."""
+
+    loss_objective: Tensor
+    clip_fraction: Tensor
+    """Share of tokens whose ratio lies outside the clip range, or that the loss's own trust region stops."""
+    kl_approx: Tensor
+    """Mean of ``log μ - log π``."""
+    ESS: Tensor
+    """Effective sample size of the ratios π/μ, as a share of the tokens."""
+    num_dropped_tokens: Tensor
+    """Tokens left out because a log-prob of the actor or the proximal policy is NaN or infinite: 0 if all is well."""
+    masked_fraction: Tensor | None = None
+    """Share of tokens that the corrections leave out."""
+    mean_weight: Tensor | None = None
+    """Mean weight of the tokens, 0 for those left out."""
+    entropy: Tensor | None = None
+    loss_entropy: Tensor | None = None
+    loss_kl_to_ref: Tensor | None = None
+    kl_to_ref: Tensor | None = None
+    loss_kl_to_inference: Tensor | None = None
+    kl_to_inference: Tensor | None = None
