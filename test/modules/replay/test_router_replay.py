@@ -122,7 +122,7 @@ def test_padded_batches_equal_single_sequences(family: str, side: str) -> None:
         logits = model(ids, attention_mask=mask, position_ids=positions).logits
     for i, wanted in enumerate(single):
         torch.testing.assert_close(logits[i][mask[i].bool()], wanted, atol=1e-5, rtol=0)
-    assert replay.report()[3] == {"replayed": 14, "live": 4, "agreement": None}
+    assert replay.report()[3] == {"replayed": 14, "live": 4, "refused": 0, "agreement": None}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -154,7 +154,7 @@ def test_wrong_routes_are_refused_before_the_model_runs() -> None:
     for wrong, error, message in cases:
         with pytest.raises(error, match=message), replay.replay(wrong):
             model(IDS)
-    with pytest.raises(ReplayError, match="has 12 rows, the routes have 10"), replay.replay(routes[:, :-1]):
+    with pytest.raises(ReplayError, match=r"tokens \[2, 6\], the routes are for \[2, 5\]"), replay.replay(routes[:, :-1]):
         model(IDS)
 
 
@@ -241,20 +241,20 @@ def test_the_report_counts_rows_and_agreement() -> None:
     model, replay = pair()
     assert replay.report() == {}
     routes = recorded(model, replay)
-    assert replay.report() == {layer: {"replayed": 0, "live": 12, "agreement": None} for layer in (1, 2, 3)}
+    assert replay.report() == {layer: {"replayed": 0, "live": 12, "refused": 0, "agreement": None} for layer in (1, 2, 3)}
     routes = routes.flip(-1)  # the same sets
     routes[0, :3, 3] = (routes[0, :3, 3] + 1) % 16
     routes[1, 0, 3] = U
     with replay.replay(routes, measure=True):
         model(IDS)
     assert replay.report() == {
-        1: {"replayed": 12, "live": 0, "agreement": 1.0},
-        2: {"replayed": 12, "live": 0, "agreement": 1.0},
-        3: {"replayed": 11, "live": 1, "agreement": 8 / 11},
+        1: {"replayed": 12, "live": 0, "refused": 0, "agreement": 1.0},
+        2: {"replayed": 12, "live": 0, "refused": 0, "agreement": 1.0},
+        3: {"replayed": 11, "live": 1, "refused": 0, "agreement": 8 / 11},
     }
     with replay.replay(routes):
         model(IDS)
-    assert replay.report()[3] == {"replayed": 11, "live": 1, "agreement": None}
+    assert replay.report()[3] == {"replayed": 11, "live": 1, "refused": 0, "agreement": None}
 
 
 # refusals
