@@ -21,7 +21,7 @@ from torchrl.modules.llm.policies import vLLMWrapper as TorchRLvLLMWrapper
 from torchrl.objectives.llm import GRPOLoss as TorchRLLoss
 
 from modules.replay.cases import FAMILIES, experts_seen, gradients, random_routes
-from torchrl_moe._errors import ReplayError, UnsupportedRouterError
+from torchrl_moe._errors import ReplayError, RouteShapeError, UnsupportedRouterError
 from torchrl_moe.data import RoutedExperts, RoutingLayout
 from torchrl_moe.modules import RouterReplay, TransformersWrapper, vLLMWrapper
 from torchrl_moe.modules.policies.rollout import RolloutKeys, pad_answers, stack_answers
@@ -259,7 +259,7 @@ def test_a_row_too_few_or_too_many_is_refused(
 def test_routes_of_another_model_are_refused(actor: TransformersWrapper, td: TensorDictBase) -> None:
     for one in td.unbind(0):
         one["routed_experts"] = RoutedExperts(full=one[ROUTES][:, :3])
-    with pytest.raises(ReplayError.__base__, match="routes"):
+    with pytest.raises(RouteShapeError, match=r"of sample 0 must have shape \[T, 4, 4\], got \[\d+, 3, 4\]"):
         actor.score(td)
 
 

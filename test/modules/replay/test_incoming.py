@@ -121,9 +121,7 @@ def test_a_layer_of_fewer_experts_per_token_has_trailing_unset_columns() -> None
     assert binding.choose(sites[1], SCORES[:, :4], own, False).tolist() == [[3]] * 6
     routes[1, 0, 2] = torch.tensor([0, U])  # of one expert per token, expert 0 is as good as any
     assert bound(routes, sites=sites).replayed == (0, 6, 6)
-    with pytest.raises(
-        RouteValueError, match=r"sample 0, token 0, layer 2 holds \[0, 1\]; its router chooses 1"
-    ):
+    with pytest.raises(RouteValueError, match=r"sample 0, token 0, layer 2 holds \[0, 1\]; its router chooses 1"):
         bound(ROUTES, sites=sites)
     assert bound(ROUTES, sites=sites, on_bad_routes="live").refused == (0, 1)
     routes[0, 0, 2, 0] = 4

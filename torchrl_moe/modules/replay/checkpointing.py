@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from torchrl_moe._errors import ReplayError
-from torchrl_moe.modules.replay.binding import ReplayState
+from torchrl_moe.modules.replay.state import ReplayState
 
 __all__ = ["release_checkpoints", "wrap_checkpoints"]
 

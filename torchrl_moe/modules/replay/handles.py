@@ -12,10 +12,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from torchrl_moe.modules.replay.binding import Binding, ReplayState
+from torchrl_moe.modules.replay.binding import Binding
 from torchrl_moe.modules.replay.checkpointing import release_checkpoints
 from torchrl_moe.modules.replay.discovery import RouterSite
 from torchrl_moe.modules.replay.interception import TopK, TopKInterception
+from torchrl_moe.modules.replay.state import ReplayState
 
 __all__ = ["belong_to", "has_owner", "install", "uninstall"]
 

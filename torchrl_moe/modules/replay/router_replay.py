@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from torchrl_moe._errors import ReplayError, RoutingError, UnsupportedRouterError
 from torchrl_moe.modules.replay import handles
-from torchrl_moe.modules.replay.binding import Binding, LayerReport, Recording, ReplayState
+from torchrl_moe.modules.replay.binding import Binding, LayerReport, Recording
 from torchrl_moe.modules.replay.checkpointing import wrap_checkpoints
 from torchrl_moe.modules.replay.discovery import discover, dry_inputs, number_of_layers
 from torchrl_moe.modules.replay.incoming import OnBadRoutes, bind_routes
+from torchrl_moe.modules.replay.state import ReplayState
 
 __all__ = ["Recording", "RouterReplay"]
 
