@@ -159,7 +159,7 @@ def test_replay_under_fsdp2_equals_one_process_exactly(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=300)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
