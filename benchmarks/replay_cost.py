@@ -87,12 +87,15 @@ def model_rows(family: str) -> list[Row]:
     for name, live in LIVE.items():
         routes = own_routes(model, replay, ids)
         routes[:, :live] = -1
-        replayed = partial(replay.replay, routes)
+
+        def replayed(given: Tensor) -> None:
+            train_step(model, ids, replay.replay(given))
+
         rows.append(
             ratio_row(
                 f"{family}, 8 layers, 64 experts, 512 tokens, forward and backward, {name}",
-                lambda made=replayed: train_step(model, ids, made()),
-                lambda: train_step(model, ids, nullcontext()),
+                partial(replayed, routes),
+                partial(train_step, model, ids, nullcontext()),
                 PAIRS,
                 MODEL_TARGET,
             )

@@ -137,6 +137,14 @@ def test_arrays_and_routed_experts_are_taken() -> None:
         assert bound(routes).replayed == (0, 6, 6)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_read_only_array_is_taken_without_a_warning() -> None:
+    """As arrays from a buffer or a file are."""
+    array = np.asarray(ROUTES, dtype=np.int16)
+    array.flags.writeable = False
+    assert bound(array).replayed == (0, 6, 6)
+
+
 def test_bound_routes_do_not_change_with_the_tensor_they_came_from() -> None:
     routes = ROUTES.clone()
     binding = bound(routes)

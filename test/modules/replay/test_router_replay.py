@@ -259,6 +259,19 @@ def test_a_context_takes_exactly_one_forward(kind: str) -> None:
             pass
 
 
+def test_a_layer_that_does_not_use_its_routes_is_an_error() -> None:
+    """A fused kernel put on a block after construction, say, which has no router to ask."""
+    model, replay = pair()
+    block = model.model.layers[2].mlp
+    block.forward = lambda hidden: hidden
+    for context in (replay.replay(random_routes(replay)), replay.record()):
+        with pytest.raises(ReplayError, match="layer 2 ran 0 times"), context:
+            model(IDS)
+    del block.forward
+    with replay.replay(random_routes(replay)):
+        model(IDS)
+
+
 def test_an_error_inside_the_forward_leaves_nothing_behind() -> None:
     model, replay = pair()
     native, routes = model(IDS).logits, random_routes(replay)

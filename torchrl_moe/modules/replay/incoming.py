@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,8 +120,9 @@ def _read_jagged(
 
 
 def _tensor(routes: Any) -> Tensor:
+    full = getattr(routes, "full", routes)
     try:
-        given = torch.as_tensor(getattr(routes, "full", routes))
+        given = torch.as_tensor(full.copy() if isinstance(full, np.ndarray) else full)  # it may be read-only
     except (TypeError, ValueError, RuntimeError) as error:
         raise RouteValueError(f"routes must be a tensor of integers, got {type(routes).__name__}: {error}") from error
     if given.layout is not (torch.jagged if given.is_nested else torch.strided):
