@@ -274,3 +274,10 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     good[5, 2] = 6
     with pytest.raises(RouteValueError, match="row 5, layer 2 holds expert 6 twice"):
         _checks.check_routes(good, moe_layers=MOE, num_experts=8)
+    assert _checks.find_bad_routes(good, MOE, 8).nonzero().tolist() == [[5]]
+
+
+def test_bad_routes_are_found_row_by_row() -> None:
+    rows = routes([[0, 1], [2, 3]], [[0, 0], [2, 3]], [[-1, -1], [2, 3]], [[-1, 1], [2, 3]], [[0, 1], [2, 8]])
+    assert _checks.find_bad_routes(rows, MOE, 8).tolist() == [False, True, False, True, True]
+    assert _checks.find_bad_routes(rows[:0], MOE, 8).tolist() == []

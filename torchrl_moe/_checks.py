@@ -12,7 +12,7 @@ Letters: N rows (tokens of all samples), L decoder layers, K experts per token, 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import EllipsisType
 from typing import Any, TypeAlias
@@ -238,19 +238,32 @@ def check_routes(
     """
     check_rank("routes", routes, 3, error=RouteShapeError)
     check_integer("routes", routes, signed=True, error=RouteValueError)
+    for start, bad in _bad_chunks(routes, moe_layers, num_experts, keep):
+        if bool(bad.any()):
+            row, layer = bad.nonzero()[0].tolist()
+            row += start
+            padded = keep is not None and not bool(keep[row])
+            reason = _reason(routes[row, layer].tolist(), layer, moe_layers, num_experts, padded)
+            raise RouteValueError(f"routed_experts: {where(row)}, layer {layer} {reason}")
+
+
+def find_bad_routes(routes: torch.Tensor, moe_layers: Collection[int], num_experts: int) -> torch.Tensor:
+    """Return bool ``[N]``: the rows that :func:`check_routes` would raise on."""
+    chunks = [bad.any(-1) for _, bad in _bad_chunks(routes, moe_layers, num_experts, None)]
+    return torch.cat(chunks) if chunks else torch.zeros(0, dtype=torch.bool, device=routes.device)
+
+
+def _bad_chunks(
+    routes: torch.Tensor, moe_layers: Collection[int], num_experts: int, keep: torch.Tensor | None
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """First row and ``[n, L]`` bool of each chunk of rows."""
     is_moe = torch.zeros(routes.shape[1], dtype=torch.bool)
     is_moe[list(moe_layers)] = True
     on_moe = is_moe.to(routes.device)
     step = max(1, _CHUNK_ELEMENTS // max(1, routes[:1].numel()))
     for start in range(0, len(routes), step):
-        part = routes[start : start + step]
         allowed = on_moe if keep is None else on_moe & keep[start : start + step, None]
-        bad = _bad_rows(part, allowed, num_experts)
-        if bool(bad.any()):
-            row, layer = bad.nonzero()[0].tolist()
-            padded = keep is not None and not bool(keep[start + row])
-            reason = _reason(part[row, layer].tolist(), layer, moe_layers, num_experts, padded)
-            raise RouteValueError(f"routed_experts: {where(start + row)}, layer {layer} {reason}")
+        yield start, _bad_rows(routes[start : start + step], allowed, num_experts)
 
 
 def _bad_rows(routes: torch.Tensor, allowed: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
-from torchrl_moe._errors import ReplayError
 from torchrl_moe.modules.policies.scoring import align, pad_left, read_batch, read_rows, token_scores
 
 TOKENS, MASK = ("tokens", "full"), ("masks", "all_attention_mask")
@@ -115,8 +114,8 @@ def test_rows_are_read_with_their_trailing_dimensions() -> None:
         one["x"] = torch.full((len(one[TOKENS]), 2), i)
     assert read_rows(td, "x", -1)[0].tolist() == [[-1, -1], [-1, -1], [0, 0], [0, 0]]
     assert read_rows(td, "y", -1) is None
-    with pytest.raises(ReplayError, match="'x' of sample 1 has 4 rows, its tokens are 3"):
-        read_rows(td, "x", -1, (2, 3), ReplayError)
+    with pytest.raises(ValueError, match="'x' of sample 1 has 4 rows, its tokens are 3"):
+        read_rows(td, "x", -1, (2, 3))
     del td[0]["x"]
     assert read_rows(td, "x", -1) is None
 

@@ -6,6 +6,8 @@ or replayed one off, shows in the numbers.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from torchrl.modules.llm.policies import vLLMWrapper as TorchRLvLLMWrapper
 from torchrl.objectives.llm import GRPOLoss as TorchRLLoss
 
 from modules.replay.cases import FAMILIES, experts_seen, gradients, random_routes
-from torchrl_moe._errors import ReplayError, UnsupportedRouterError
+from torchrl_moe._errors import ReplayError, RouteShapeError, UnsupportedRouterError
 from torchrl_moe.data import RoutedExperts, RoutingLayout
 from torchrl_moe.modules import RouterReplay, TransformersWrapper, vLLMWrapper
 from torchrl_moe.modules.policies.rollout import RolloutKeys, pad_answers, stack_answers
@@ -259,7 +261,7 @@ def test_a_row_too_few_or_too_many_is_refused(
 def test_routes_of_another_model_are_refused(actor: TransformersWrapper, td: TensorDictBase) -> None:
     for one in td.unbind(0):
         one["routed_experts"] = RoutedExperts(full=one[ROUTES][:, :3])
-    with pytest.raises(ReplayError.__base__, match="routes"):
+    with pytest.raises(RouteShapeError, match=r"of sample 0 must have shape \[T, 4, 4\], got \[\d+, 3, 4\]"):
         actor.score(td)
 
 
@@ -395,6 +397,7 @@ def test_a_new_version_keeps_every_argument() -> None:
         "temperature": 0.3,
         "pad_model_input": False,
         "measure_agreement": True,
+        "on_bad_routes": "live",
         "input_key": ("t", "ids"),
         "inplace": False,
         "tokens_key": "t",
@@ -422,9 +425,24 @@ def test_a_new_version_of_another_model_has_a_handle_of_its_own(actor: Transform
     assert again.router_replay.model is other
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
+@pytest.mark.parametrize("replay", ["R3", "R2"])
+def test_a_copy_scores_alike_and_is_on_its_own(td: TensorDictBase, replay: Any, copied: Any) -> None:
+    scorer = TransformersWrapper(make_tiny_moe(), replay=replay)
+    with torch.no_grad():
+        wanted = scorer.score(td)[0]
+    again = copied(scorer)
+    assert again.router_replay.model is again.model is not scorer.model
+    with experts_seen(scorer.model) as untouched:
+        assert torch.equal(again.score(td)[0], wanted)
+        assert torch.equal(again.get_new_version().score(td)[0], wanted)
+    assert not untouched
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"on_bad_routes": "skip"}, r"on_bad_routes must be one of \('raise', 'live'\), got 'skip'"),
         ({"generate": True}, r"generate=True\): it only scores. vLLMWrapper generates"),
         ({"input_mode": "text"}, "input_mode='text': encoding text anew .* Use input_mode='tokens'"),
         ({"input_mode": "history"}, "input_mode='history': encoding text anew"),

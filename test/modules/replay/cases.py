@@ -129,6 +129,16 @@ class TwiceRouter(ToyRouter):
         return scores.sqrt().topk(2).values, scores.topk(2).indices
 
 
+class DeafRouter(ToyRouter):
+    """Calls ``topk`` as it should, and chooses in another way."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.scores(hidden)
+        scores.topk(2)
+        weights, experts = scores.sort(-1, descending=True)
+        return weights[:, :2], experts[:, :2]
+
+
 class RegroupingRouter(ToyRouter):
     """Ranks its K choices again, which are as wide as a number of groups could be."""
 

@@ -5,12 +5,14 @@ Without the capture this is silently wrong (reentrant) or a CheckpointError, see
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from modules.replay.cases import (
     FAMILIES,
@@ -65,7 +67,7 @@ def test_two_micro_batches_and_one_backward_equal_no_checkpointing(family: str, 
     wanted = two_losses(model, replay, routes)
     checkpoint_layers(model, reentrant)  # after construction
     assert_same(two_losses(model, replay, routes), wanted)
-    assert replay.report()[3] == {"replayed": 9, "live": 3, "agreement": None}
+    assert replay.report()[3] == {"replayed": 9, "live": 3, "refused": 0, "agreement": None}
 
 
 @REENTRANT
@@ -118,6 +120,71 @@ def test_layers_that_torch_wraps_equal_no_checkpointing(implementation: str) -> 
         model.model.layers[i] = torch_wrapper.checkpoint_wrapper(layer, checkpoint_impl=kind)
     got = two_losses(model, replay, routes)
     assert_same({name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in got.items()}, wanted)
+
+
+KEPT = {torch.ops.aten.mm.default, torch.ops.aten.topk.default, torch.ops.aten.sort.default}
+
+
+def keep_some(_: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+    """Of selective checkpointing: which results are kept, in the order of their making, for the second run."""
+    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("measure", [False, True])
+def test_selective_checkpointing_equals_no_checkpointing(measure: bool) -> None:
+    model, replay = pair("deepseek_v3")
+    routes = routes_of(replay)
+    wanted = two_losses(model.train(), replay, routes)
+    contexts = partial(create_selective_checkpoint_contexts, keep_some)
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    losses = []
+    for ids, given in zip(BATCHES, routes, strict=True):
+        with replay.replay(given, measure=measure):
+            losses.append(loss_of(model(ids).logits))
+    sum(losses).backward()
+    assert_same(gradients(model), wanted)
+
+
+@REENTRANT
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_checkpoint_that_nobody_told_us_of_is_an_error(reentrant: bool, inside: bool) -> None:
+    """Reentrant, its second run would silently choose other experts."""
+    model, replay = pair(use_cache=False)
+    for layer in model.train().model.layers:
+        forward = layer.forward
+        layer.forward = lambda hidden, forward=forward, **kwargs: checkpoint(
+            partial(forward, **kwargs), hidden, use_reentrant=reentrant
+        )
+    message = r"inside backward\(\).*gradient_checkpointing_enable"
+    if inside:
+        with pytest.raises(ReplayError, match=message), replay.replay(random_routes(replay)):
+            loss_of(model(BATCHES[0]).logits).backward()
+    else:
+        value = loss(model, replay, BATCHES[0], random_routes(replay))
+        with pytest.raises(ReplayError, match=message):
+            value.backward()
+
+
+@REENTRANT
+def test_an_error_in_the_second_run_leaves_nothing_behind(reentrant: bool) -> None:
+    model, replay = pair()
+    checkpoint_layers(model, reentrant)
+    native, routes = model(BATCHES[0]).logits, random_routes(replay)
+    loss(model, replay, BATCHES[0], routes).backward()
+    wanted = gradients(model)
+    value = loss(model, replay, BATCHES[0], routes)
+
+    def fail(*_: object) -> None:
+        raise KeyError("out of memory, say")
+
+    hook = model.model.layers[2].mlp.experts.register_forward_pre_hook(fail)
+    with pytest.raises(KeyError):
+        value.backward()
+    hook.remove()
+    model.zero_grad()
+    assert torch.equal(model(BATCHES[0]).logits, native)
+    loss(model, replay, BATCHES[0], routes).backward()
+    assert_same(gradients(model), wanted)
 
 
 @REENTRANT

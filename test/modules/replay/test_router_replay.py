@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from modules.replay.cases import (
     FAMILIES,
+    DeafRouter,
     NoisyRouter,
     RegroupingRouter,
     ToyMoE,
@@ -23,6 +24,8 @@ from modules.replay.cases import (
     assert_same,
     backward,
     experts_seen,
+    gradients,
+    loss_of,
     pair,
     random_routes,
     recorded,
@@ -103,6 +106,39 @@ def test_each_row_given_is_used_the_last_included() -> None:
     assert differs.nonzero().tolist() == [[1, 5]]
 
 
+def test_a_correction_bias_chooses_and_does_nothing_else() -> None:
+    """It moves no logit and no gradient of a row that is given, and the choice of one that is not."""
+    model, replay = pair("deepseek_v3")
+    routes = random_routes(replay)
+    with replay.replay(routes):
+        logits, grads = backward(model, IDS)
+    native = recorded(model, replay)
+    for site in replay.sites:
+        bias = model.get_submodule(site.name).e_score_correction_bias
+        bias.copy_(3 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(7)))
+    with replay.replay(routes):
+        same_logits, same_grads = backward(model, IDS)
+    assert torch.equal(same_logits, logits)
+    assert_same(same_grads, grads)
+    assert not torch.equal(recorded(model, replay), native)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_expert_gets_the_tokens_of_its_rows_and_none_of_unset_ones(family: str) -> None:
+    """What a counter of tokens per expert sees: an unset row is the router's own choice, and no token of expert 0."""
+    model, replay = pair(family)
+    first = replay.layers[0]
+    own = recorded(model, replay)[:, :, first].flatten(0, 1).long()
+    routes = random_routes(replay)
+    routes[0] = U
+    routes[1, :, first] = torch.arange(1, 1 + replay.top_k)  # never expert 0
+    with experts_seen(model) as seen, replay.replay(routes):
+        model(IDS)
+    counts = seen[first][0].flatten().bincount(minlength=16)
+    assert torch.equal(counts, torch.cat([own[:6], routes[1, :, first]]).flatten().bincount(minlength=16))
+    assert counts[0] == (own[:6] == 0).sum()
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padded_batches_equal_single_sequences(family: str, side: str) -> None:
@@ -122,7 +158,7 @@ def test_padded_batches_equal_single_sequences(family: str, side: str) -> None:
         logits = model(ids, attention_mask=mask, position_ids=positions).logits
     for i, wanted in enumerate(single):
         torch.testing.assert_close(logits[i][mask[i].bool()], wanted, atol=1e-5, rtol=0)
-    assert replay.report()[3] == {"replayed": 14, "live": 4, "agreement": None}
+    assert replay.report()[3] == {"replayed": 14, "live": 4, "refused": 0, "agreement": None}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -140,6 +176,45 @@ def test_packed_sequences_equal_single_sequences(family: str) -> None:
     torch.testing.assert_close(logits, torch.cat(single, 1), atol=1e-5, rtol=0)
 
 
+def test_jagged_routes_replay_packed_and_padded_batches() -> None:
+    model, replay = pair()
+    lengths = (4, 6, 3)
+    parts = [tokens(1, length, seed=length)[0] for length in lengths]
+    routes = [random_routes(replay, 1, length, seed=length)[0] for length in lengths]
+    jagged = torch.nested.nested_tensor(routes, layout=torch.jagged)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    with replay.replay(torch.cat(routes)[None]):
+        wanted = model(torch.cat(parts)[None], position_ids=positions, use_cache=False).logits[0]
+    with replay.replay(jagged):
+        packed = model(torch.cat(parts)[None], position_ids=positions, use_cache=False).logits[0]
+    assert torch.equal(packed, wanted)
+    mask = torch.tensor([[1] * length + [0] * (6 - length) for length in lengths])
+    ids = torch.zeros(3, 6, dtype=torch.long)
+    ids[mask.bool()] = torch.cat(parts)
+    with replay.replay(jagged, mask):
+        padded = model(ids, attention_mask=mask).logits[mask.bool()]
+    torch.testing.assert_close(padded, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bad_samples_run_live_if_asked_to_and_are_counted(family: str) -> None:
+    model, replay = pair(family)
+    routes = random_routes(replay)
+    with replay.replay(routes):
+        good = model(IDS).logits[1]
+    assert replay.refused == ()
+    native = model(IDS).logits[0]
+    routes[0, 3, 2] = routes[0, 3, 2, 0]
+    with pytest.raises(RouteValueError, match="sample 0, token 3, layer 2 holds"), replay.replay(routes):
+        model(IDS)
+    with replay.replay(routes, on_bad_routes="live"):
+        logits = model(IDS).logits
+    torch.testing.assert_close(logits[0], native, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits[1], good, atol=1e-5, rtol=0)
+    assert replay.refused == (0,)
+    assert replay.report()[2] == {"replayed": 6, "live": 6, "refused": 6, "agreement": None}
+
+
 # errors
 
 
@@ -154,8 +229,16 @@ def test_wrong_routes_are_refused_before_the_model_runs() -> None:
     for wrong, error, message in cases:
         with pytest.raises(error, match=message), replay.replay(wrong):
             model(IDS)
-    with pytest.raises(ReplayError, match="has 12 rows, the routes have 10"), replay.replay(routes[:, :-1]):
-        model(IDS)
+    other_batches = (
+        (routes[:, :-1], r"tokens \[2, 6\], the routes are for \[2, 5\]"),
+        (
+            routes.flatten(0, 1).unflatten(0, (3, 4)),  # as many rows
+            r"tokens \[2, 6\], the routes are for \[3, 4\]",
+        ),
+    )
+    for wrong, message in other_batches:
+        with pytest.raises(ReplayError, match=message), replay.replay(wrong):
+            model(IDS)
 
 
 @pytest.mark.parametrize("kind", ["record", "replay"])
@@ -174,6 +257,19 @@ def test_a_context_takes_exactly_one_forward(kind: str) -> None:
         model(IDS)
         with context():
             pass
+
+
+def test_a_layer_that_does_not_use_its_routes_is_an_error() -> None:
+    """A fused kernel put on a block after construction, say, which has no router to ask."""
+    model, replay = pair()
+    block = model.model.layers[2].mlp
+    block.forward = lambda hidden: hidden
+    for context in (replay.replay(random_routes(replay)), replay.record()):
+        with pytest.raises(ReplayError, match="layer 2 ran 0 times"), context:
+            model(IDS)
+    del block.forward
+    with replay.replay(random_routes(replay)):
+        model(IDS)
 
 
 def test_an_error_inside_the_forward_leaves_nothing_behind() -> None:
@@ -234,6 +330,25 @@ def test_two_models_replay_in_two_threads() -> None:
         assert all(torch.equal(one, other) for one, other in zip(got, work(seed), strict=True))
 
 
+def test_two_models_replay_in_one_process_each_on_its_own_routes() -> None:
+    """An actor and a reference, whose contexts and backward passes interleave."""
+    (actor, handle), (reference, other) = pair(), pair("deepseek_v3")
+    routes, others = random_routes(handle), random_routes(other, seed=1)
+    with handle.replay(routes):
+        wanted, grads = backward(actor, IDS)
+    with other.replay(others):
+        wanted_other = reference(IDS).logits
+    with handle.replay(routes), other.replay(others), experts_seen(actor) as seen:
+        value = actor(IDS).logits
+        assert torch.equal(reference(IDS).logits, wanted_other)
+    assert torch.equal(seen[1][0], routes[:, :, 1].flatten(0, 1))
+    assert torch.equal(value, wanted)
+    with other.record():
+        reference(IDS)
+        loss_of(value).backward()
+    assert_same(gradients(actor), grads)
+
+
 # report
 
 
@@ -241,20 +356,21 @@ def test_the_report_counts_rows_and_agreement() -> None:
     model, replay = pair()
     assert replay.report() == {}
     routes = recorded(model, replay)
-    assert replay.report() == {layer: {"replayed": 0, "live": 12, "agreement": None} for layer in (1, 2, 3)}
+    unset = {"replayed": 0, "live": 12, "refused": 0, "agreement": None}
+    assert replay.report() == {layer: unset for layer in (1, 2, 3)}
     routes = routes.flip(-1)  # the same sets
     routes[0, :3, 3] = (routes[0, :3, 3] + 1) % 16
     routes[1, 0, 3] = U
     with replay.replay(routes, measure=True):
         model(IDS)
     assert replay.report() == {
-        1: {"replayed": 12, "live": 0, "agreement": 1.0},
-        2: {"replayed": 12, "live": 0, "agreement": 1.0},
-        3: {"replayed": 11, "live": 1, "agreement": 8 / 11},
+        1: {"replayed": 12, "live": 0, "refused": 0, "agreement": 1.0},
+        2: {"replayed": 12, "live": 0, "refused": 0, "agreement": 1.0},
+        3: {"replayed": 11, "live": 1, "refused": 0, "agreement": 8 / 11},
     }
     with replay.replay(routes):
         model(IDS)
-    assert replay.report()[3] == {"replayed": 11, "live": 1, "agreement": None}
+    assert replay.report()[3] == {"replayed": 11, "live": 1, "refused": 0, "agreement": None}
 
 
 # refusals
@@ -265,6 +381,7 @@ def test_the_report_counts_rows_and_agreement() -> None:
     [
         (NoisyRouter, "replaying its own routes changes its output by up to"),
         (TwiceRouter, "layer 0 ran 2 times, layer 1 ran 2 times"),
+        (DeafRouter, "replaying other routes changes nothing"),
     ],
 )
 def test_a_model_whose_self_test_fails_is_refused_and_left_alone(router: type[nn.Module], message: str) -> None:

@@ -13,11 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-__all__ = ["ScoringBatch", "align", "missing", "pad_left", "read_batch", "read_rows", "token_scores"]
+__all__ = [
+    "ScoringBatch",
+    "align",
+    "check_dense",
+    "missing",
+    "pad_left",
+    "read_batch",
+    "read_rows",
+    "samples_of",
+    "token_scores",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,35 +81,50 @@ def pad_left(rows: Sequence[Tensor], value: Any) -> Tensor:
     return out
 
 
+def samples_of(td: TensorDictBase, key: Any) -> Sequence[Tensor | None] | None:
+    """Return an entry of a dense, a lazily stacked or a nested batch, sample by sample; ``None`` if it is not there."""
+    rows = td.get(key, None, as_list=True)
+    if isinstance(rows, Tensor) and rows.is_nested:
+        return list(rows.unbind())
+    return rows
+
+
 def read_rows(
     td: TensorDictBase,
     key: Any,
     value: Any,
     lengths: Sequence[int] | None = None,
-    error: type[Exception] = ValueError,
 ) -> Tensor | None:
-    """Read a per-token entry of a dense or a lazily stacked batch as ``[B, T, ...]``.
+    """Read a per-token entry of a dense, a lazily stacked or a nested batch as ``[B, T, ...]``.
 
     Args:
         td: batch size ``[B]``.
         key: of the entry.
         value: what to pad with on the left.
         lengths: the rows that each sample must have. A short entry would be padded to the wrong tokens.
-        error: raised if a sample has another number of rows.
 
     Returns:
         The entry, or ``None`` if a sample has none.
+
+    Raises:
+        ValueError: a sample has another number of rows.
     """
-    rows = td.get(key, None, as_list=True)
-    if rows is None or any(row is None for row in rows):
+    rows = _all_samples(td, key)
+    if rows is None:
         return None
     for i, (row, length) in enumerate(zip(rows, lengths or map(len, rows), strict=True)):
         if len(row) != length:
-            raise error(
+            raise ValueError(
                 f"{key!r} of sample {i} has {len(row)} rows, its tokens are {length}: both must have been cut or "
                 "padded alike"
             )
     return pad_left(rows, value)
+
+
+def _all_samples(td: TensorDictBase, key: Any) -> list[Tensor] | None:
+    samples = samples_of(td, key)
+    rows = [] if samples is None else [row for row in samples if row is not None]
+    return rows if len(rows) == len(td) else None
 
 
 def read_batch(td: TensorDictBase, tokens_key: Any, mask_key: Any) -> ScoringBatch:
@@ -114,8 +139,8 @@ def read_batch(td: TensorDictBase, tokens_key: Any, mask_key: Any) -> ScoringBat
             f"scoring takes a batch of sequences, batch size [B] with B >= 1, got {list(td.batch_size)}: use "
             "td.reshape(-1) on a batch of more dimensions, and td.unsqueeze(0) on a single sample"
         )
-    rows = td.get(tokens_key, None, as_list=True)
-    if rows is None or any(row is None for row in rows):
+    rows = _all_samples(td, tokens_key)
+    if rows is None:
         raise missing(td, tokens_key)
     lengths = tuple(len(row) for row in rows)
     mask = read_rows(td, mask_key, False, lengths)
@@ -154,3 +179,12 @@ def token_scores(logits: Tensor, ids: Tensor, temperature: float, entropy: bool)
     first = chosen.new_zeros(len(ids), 1)
     spread = -(log_probs.exp() * log_probs).sum(-1) if entropy else None
     return torch.cat([first, chosen], 1), None if spread is None else torch.cat([first, spread], 1)
+
+
+def check_dense(logits_key: NestedKey, padding_side: str) -> None:
+    """Raise ValueError on what TorchRL's masked distributions could be asked for, and dense ones cannot."""
+    if padding_side != "left" or logits_key != "logits":
+        raise ValueError(
+            f"distributions are padded on the left and made from 'logits', got padding_side={padding_side!r} and "
+            f"logits_key={logits_key!r}"
+        )

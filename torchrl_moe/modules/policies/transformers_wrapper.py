@@ -10,6 +10,7 @@ TorchRL's name and keys; it scores and never generates. Which experts the forwar
 
 from __future__ import annotations
 
+import copy
 import os
 from contextlib import nullcontext
 from functools import cached_property
@@ -21,12 +22,20 @@ from torch import Tensor, nn
 from torchrl.modules.distributions import LLMMaskedCategorical
 from torchrl.modules.llm.policies import LLMWrapperBase, LogProbs
 
-from torchrl_moe._errors import ReplayError, UnsupportedRouterError
-from torchrl_moe.data import UNSET_EXPERT, RoutedExperts
+from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.modules.policies.rollout import stack_answers
+from torchrl_moe.modules.policies.routes import (
+    RECORDED,
+    jagged_routes,
+    no_routes,
+    note_routing,
+    read_routes,
+    write_recorded,
+)
 from torchrl_moe.modules.policies.scoring import (
     ScoringBatch,
     align,
+    check_dense,
     missing,
     pad_left,
     read_batch,
@@ -34,12 +43,12 @@ from torchrl_moe.modules.policies.scoring import (
     token_scores,
 )
 from torchrl_moe.modules.replay.discovery import discover, number_of_layers
-from torchrl_moe.modules.replay.router_replay import Recording, RouterReplay
+from torchrl_moe.modules.replay.incoming import ON_BAD_ROUTES, OnBadRoutes
+from torchrl_moe.modules.replay.router_replay import RouterReplay
 
 __all__ = ["TransformersWrapper"]
 
 REPLAYS = ("R3", "R2", "none")
-RECORDED = "train_routed_experts"
 
 
 class TransformersWrapper(LLMWrapperBase):
@@ -54,6 +63,8 @@ class TransformersWrapper(LLMWrapperBase):
         temperature: that of sampling; the logits are divided by it, as the engine does for its log-probs.
         pad_model_input: run a padded batch (default), or pack all sequences into one row.
         measure_agreement: also compute the live router's choice, for ``("routing", "agreement")``.
+        on_bad_routes: what to do about a sample whose routes are wrong: ``"raise"``, or run it on the ``"live"`` router
+            and count its tokens in ``("routing", "fallback")``.
         router_replay: a handle that the model has already.
         input_key: where the tokens are; default ``("tokens", "full")``.
         inplace: write into the input (default), or into a new TensorDict (``False`` or ``"empty"``).
@@ -61,6 +72,8 @@ class TransformersWrapper(LLMWrapperBase):
 
     Raises:
         UnsupportedRouterError: replay of a model without routers, or with one that cannot be replayed exactly.
+
+    The reference policy comes from :meth:`reference`, and is native unless told to replay.
 
     Example::
 
@@ -80,6 +93,7 @@ class TransformersWrapper(LLMWrapperBase):
         temperature: float = 1.0,
         pad_model_input: bool = True,
         measure_agreement: bool = False,
+        on_bad_routes: OnBadRoutes = "raise",
         router_replay: RouterReplay | None = None,
         input_key: NestedKey | None = None,
         inplace: bool | Literal["empty"] = True,
@@ -98,7 +112,7 @@ class TransformersWrapper(LLMWrapperBase):
         self._arguments = {**arguments, "model": self.model, "router_replay": self.router_replay}
         self.tokenizer, self.input_mode, self.generate, self.inplace = tokenizer, input_mode, False, inplace
         self.replay, self.temperature, self.pad_model_input = replay, temperature, pad_model_input
-        self.measure_agreement = measure_agreement
+        self.measure_agreement, self.on_bad_routes = measure_agreement, on_bad_routes
         self.tokens_key, self.masks_key, self.log_probs_key = tokens_key, masks_key, log_probs_key
         self.routed_experts_key = routed_experts_key
         self.input_key = (tokens_key, "full") if input_key is None else input_key
@@ -127,6 +141,24 @@ class TransformersWrapper(LLMWrapperBase):
         own = {"router_replay": None} if kwargs.get("model", self.model) is not self.model else {}
         return type(self)(**{**self._arguments, **own, **kwargs})
 
+    def reference(self, model: Any = None, *, replay: bool = False) -> TransformersWrapper:
+        """Return a wrapper of the reference policy, which is not trained.
+
+        Args:
+            model: its model, a folder or a hub name; default a copy of this one's as it is now. Is frozen.
+            replay: make it follow the experts that this wrapper follows (the engine's, or under R2 those that this
+                wrapper has recorded), instead of choosing its own. It records none.
+
+        Raises:
+            ValueError: ``replay`` of a wrapper that does not replay.
+        """
+        if replay and self.replay == "none":
+            raise ValueError("reference(replay=True) follows the routes of this wrapper, which has replay='none'")
+        frozen = copy.deepcopy(self.model) if model is None else _model_of(model)
+        frozen.eval().requires_grad_(False)
+        key = RECORDED if self.replay == "R2" else self.routed_experts_key
+        return self.get_new_version(model=frozen, replay="R3" if replay else "none", routed_experts_key=key)
+
     # -- scoring ----------------------------------------------------------------------------------------------------
 
     def score(
@@ -145,7 +177,7 @@ class TransformersWrapper(LLMWrapperBase):
             and on first tokens.
 
         Raises:
-            ReplayError: the routes that ``replay`` asks for are not there, or do not fit.
+            RoutingError: the routes that ``replay`` asks for are not there, or do not fit.
         """
         batch = self._batch(td)
         output, logits = self._run(td, batch, router_logits)
@@ -166,52 +198,31 @@ class TransformersWrapper(LLMWrapperBase):
         if self.router_replay is not None and recording:
             context = self.router_replay.record()
         elif self.router_replay is not None and routes is not None:
-            laid_out = routes if self.pad_model_input else routes[batch.mask][None]
-            context = self.router_replay.replay(laid_out, inputs.get("attention_mask"), self.measure_agreement)
+            laid_out = routes if self.pad_model_input else jagged_routes(routes, batch)
+            context = self.router_replay.replay(
+                laid_out, inputs.get("attention_mask"), self.measure_agreement, self.on_bad_routes
+            )
         with context as recorded:
             extra = {"output_router_logits": True} if router_logits else {}
             output = self.model(**inputs, use_cache=False, **extra)
         if recording:
-            self._keep(td, batch, recorded)
+            own = recorded.routed_experts
+            write_recorded(td, batch, own if self.pad_model_input else batch.unpack(own))
         elif routes is not None:
-            self._note(td, batch, routes)
+            assert self.router_replay is not None
+            note_routing(td, batch, routes, self.router_replay.report(), self.router_replay.refused)
         logits = output.logits if self.pad_model_input else batch.unpack(output.logits)
         return output, logits
 
     def _routes(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor | None:
-        if self.replay == "none":
+        if self.router_replay is None or self.replay == "none":
             return None
-        key = (self.routed_experts_key if self.replay == "R3" else RECORDED, "full")
-        routes = read_rows(td, key, UNSET_EXPERT, batch.lengths, ReplayError)
-        if routes is None and self.replay == "R3":
-            raise ReplayError(
-                f"replay='R3' needs {key!r} in every sample, and the input lacks it: start the engine with route "
-                "capture and keep the routes (vLLMWrapper(return_routed_experts=True)), or pass replay='none'"
-            )
+        key = self.routed_experts_key if self.replay == "R3" else RECORDED
+        tail = (self.router_replay.num_layers, self.router_replay.top_k)
+        routes = read_routes(td, (key, "full"), batch, tail, self.on_bad_routes)
         if routes is None:
-            raise ReplayError(f"replay='R2' needs {key!r}: score the batch once under torch.no_grad() to record it")
-        return routes.to(batch.ids.device)
-
-    # -- what it writes about routing -------------------------------------------------------------------------------
-
-    def _keep(self, td: TensorDictBase, batch: ScoringBatch, recording: Recording) -> None:
-        """Write recorded routes, row by row as long as each sample's own tokens."""
-        routes = recording.routed_experts
-        routes = routes if self.pad_model_input else batch.unpack(routes)
-        routes = routes.masked_fill(~batch.mask[..., None, None], UNSET_EXPERT).to(td.device or "cpu")
-        td.set(RECORDED, lazy_stack([RoutedExperts(full=row) for row in batch.split(routes)]))
-
-    def _note(self, td: TensorDictBase, batch: ScoringBatch, routes: Tensor) -> None:
-        """Write how many rows ran on live routing, and how far the live router would have agreed."""
-        assert self.router_replay is not None
-        layers = list(self.router_replay.layers)
-        live = (routes[..., layers, 0] == UNSET_EXPERT).any(-1) & batch.mask
-        agreement = torch.full((len(routes), routes.shape[2]), float("nan"))
-        for layer, figures in self.router_replay.report().items():
-            if figures["agreement"] is not None:
-                agreement[:, layer] = figures["agreement"]
-        td.set(("routing", "fallback"), live.sum(-1).to(td.device or "cpu"))
-        td.set(("routing", "agreement"), agreement.to(td.device or "cpu"))
+            raise no_routes(self.replay, (key, "full"))
+        return routes
 
     @cached_property
     def _router_layers(self) -> tuple[int, ...]:
@@ -303,7 +314,7 @@ class TransformersWrapper(LLMWrapperBase):
             KeyError: there is no mask at ``mask_key``.
             ValueError: another layout was asked for.
         """
-        _check_dense(logits_key, padding_side)
+        check_dense(logits_key, padding_side)
         if tensordict_out is not None or as_nested_tensor or as_padded_tensor is False:
             raise ValueError(
                 "get_dist returns dense distributions and writes nothing: leave tensordict_out, as_nested_tensor and "
@@ -326,7 +337,7 @@ class TransformersWrapper(LLMWrapperBase):
         prompts = tensordict.get(tokens_key or (self.tokens_key, "prompt"), None, as_list=True)
         if prompts is None:
             return self._get_dist_with_assistant_mask(tensordict, assistant_mask_key, logits_key, padding_side)
-        _check_dense(logits_key, padding_side)
+        check_dense(logits_key, padding_side)
         batch = self._batch(tensordict)
         rows = [torch.arange(length) >= len(p) for length, p in zip(batch.lengths, prompts, strict=True)]
         mask = pad_left(rows, False)
@@ -342,7 +353,7 @@ class TransformersWrapper(LLMWrapperBase):
         logits_key: NestedKey = "logits",
         padding_side: str = "left",
     ) -> LLMMaskedCategorical:
-        _check_dense(logits_key, padding_side)
+        check_dense(logits_key, padding_side)
         return self._dist(tensordict, assistant_mask_key or (self.masks_key, "all_assistant_mask"))
 
     def _get_dist_with_attention_mask(
@@ -352,31 +363,23 @@ class TransformersWrapper(LLMWrapperBase):
         logits_key: NestedKey = "logits",
         padding_side: str = "left",
     ) -> LLMMaskedCategorical:
-        _check_dense(logits_key, padding_side)
+        check_dense(logits_key, padding_side)
         return self._dist(tensordict, attention_mask_key)
 
     def _get_dist_with_custom_mask(
         self, tensordict: TensorDictBase, mask: Tensor, logits_key: NestedKey = "logits", padding_side: str = "left"
     ) -> LLMMaskedCategorical:
-        _check_dense(logits_key, padding_side)
+        check_dense(logits_key, padding_side)
         return self._masked_dist(tensordict, mask)
-
-
-def _check_dense(logits_key: NestedKey, padding_side: str) -> None:
-    """Refuse what TorchRL's masked distributions could be asked for, and these cannot."""
-    if padding_side != "left" or logits_key != "logits":
-        raise ValueError(
-            f"distributions are padded on the left and made from 'logits', got padding_side={padding_side!r} and "
-            f"logits_key={logits_key!r}"
-        )
 
 
 def _refuse(arguments: dict[str, Any]) -> None:
     """Refuse what cannot be meant, before a model is loaded."""
     if arguments["generate"]:
         raise ValueError("TransformersWrapper(generate=True): it only scores. vLLMWrapper generates.")
-    if arguments["replay"] not in REPLAYS:
-        raise ValueError(f"replay must be one of {REPLAYS}, got {arguments['replay']!r}")
+    for name, allowed in (("replay", REPLAYS), ("on_bad_routes", ON_BAD_ROUTES)):
+        if arguments[name] not in allowed:
+            raise ValueError(f"{name} must be one of {allowed}, got {arguments[name]!r}")
     if arguments["input_mode"] != "tokens":
         raise ValueError(
             f"input_mode={arguments['input_mode']!r}: encoding text anew may give other tokens than those that were "

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from torchrl_moe._errors import ReplayError
-from torchrl_moe.modules.replay.binding import ReplayState
+from torchrl_moe.modules.replay.state import ReplayState
 
 __all__ = ["release_checkpoints", "wrap_checkpoints"]
 
@@ -25,7 +25,7 @@ class _Captured:
 
     def __init__(self, state: ReplayState, function: Any) -> None:
         self._state = state
-        self._binding = state.active
+        self._binding = state.binding
         self._function = function
         self._calls = 0
 
@@ -34,7 +34,7 @@ class _Captured:
         recompute = self._calls > 1
         if recompute and self._binding is not None and not self._state.owned:
             raise ReplayError("remove() came before the backward of a checkpointed forward pass: call it after")
-        with self._state.holding(self._binding, recompute):
+        with self._state.recomputing(self._binding, recompute):
             return self._function(*args, **kwargs)
 
 

@@ -7,17 +7,21 @@ handles of its own modules, which do nothing until a ``RouterReplay`` is made fo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from torchrl_moe.modules.replay.binding import Binding, ReplayState
+from torchrl_moe.modules.replay.binding import Binding
 from torchrl_moe.modules.replay.checkpointing import release_checkpoints
 from torchrl_moe.modules.replay.discovery import RouterSite
 from torchrl_moe.modules.replay.interception import TopK, TopKInterception
+from torchrl_moe.modules.replay.state import ReplayState
 
-__all__ = ["has_owner", "install", "restore_jitter", "silence_jitter", "uninstall"]
+__all__ = ["belong_to", "has_owner", "install", "uninstall"]
+
+
+Jitter: TypeAlias = tuple[nn.Module, str, float]
 
 
 class _Handle:
@@ -30,8 +34,9 @@ class _Handle:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, looked up late: FSDP and parametrizations change its class."""
-        native = self.shadowed or type(self.module).forward.__get__(self.module)
-        return native(*args, **kwargs)
+        if self.shadowed is not None:
+            return self.shadowed(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)  # a bound method: Dynamo would look this up anew
 
 
 class _RouterHandle(_Handle):
@@ -45,7 +50,7 @@ class _RouterHandle(_Handle):
         binding, recompute = self.state.binding, self.state.recompute
         if binding is None:
             return self.forward(*args, **kwargs)
-        if binding.measure and not recompute:
+        if binding.measure:  # in a recompute too: selective checkpointing keeps results in the order of their making
             binding.compare(self.site, self._own_choice(*args, **kwargs))
         site = self.site
 
@@ -75,13 +80,17 @@ class _RouterHandle(_Handle):
 
 
 class _LayerHandle(_Handle):
-    """On a decoder layer: routers see rows, this sees the batch's ``[B, T]``."""
+    """On a decoder layer: routers see rows, this sees the batch's ``[B, T]``. It keeps what the routers' jitter was."""
+
+    def __init__(self, module: nn.Module, state: ReplayState, jitter: list[Jitter]) -> None:
+        super().__init__(module, state)
+        self.jitter = jitter
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         binding: Binding | None = self.state.binding
-        if binding is not None and binding.recording is not None:
+        if binding is not None:
             hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-            binding.recording.shape = tuple(hidden.shape[:2])
+            binding.see_batch(tuple(hidden.shape[:2]))
         return self.forward(*args, **kwargs)
 
 
@@ -99,19 +108,27 @@ def has_owner(model: nn.Module) -> bool:
     return any(handle.state.owned for handle in _handles(model))
 
 
+def belong_to(model: nn.Module, state: ReplayState) -> bool:
+    """Whether the handles on this model look their binding up in ``state``."""
+    return any(handle.state is state for handle in _handles(model))
+
+
 def install(model: nn.Module, sites: Sequence[RouterSite], state: ReplayState) -> None:
-    """Put a handle on every router, and on the first decoder layer that has one."""
+    """Put a handle on every router, and on the first decoder layer that has one; switch the routers' jitter off."""
     modules = dict(model.named_modules())
     for site in sites:
         router = modules[site.name]
         router.forward = _RouterHandle(router, state, site)
     layer = modules[sites[0].layer_name]
-    layer.forward = _LayerHandle(layer, state)
+    layer.forward = _LayerHandle(layer, state, _silence_jitter(model))
 
 
 def uninstall(model: nn.Module) -> None:
-    """Take every handle off again."""
+    """Take every handle off again, and put the routers' jitter back."""
     for handle in list(_handles(model)):
+        if isinstance(handle, _LayerHandle):
+            for module, name, value in handle.jitter:
+                setattr(module, name, value)
         if handle.shadowed is None:
             del handle.module.forward
         else:
@@ -119,7 +136,7 @@ def uninstall(model: nn.Module) -> None:
     release_checkpoints(model)
 
 
-def silence_jitter(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
+def _silence_jitter(model: nn.Module) -> list[Jitter]:
     """Set router jitter to 0, since it moves the scores under the replay; return what to put back."""
     found = [
         (module, name, value)
@@ -130,9 +147,3 @@ def silence_jitter(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
     for module, name, _ in found:
         setattr(module, name, 0.0)
     return found
-
-
-def restore_jitter(silenced: Sequence[tuple[nn.Module, str, float]]) -> None:
-    """Put the routers' jitter back."""
-    for module, name, value in silenced:
-        setattr(module, name, value)

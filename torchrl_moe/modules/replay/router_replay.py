@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from torchrl_moe._errors import ReplayError, RoutingError, UnsupportedRouterError
 from torchrl_moe.modules.replay import handles
-from torchrl_moe.modules.replay.binding import Binding, LayerReport, Recording, ReplayState, bind_routes
+from torchrl_moe.modules.replay.binding import Binding, LayerReport, Recording
 from torchrl_moe.modules.replay.checkpointing import wrap_checkpoints
 from torchrl_moe.modules.replay.discovery import discover, dry_inputs, number_of_layers
+from torchrl_moe.modules.replay.incoming import OnBadRoutes, bind_routes
+from torchrl_moe.modules.replay.state import ReplayState
 
 __all__ = ["Recording", "RouterReplay"]
 
@@ -27,8 +29,9 @@ __all__ = ["Recording", "RouterReplay"]
 class RouterReplay:
     """Records and replays the routers of one transformers model.
 
-    Construction runs a small forward pass three times: it finds the routers, and checks that each is hit exactly once
-    and that replaying the model's own choice gives the very same logits. Do it after peft has wrapped the model.
+    Construction runs a small forward pass four times: it finds the routers, and checks that each is hit exactly once,
+    that replaying the model's own choice gives the very same logits, and that another choice does not. It may come
+    before or after peft, ``fully_shard`` and ``torch.compile``; after ``fully_shard`` all ranks must construct it.
     Router jitter is off from then on, until :meth:`remove`.
 
     A deep copy or a pickle of the model alone comes without a ``RouterReplay``, and takes one of its own; copied
@@ -60,9 +63,9 @@ class RouterReplay:
         self.model = model
         self._state = ReplayState(owned=True)
         self._last: dict[int, LayerReport] = {}
-        self._jitter = handles.silence_jitter(model)
+        self._refused: tuple[int, ...] = ()
         try:
-            with _evaluating(model), torch.no_grad():
+            with _evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 self.sites = discover(model)
                 self.num_layers = number_of_layers(model)
                 handles.install(model, self.sites, self._state)
@@ -73,7 +76,7 @@ class RouterReplay:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._state.owned = True
+        self._state.owned = handles.belong_to(self.model, self._state)  # not if it was removed
 
     # -- what was found ---------------------------------------------------------------------------------------------
 
@@ -117,23 +120,42 @@ class RouterReplay:
             yield recording
 
     @contextmanager
-    def replay(self, routes: Any, attention_mask: Tensor | None = None, measure: bool = False) -> Iterator[None]:
+    def replay(
+        self,
+        routes: Any,
+        attention_mask: Tensor | None = None,
+        measure: bool = False,
+        on_bad_routes: OnBadRoutes = "raise",
+    ) -> Iterator[None]:
         """Make one forward pass follow recorded experts. ``backward()`` may come after the context has closed.
 
         Args:
-            routes: int ``[B, T, L, K]``, laid out as the batch (or a ``RoutedExperts`` of that shape). A row of -1 runs
-                on the live router; every row given is used, the last included.
+            routes: int ``[B, T, L, K]``, laid out as the batch (or a ``RoutedExperts`` of that shape), or nested jagged
+                ``[B, j, L, K]`` with a row per real token: for a batch packed into one row ``[1, N]``, or with
+                ``attention_mask`` for a padded one. A row of -1 runs on the live router; every row given is used, the
+                last included.
             attention_mask: ``[B, T]``; pads run on the live router whatever their rows hold.
             measure: also run each router on its own, for :meth:`report`'s agreement.
+            on_bad_routes: what to do about a wrong id: ``"raise"``, or run all of its sample on the ``"live"`` router,
+                which :meth:`report` counts and :attr:`refused` names. A wrong shape or dtype always raises.
 
         Raises:
             RouteShapeError: routes or mask of another shape.
             RouteValueError: an id out of range, twice in a row, on a layer without a router, or a row that is partly
-                -1; or routes that are no signed integers.
-            ReplayError: the rows are not those of the batch, not exactly one forward pass ran, or a context of this
-                model is open already.
+                -1; or routes that are no signed integers. It names sample, token (pads not counted), layer and values.
+            ReplayError: the routes are not laid out as the batch, a router did not use them, not exactly one forward
+                pass ran, or a context of this model is open already.
         """
-        with self._opened(bind_routes(routes, self.sites, self.num_layers, attention_mask, measure)):
+        binding = bind_routes(
+            routes,
+            self.sites,
+            self.num_layers,
+            attention_mask=attention_mask,
+            measure=measure,
+            on_bad_routes=on_bad_routes,
+            device=next(self.model.parameters()).device,
+        )
+        with self._opened(binding):
             yield
 
     @contextmanager
@@ -142,7 +164,7 @@ class RouterReplay:
             wrap_checkpoints(self.model, self._state)
             yield
         binding.check_used()
-        self._last = binding.report()
+        self._last, self._refused = binding.report(), binding.refused
 
     # -- what happened ----------------------------------------------------------------------------------------------
 
@@ -150,10 +172,16 @@ class RouterReplay:
         """Return what the last context's forward did, by layer.
 
         Returns:
-            ``replayed`` and ``live``: numbers of rows; ``agreement``: the share of replayed rows for which the router
-            by itself chooses the same set, ``None`` unless measured.
+            ``replayed`` and ``live``: numbers of rows; ``refused``: how many of the live ones had bad routes in their
+            sample; ``agreement``: the share of replayed rows for which the router by itself chooses the same set,
+            ``None`` unless measured.
         """
         return {layer: done.to_dict() for layer, done in self._last.items()}
+
+    @property
+    def refused(self) -> tuple[int, ...]:
+        """The samples that ran on the live router in the last context because their routes were bad."""
+        return self._refused
 
     def remove(self) -> None:
         """Take every handle off the model again; harmless if done before.
@@ -161,13 +189,12 @@ class RouterReplay:
         Raises:
             ReplayError: a context is open.
         """
-        if self._state.active is not None:
+        if self._state.is_open:
             raise ReplayError("a context of this model is open: close it before remove()")
         if not self._state.owned:
             return
         self._state.owned = False
         handles.uninstall(self.model)
-        handles.restore_jitter(self._jitter)
 
     # -- construction -----------------------------------------------------------------------------------------------
 
@@ -178,6 +205,8 @@ class RouterReplay:
                 native = self.model(**inputs)[0]
             with self.replay(recording.routed_experts):
                 replayed = self.model(**inputs)[0]
+            with self.replay(self._others(recording.routed_experts)):
+                changed = self.model(**inputs)[0]
         except RoutingError as error:
             raise UnsupportedRouterError(f"{type(self.model).__name__} failed the self-test: {error}") from error
         if not torch.equal(native, replayed):
@@ -186,7 +215,20 @@ class RouterReplay:
                 f"{type(self.model).__name__} failed the self-test: replaying its own routes changes its output by up "
                 f"to {worst:.1e}. Its routing is more than the choice that topk makes."
             )
+        if torch.equal(native, changed) and any(site.top_k < site.num_experts for site in self.sites):
+            raise UnsupportedRouterError(
+                f"{type(self.model).__name__} failed the self-test: replaying other routes changes nothing. Its "
+                "routers do not use the choice that topk makes."
+            )
         self._last = {}
+
+    def _others(self, routes: Tensor) -> Tensor:
+        """Return routes in which every row holds other experts."""
+        others = routes.clone()
+        for site in self.sites:
+            own = routes[:, :, site.layer, : site.top_k]
+            others[:, :, site.layer, : site.top_k] = (own + 1) % site.num_experts
+        return others
 
 
 @contextmanager

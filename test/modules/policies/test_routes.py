@@ -1,0 +1,239 @@
+"""Routes are read sample by sample, in every layout; a sample whose routes are wrong stops the batch or runs live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+
+from modules.replay.cases import experts_seen, random_routes
+from torchrl_moe._errors import ReplayError, RouteShapeError, RouteValueError, RoutingError
+from torchrl_moe.modules import TransformersWrapper
+from torchrl_moe.modules.policies.routes import jagged_routes, read_routes
+from torchrl_moe.modules.policies.scoring import read_batch
+from torchrl_moe.testing import make_tiny_moe
+
+TOKENS, MASK, ROUTES = ("tokens", "full"), ("masks", "all_attention_mask"), ("routed_experts", "full")
+LENGTHS, TAIL = (3, 9, 5), (4, 4)
+U = -1
+
+
+def ids(length: int) -> Tensor:
+    return torch.arange(length) * 7 % 250
+
+
+@pytest.fixture(scope="module")
+def actor() -> TransformersWrapper:
+    return TransformersWrapper(make_tiny_moe())
+
+
+def routes_for(actor: TransformersWrapper) -> list[Tensor]:
+    assert actor.router_replay is not None
+    return [random_routes(actor.router_replay, 1, length, seed=length)[0] for length in LENGTHS]
+
+
+def ragged(routes: list[Any]) -> TensorDictBase:
+    rows = [TensorDict({TOKENS: ids(length)}) for length in LENGTHS]
+    for row, given in zip(rows, routes, strict=True):
+        if given is not None:
+            row[ROUTES] = given
+    return lazy_stack(rows)
+
+
+def padded(routes: list[Tensor], width: int, left: Callable[[int], int]) -> TensorDictBase:
+    """Dense rows of ``width``, of which the sample of length n begins at ``left(n)``; pads hold nonsense."""
+    rows = []
+    for length, given in zip(LENGTHS, routes, strict=True):
+        at = slice(left(length), left(length) + length)
+        row = {
+            TOKENS: torch.full((width,), 9),
+            MASK: torch.zeros(width, dtype=torch.bool),
+            ROUTES: torch.zeros(width, *given.shape[1:], dtype=given.dtype),
+        }
+        row[TOKENS][at], row[MASK][at], row[ROUTES][at] = ids(length), True, given
+        rows.append(TensorDict(row))
+    return torch.stack(rows)
+
+
+def jagged(routes: list[Tensor]) -> TensorDictBase:
+    def nested(rows: list[Tensor]) -> Tensor:
+        return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+    return TensorDict({TOKENS: nested([ids(length) for length in LENGTHS]), ROUTES: nested(routes)}, batch_size=[3])
+
+
+LAYOUTS: dict[str, Callable[[list[Tensor]], TensorDictBase]] = {
+    "ragged": ragged,
+    "left": lambda routes: padded(routes, 9, lambda length: 9 - length),
+    "right": lambda routes: padded(routes, 9, lambda length: 0),
+    "both": lambda routes: padded(routes, 11, lambda length: 1),
+    "jagged": jagged,
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_log_probs_are_the_same_in_every_layout(family: str) -> None:
+    scorers = [TransformersWrapper(make_tiny_moe(family))]
+    scorers.append(scorers[0].get_new_version(pad_model_input=False))  # packed
+    routes = routes_for(scorers[0])
+    routes[1][4:6] = U  # two rows on the live router
+    alone = []
+    for i, length in enumerate(LENGTHS):
+        with torch.no_grad(), scorers[0].router_replay.replay(routes[i][None]):
+            logits = scorers[0].model(ids(length)[None]).logits[0]
+        alone.append(logits[:-1].log_softmax(-1).gather(1, ids(length)[1:, None])[:, 0])
+    for scorer in scorers:
+        for name, layout in LAYOUTS.items():
+            td = layout(routes)
+            with torch.no_grad():
+                log_probs, _, _ = scorer.score(td, entropy=False)
+            scored = read_batch(td, TOKENS, MASK).scored
+            for got, keep, wanted in zip(log_probs, scored, alone, strict=True):
+                torch.testing.assert_close(
+                    got[keep], wanted, atol=1e-6, rtol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+                )
+            assert td["routing", "fallback"].tolist() == [0, 2, 0]
+
+
+def test_forward_takes_a_nested_batch(actor: TransformersWrapper) -> None:
+    td = jagged(routes_for(actor))
+    with torch.no_grad():
+        wanted = actor.score(ragged(routes_for(actor)), entropy=False)[0]
+        out = actor(td)
+    for i, length in enumerate(LENGTHS):
+        torch.testing.assert_close(out[i]["log_probs", "full"], wanted[i, -length:], atol=0, rtol=0)
+
+
+def test_samples_of_two_dtypes_keep_their_ids() -> None:
+    routes = [torch.full((length, *TAIL), 1, dtype=torch.int8) for length in LENGTHS]
+    routes[1] = torch.full((9, *TAIL), 300, dtype=torch.int16)
+    td = ragged(routes)
+    got = read_routes(td, ROUTES, read_batch(td, TOKENS, MASK), TAIL, "raise")
+    assert got.dtype == torch.int16
+    assert got[1].eq(300).all()
+    assert got[0, -3:].eq(1).all()
+    assert got[0, :6].eq(U).all()
+
+
+def test_jagged_routes_are_those_of_real_tokens(actor: TransformersWrapper) -> None:
+    routes = routes_for(actor)
+    td = LAYOUTS["both"](routes)
+    batch = read_batch(td, TOKENS, MASK)
+    nested = jagged_routes(td[ROUTES], batch)
+    assert all(torch.equal(got, wanted) for got, wanted in zip(nested.unbind(), routes, strict=True))
+
+
+# -- what is wrong with one sample --------------------------------------------------------------------------------
+
+
+def spoiled(rows: Tensor, place: tuple[int, int, int], value: int) -> Tensor:
+    rows = rows.clone()
+    rows[place] = value
+    return rows
+
+
+BAD: dict[str, tuple[Callable[[Tensor], Any], type[RoutingError], str]] = {
+    "missing": (lambda rows: None, ReplayError, r"needs \('routed_experts', 'full'\) in every sample"),
+    "short": (lambda rows: rows[1:], ReplayError, "of sample 1 has 8 rows, its tokens are 9"),
+    "long": (lambda rows: torch.cat([rows, rows[-1:]]), ReplayError, "of sample 1 has 10 rows, its tokens are 9"),
+    "layers": (lambda rows: rows[:, 1:], RouteShapeError, r"of sample 1 must have shape \[T, 4, 4\], got \[9, 3, 4\]"),
+    "rank": (lambda rows: rows[:, 0], RouteShapeError, "of sample 1 must have shape"),
+    "float": (lambda rows: rows.float(), RouteValueError, "of sample 1 must have a signed integer dtype"),
+    "unsigned": (lambda rows: rows.clamp(min=0).byte(), RouteValueError, "of sample 1 must have a signed integer"),
+    "range": (lambda rows: spoiled(rows, (7, 2, 0), 16), RouteValueError, "sample 1, token 7, layer 2 holds expert 16"),
+    "zeros": (lambda rows: spoiled(rows, (7, 2), 0), RouteValueError, "sample 1, token 7, layer 2 .* did not capture"),
+    "partly": (lambda rows: spoiled(rows, (7, 2, 3), U), RouteValueError, "sample 1, token 7, layer 2 .* partly -1"),
+    "dense": (lambda rows: spoiled(rows, (7, 0), 3), RouteValueError, "sample 1, token 7, layer 0 .* has no router"),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("what", BAD)
+def test_one_bad_sample_is_named_or_runs_live(actor: TransformersWrapper, what: str, packed: bool) -> None:
+    spoil, error, message = BAD[what]
+    routes: list[Any] = routes_for(actor)
+    native = [None if i == 1 else given for i, given in enumerate(routes)]
+    native[1] = torch.full_like(routes[1], U)
+    routes[1] = spoil(routes[1])
+    scorer = actor.get_new_version(pad_model_input=not packed)
+    with pytest.raises(error, match=message):
+        scorer.score(ragged(routes))
+    tolerant = scorer.get_new_version(on_bad_routes="live")
+    td, wanted_td = ragged(routes), ragged(native)
+    with torch.no_grad():
+        got = tolerant.score(td, entropy=False)[0]
+        assert tolerant.router_replay.refused == (1,)
+        wanted = scorer.score(wanted_td, entropy=False)[0]
+    assert torch.equal(got, wanted)
+    assert td["routing", "fallback"].tolist() == wanted_td["routing", "fallback"].tolist() == [0, 9, 0]
+
+
+def test_a_bad_sample_of_a_dense_batch_runs_live_without_its_pads(actor: TransformersWrapper) -> None:
+    td = LAYOUTS["both"](routes_for(actor))
+    td[2][ROUTES][3] = 1  # token 2: one pad comes before
+    with pytest.raises(RouteValueError, match="sample 2, token 2, layer 0 holds"):
+        actor.score(td)
+    tolerant = actor.get_new_version(on_bad_routes="live")
+    tolerant.score(td)
+    assert td["routing", "fallback"].tolist() == [0, 0, 5]
+    assert tolerant.router_replay.refused == (2,)
+    assert tolerant.router_replay.report()[1]["refused"] == 5
+
+
+def test_a_batch_without_any_routes_is_an_error_whatever_is_asked(actor: TransformersWrapper) -> None:
+    with pytest.raises(ReplayError, match="start the engine with route capture"):
+        actor.get_new_version(on_bad_routes="live").score(ragged([None, None, None]))
+
+
+# -- the reference --------------------------------------------------------------------------------------------------
+
+
+def test_a_reference_is_native_and_frozen_unless_told_to_replay(actor: TransformersWrapper) -> None:
+    routes = routes_for(actor)
+    td = ragged(routes)
+    reference, replaying = actor.reference(), actor.reference(replay=True)
+    assert reference.router_replay is None
+    assert reference.out_keys == ["log_probs"]
+    assert reference.model is not actor.model
+    for one in (reference, replaying):
+        assert not one.model.training
+        assert not any(p.requires_grad for p in one.model.parameters())
+    live = actor.get_new_version(replay="none").score(td)[0].detach()
+    assert torch.equal(reference.score(td)[0], live)
+    replayed = actor.score(td)[0].detach()
+    with experts_seen(replaying.model) as seen:
+        assert torch.equal(replaying.score(td)[0], replayed)
+    assert (replayed - live).abs().max() > 0.1
+    assert torch.equal(seen[1][0].view(3, 9, 4)[1], routes[1][:, 1])
+    assert all(p.requires_grad for p in actor.model.parameters())
+
+
+def test_under_r2_a_reference_follows_what_the_actor_recorded_and_records_nothing(actor: TransformersWrapper) -> None:
+    trained = TransformersWrapper(make_tiny_moe(), replay="R2")
+    td = ragged([None, None, None])
+    other = make_tiny_moe(seed=1)
+    reference = trained.reference(other, replay=True)
+    with torch.no_grad():
+        trained.score(td)
+        before = [row.clone() for row in td.get(("train_routed_experts", "full"), as_list=True)]
+        with experts_seen(other) as seen:
+            reference.score(td)
+    assert reference.model is other
+    after = td.get(("train_routed_experts", "full"), as_list=True)
+    assert all(torch.equal(row, old) for row, old in zip(after, before, strict=True))
+    assert np.array_equal(seen[1][0].view(3, 9, 4)[1], before[1][:, 1])
+    log_probs = trained.score(td)[0]
+    reference.score(td)  # in one process, between forward and backward
+    log_probs.sum().backward()
+
+
+def test_a_reference_that_replays_needs_something_to_follow(actor: TransformersWrapper) -> None:
+    native = actor.get_new_version(replay="none")
+    assert native.reference().replay == "none"
+    with pytest.raises(ValueError, match="which has replay='none'"):
+        native.reference(replay=True)

@@ -1,0 +1,175 @@
+"""Replay together with peft, ``torch.compile`` and FSDP2, put on before or after them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from modules.replay.cases import (
+    assert_same,
+    backward,
+    experts_seen,
+    gradients,
+    loss_of,
+    pair,
+    random_routes,
+    recorded,
+    tokens,
+)
+from torchrl_moe.modules.replay.router_replay import RouterReplay
+from torchrl_moe.testing import make_tiny_moe
+
+ORDER = pytest.mark.parametrize("replay_first", [True, False], ids=["replay-first", "replay-last"])
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "dtype": torch.bfloat16, "use_cache": False}
+
+# peft
+
+
+@ORDER
+@pytest.mark.parametrize(
+    "target", [{"target_modules": ["q_proj"]}, {"target_parameters": ["mlp.gate.weight"]}], ids=["attention", "router"]
+)
+def test_a_model_wrapped_by_peft_replays(target: dict[str, list[str]], replay_first: bool) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **target)
+    torch.manual_seed(0)
+    base = make_tiny_moe()
+    replay = RouterReplay(base) if replay_first else None
+    model = peft.get_peft_model(base, config)
+    replay = replay or RouterReplay(model)
+    assert (replay.layers, replay.num_layers) == ((1, 2, 3), 4)
+    logits, grads = backward(model, tokens())
+    with replay.replay(recorded(model, replay)):
+        same_logits, same_grads = backward(model, tokens())
+    assert torch.equal(logits, same_logits)
+    assert_same(same_grads, grads)
+    assert all("lora" in name for name in grads)
+    routes = random_routes(replay)
+    with experts_seen(model) as seen, replay.replay(routes):
+        model(tokens())
+    assert all(torch.equal(seen[layer][0], routes[:, :, layer].flatten(0, 1)) for layer in replay.layers)
+
+
+# torch.compile
+
+
+def replayed(model: nn.Module, replay: RouterReplay, routes: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    with replay.replay(routes):
+        logits = model(tokens()).logits
+    loss_of(logits).backward()
+    return logits.detach(), gradients(replay.model)
+
+
+def assert_near(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """To bfloat16's own rounding, which compilation moves."""
+    assert got.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        assert (got[name] - grad).abs().max() <= 0.03 * grad.abs().max(), name
+
+
+def test_a_compiled_model_follows_new_routes_without_a_new_graph() -> None:
+    model, replay = pair(**SMALL)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for seed, live in enumerate((0, 0, 1, 3)):
+        routes = random_routes(replay, seed=seed)
+        routes[0, :live] = -1
+        wanted, wanted_grads = replayed(model, replay, routes)
+        known = seed not in (0, 2)  # one graph where all rows are given, one where some are
+        with torch._dynamo.config.patch(error_on_recompile=known):
+            got, grads = replayed(compiled, replay, routes)
+        assert torch.equal(got, wanted)
+        assert_near(grads, wanted_grads)
+
+
+@pytest.mark.parametrize("how", ["wrapped", pytest.param("in place", marks=pytest.mark.parity)])
+def test_a_model_that_was_compiled_before_replays(how: str) -> None:
+    reference, reference_replay = pair(**SMALL)
+    model = make_tiny_moe(**SMALL)
+    if how == "wrapped":
+        model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    else:
+        model.compile(backend="aot_eager", fullgraph=True)
+    model(tokens())  # the graph without replay
+    replay = RouterReplay(model)
+    routes = random_routes(replay)
+    with replay.replay(routes), reference_replay.replay(routes):
+        assert torch.equal(model(tokens()).logits, reference(tokens()).logits)
+    assert torch.equal(model(tokens()).logits, reference(tokens()).logits)
+
+
+def test_compiled_layers_may_be_checkpointed() -> None:
+    model, replay = pair(**SMALL)
+    routes = random_routes(replay)
+    wanted, wanted_grads = replayed(model.train(), replay, routes)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    got, grads = replayed(model, replay, routes)
+    assert torch.equal(got, wanted)
+    assert_near(grads, wanted_grads)
+
+
+# FSDP2, two ranks: this file is the program of each
+
+
+def train_sharded(replay_first: bool) -> None:
+    """Each rank has a batch and routes of its own; gradients are those of the two losses' mean."""
+    from torch.distributed.fsdp import fully_shard
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    reference, reference_replay = pair()
+    model = make_tiny_moe().train()
+    replay = RouterReplay(model) if replay_first else None
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    replay = replay or RouterReplay(model)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    routes, ids = random_routes(replay, seed=rank), tokens(seed=rank)
+    results = []
+    for this, handle in ((model, replay), (reference.train(), reference_replay)):
+        with handle.replay(routes):
+            results.append(this(ids).logits)
+        loss_of(results[-1]).backward()
+    assert torch.equal(*results)
+    for (name, sharded), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+        dist.all_reduce(whole.grad)
+        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad / world, atol=1e-6, rtol=0, msg=name)
+    replay.remove()
+
+
+def test_replay_under_fsdp2_equals_one_process_exactly(tmp_path: Path) -> None:
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(tmp_path / "store")],
+            env={**environment, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=300)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(os.environ["RANK"]), world_size=2)
+    for replay_first in (True, False):
+        train_sharded(replay_first)
+    dist.destroy_process_group()

@@ -1,0 +1,286 @@
+"""Routes are laid out and checked before they are bound: what is wrong is named, or its sample runs live.
+
+Malformed routes are made by hypothesis, and judged row by row in plain Python.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from modules.replay.cases import ToyMoE, ToyRouter, tokens
+from torchrl_moe._errors import RouteShapeError, RouteValueError, RoutingError
+from torchrl_moe.data import RoutedExperts
+from torchrl_moe.modules.replay.binding import UNSET, Binding
+from torchrl_moe.modules.replay.discovery import RouterSite
+from torchrl_moe.modules.replay.incoming import bind_routes
+from torchrl_moe.modules.replay.router_replay import RouterReplay
+
+U = UNSET
+SITES = [RouterSite(layer, f"layers.{layer}.gate", 8, 2, 2) for layer in (1, 2)]
+ROUTES = torch.tensor([[U, U], [5, 3], [0, 1]]).repeat(2, 3, 1, 1)
+"""[B=2, T=3, L=3, K=2], layer 0 dense."""
+SCORES = torch.rand(6, 8, generator=torch.Generator().manual_seed(0))
+
+
+def bound(
+    routes: object = ROUTES, mask: Tensor | None = None, sites: list[RouterSite] = SITES, **options: Any
+) -> Binding:
+    return bind_routes(routes, sites, 3, attention_mask=mask, **options)
+
+
+def own(scores: Tensor = SCORES) -> torch.return_types.topk:
+    return scores.topk(2)
+
+
+def changed(place: tuple[int, ...], value: object) -> Tensor:
+    routes = ROUTES.clone()
+    routes[place] = torch.tensor(value)
+    return routes
+
+
+def jagged(*samples: Tensor) -> Tensor:
+    return torch.nested.nested_tensor(list(samples), layout=torch.jagged)
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        (ROUTES[0], r"routes must have shape \[B, T, 3, 2\], got \[3, 3, 2\]"),
+        (ROUTES[:, :, 1:], r"got \[2, 3, 2, 2\].*L counts all decoder layers"),
+        (ROUTES[..., :1], r"got \[2, 3, 3, 1\]"),
+    ],
+    ids=["rank", "layers", "width"],
+)
+def test_routes_of_another_shape_are_refused(routes: Tensor, message: str) -> None:
+    with pytest.raises(RouteShapeError, match=message):
+        bound(routes)
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        (["a"], "a tensor of integers, got list"),
+        (None, "a tensor of integers, got NoneType"),
+        (ROUTES.to_sparse(), "dense or nested jagged, got layout torch.sparse_coo"),
+        (ROUTES > 0, "signed integer dtype, got torch.bool"),
+        (ROUTES.float(), "signed integer dtype, got torch.float32"),
+        (ROUTES.clamp(min=0).to(torch.uint8), "signed integer dtype, got torch.uint8.*from_vllm"),
+        (changed((1, 2, 1), [5, U]), r"sample 1, token 2, layer 1 holds \[5, -1\], which is partly -1"),
+        (changed((1, 2, 1), [8, 3]), r"sample 1, token 2, layer 1 holds expert 8 .* allowed are 0\.\.7"),
+        (changed((0, 1, 2), [-2, 3]), "sample 0, token 1, layer 2 holds expert -2"),
+        (changed((0, 1, 2), [4, 4]), "sample 0, token 1, layer 2 holds expert 4 twice"),
+        (changed((0, 2, 1), [0, 0]), r"sample 0, token 2, layer 1 holds \[0, 0\]: all zeros .* did not capture"),
+        (changed((0, 0, 0), [4, 5]), r"layer 0 holds \[4, 5\], but that layer has no router"),
+    ],
+    ids=["text", "none", "sparse", "bool", "float", "unsigned", "partly", "above", "below", "twice", "zeros", "dense"],
+)
+def test_routes_of_wrong_values_are_refused_by_token_and_layer(routes: Any, message: str) -> None:
+    with pytest.raises(RouteValueError, match=message):
+        bound(routes)
+
+
+def test_a_mask_of_another_shape_is_refused() -> None:
+    with pytest.raises(RouteShapeError, match=r"attention_mask must have shape \[2, 3\], got \[2, 4\]"):
+        bound(mask=torch.ones(2, 4))
+
+
+def test_what_to_do_about_bad_routes_is_one_of_two_words() -> None:
+    with pytest.raises(ValueError, match=r"on_bad_routes must be one of \('raise', 'live'\), got 'skip'"):
+        bound(on_bad_routes="skip")
+
+
+def test_tokens_are_counted_without_pads_in_every_layout() -> None:
+    """The third token of the second sample, of two and four tokens."""
+    short, long = ROUTES[0, :2], torch.cat([ROUTES[0], ROUTES[0, :1]])
+    long[2, 1] = torch.tensor([5, 9])
+    pads = ROUTES.new_full((2, 3, 2), U)
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    left, right = torch.stack([torch.cat([pads, short]), long]), torch.stack([torch.cat([short, pads]), long])
+    for routes, keep in ((left, mask), (right, mask.flip(1)), (jagged(short, long), None), (jagged(short, long), mask)):
+        with pytest.raises(RouteValueError, match=r"sample 1, token 2, layer 1 holds expert 9 in \[5, 9\]"):
+            bound(routes, keep)
+        assert bound(routes, keep, on_bad_routes="live").refused == (1,)
+
+
+def test_a_layer_of_fewer_experts_per_token_has_trailing_unset_columns() -> None:
+    sites = [SITES[0], RouterSite(2, "layers.2.gate", 4, 1, 2)]
+    routes = ROUTES.clone()
+    routes[:, :, 2] = torch.tensor([3, U])
+    binding = bound(routes, sites=sites)
+    assert binding.replayed == (0, 6, 6)
+    assert binding.choose(sites[1], SCORES[:, :4], own, False).tolist() == [[3]] * 6
+    routes[1, 0, 2] = torch.tensor([0, U])  # of one expert per token, expert 0 is as good as any
+    assert bound(routes, sites=sites).replayed == (0, 6, 6)
+    with pytest.raises(RouteValueError, match=r"sample 0, token 0, layer 2 holds \[0, 1\]; its router chooses 1"):
+        bound(ROUTES, sites=sites)
+    assert bound(ROUTES, sites=sites, on_bad_routes="live").refused == (0, 1)
+    routes[0, 0, 2, 0] = 4
+    with pytest.raises(RouteValueError, match=r"layer 2 holds expert 4 .* allowed are 0\.\.3"):
+        bound(routes, sites=sites)
+
+
+# what is accepted
+
+
+def test_arrays_and_routed_experts_are_taken() -> None:
+    for routes in (RoutedExperts(full=ROUTES.to(torch.int8), batch_size=[2]), np.asarray(ROUTES, dtype=np.int16)):
+        assert bound(routes).replayed == (0, 6, 6)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_read_only_array_is_taken_without_a_warning() -> None:
+    """As arrays from a buffer or a file are."""
+    array = np.asarray(ROUTES, dtype=np.int16)
+    array.flags.writeable = False
+    assert bound(array).replayed == (0, 6, 6)
+
+
+def test_bound_routes_do_not_change_with_the_tensor_they_came_from() -> None:
+    routes = ROUTES.clone()
+    binding = bound(routes)
+    routes.fill_(7)
+    assert binding.choose(SITES[0], SCORES, own, False).tolist() == [[5, 3]] * 6
+
+
+def test_pads_are_live_whatever_their_rows_hold() -> None:
+    routes = changed((0, 0, 1), [4, 4])  # nonsense, on a pad
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    binding = bound(routes, mask)
+    assert binding.replayed == (0, 5, 5)
+    assert binding.choose(SITES[0], SCORES, own, False).tolist() == [own().indices[0].tolist()] + [[5, 3]] * 5
+
+
+def test_jagged_routes_are_packed_or_laid_out_by_the_mask() -> None:
+    samples = torch.arange(5)[:, None, None] + torch.tensor([[0, 1], [2, 3]])
+    routes = torch.cat([torch.full((5, 1, 2), U), samples % 8], 1)
+    packed = bound(jagged(routes[:2], routes[2:]))
+    assert (packed.shape, packed.replayed) == ((1, 5), (0, 5, 5))
+    assert torch.equal(packed.routes, routes)
+    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 0]])
+    padded = bound(jagged(routes[:2], routes[2:]), mask)
+    assert (padded.shape, padded.replayed) == ((2, 4), (0, 5, 5))
+    assert torch.equal(padded.routes[mask.flatten().bool()], routes)
+    assert (padded.routes[~mask.flatten().bool()] == U).all()
+
+
+def test_jagged_routes_of_another_shape_are_refused() -> None:
+    with pytest.raises(RouteShapeError, match=r"routes of sample 0 must have shape \[T, 3, 2\], got \[2, 3\]"):
+        bound(jagged(ROUTES[0, :2, :, 0], ROUTES[1, :, :, 0]))
+    samples = jagged(ROUTES[0, :2], ROUTES[1])
+    with pytest.raises(RouteShapeError, match=r"routes of sample 1 must have 2 rows, got 3.*attention_mask keeps"):
+        bound(samples, torch.tensor([[1, 1, 0], [1, 1, 0]]))
+    with pytest.raises(RouteShapeError, match=r"attention_mask must have shape \[2, T\], got \[3, 3\]"):
+        bound(samples, torch.ones(3, 3))
+
+
+# what is refused sample by sample
+
+
+def test_bad_samples_run_live_and_good_ones_are_replayed() -> None:
+    binding = bound(changed((0, 1, 2), [8, 3]), on_bad_routes="live")
+    assert (binding.refused, binding.refused_rows) == ((0,), 3)
+    assert binding.replayed == (0, 3, 3)
+    for site, given_ids in zip(SITES, ([5, 3], [0, 1]), strict=True):  # the good layer of the bad sample is live too
+        chosen = binding.choose(site, SCORES, own, False).tolist()
+        assert chosen == own().indices[:3].tolist() + [given_ids] * 3
+    assert binding.report()[1].to_dict() == {"replayed": 3, "live": 3, "refused": 3, "agreement": None}
+    good = bound(changed((0, 1, 2), [U, U]), on_bad_routes="live")
+    assert (good.refused, good.refused_rows, good.replayed) == ((), 0, (0, 6, 5))
+
+
+def test_pads_of_a_bad_sample_are_not_counted() -> None:
+    binding = bound(changed((0, 1, 2), [8, 3]), torch.tensor([[0, 1, 1], [1, 1, 1]]), on_bad_routes="live")
+    assert (binding.refused, binding.refused_rows) == ((0,), 2)
+
+
+# malformed routes
+
+DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
+IDS = (-(2**63), -32769, -129, -128, -2, -1, 0, 1, 7, 8, 9, 127, 128, 255, 256, 32767, 65535, 2**31, 2**63 - 1)
+
+
+def is_good(row: list[int], layer: int) -> bool:
+    if set(row) == {U}:
+        return True
+    return layer > 0 and all(0 <= expert < 8 for expert in row) and len(set(row)) == len(row)
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> Tensor:
+    """Good routes of some dtype in which up to five ids are others, wrapped as that dtype wraps them."""
+    routes = ROUTES.to(draw(st.sampled_from(DTYPES)))
+    bits = torch.iinfo(routes.dtype).bits
+    place = st.tuples(*(st.integers(0, size - 1) for size in routes.shape))
+    for at in draw(st.lists(place, max_size=5)):
+        expert = draw(st.sampled_from(IDS))
+        routes[at] = (expert + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
+    return routes
+
+
+@settings(max_examples=200, deadline=None)
+@given(mutated())
+def test_a_row_is_refused_if_and_only_if_it_is_bad(routes: Tensor) -> None:
+    rows = [(b, t, i, row) for b, s in enumerate(routes.tolist()) for t, x in enumerate(s) for i, row in enumerate(x)]
+    bad = [(b, t, i, row) for b, t, i, row in rows if not is_good(row, i)]
+    tolerant = bound(routes, on_bad_routes="live")
+    assert tolerant.refused == tuple(sorted({b for b, *_ in bad}))
+    for site in SITES:
+        chosen = tolerant.choose(site, SCORES, own, False).view(2, 3, 2)
+        for b, t, i, row in rows:
+            if i == site.layer:
+                live = b in tolerant.refused or U in row
+                assert chosen[b, t].tolist() == (own().indices.view(2, 3, 2)[b, t].tolist() if live else row)
+    if bad:
+        with pytest.raises(RouteValueError) as error:
+            bound(routes)
+        b, t, i, row = bad[0]
+        assert f"sample {b}, token {t}, layer {i} " in str(error.value)
+        assert str(row) in str(error.value)
+    else:
+        assert torch.equal(bound(routes).routes, routes.flatten(0, 1))
+
+
+@pytest.fixture(scope="module")
+def toy() -> RouterReplay:
+    return RouterReplay(ToyMoE(ToyRouter))
+
+
+SIZES = st.lists(st.integers(0, 4), max_size=5)
+ANYTHING = st.one_of(
+    st.none(),
+    st.text(max_size=3),
+    st.floats(),
+    st.recursive(st.integers(-(2**70), 2**70), lambda inner: st.lists(inner, max_size=3), max_leaves=8),
+    st.tuples(SIZES, st.sampled_from(["i1", "u1", "u2", "i8", "f4", "c8", "?", "O", "U1", "M8[s]"])).map(
+        lambda drawn: np.ones(drawn[0], dtype=drawn[1])
+    ),
+    st.tuples(SIZES, st.sampled_from([*DTYPES, torch.bool, torch.bfloat16, torch.complex64])).map(
+        lambda drawn: torch.zeros(drawn[0], dtype=drawn[1])
+    ),
+    st.lists(st.integers(0, 4), min_size=1, max_size=3).map(
+        lambda lengths: jagged(*(torch.full((length, 2, 2), U) for length in lengths))
+    ),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ANYTHING, st.sampled_from(["raise", "live"]), st.sampled_from([None, (2, 6), (2, 4), (1,)]))
+def test_whatever_comes_in_is_refused_by_name_or_fits(toy: RouterReplay, routes: Any, policy: Any, mask: Any) -> None:
+    before = toy.model(tokens() % 32)[0]
+    attention_mask = None if mask is None else torch.ones(mask)
+    try:
+        with toy.replay(routes, attention_mask, on_bad_routes=policy):
+            assert torch.equal(toy.model(tokens() % 32)[0], before)  # all that may pass here are rows of -1
+    except RoutingError as error:
+        assert str(error)
+    assert torch.equal(toy.model(tokens() % 32)[0], before)

@@ -1,0 +1,164 @@
+"""Routes as they come in: laid out as the batch, and checked once, before a forward pass may use them.
+
+Whatever the layout, what is checked is one list of rows, those of the real tokens, sample after sample; so a message
+names the same sample and token for a padded, a packed and a jagged batch.
+
+Letters: B sequences, T tokens, M real tokens of all sequences, N = B * T rows, L decoder layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_moe import _checks
+from torchrl_moe._errors import RouteShapeError, RouteValueError
+from torchrl_moe.modules.replay.binding import UNSET, Binding
+from torchrl_moe.modules.replay.discovery import RouterSite
+
+__all__ = ["ON_BAD_ROUTES", "OnBadRoutes", "bind_routes"]
+
+OnBadRoutes = Literal["raise", "live"]
+ON_BAD_ROUTES: tuple[OnBadRoutes, ...] = ("raise", "live")
+
+_BATCH = "Routes are laid out as the batch; L counts all decoder layers, dense ones too."
+_ENGINE = "For what an engine returned, RoutedExperts.from_vllm."
+
+
+@dataclass(frozen=True, slots=True)
+class _Incoming:
+    """Routes ``[M, L, K]`` of the real tokens, and where they stand in a batch.
+
+    Args:
+        rows: nobody else's memory.
+        lengths: real tokens of each sample.
+        shape: ``(B, T)`` of the batch.
+        keep: bool ``[N]``, the real tokens; ``None`` if all are.
+    """
+
+    rows: Tensor
+    lengths: Sequence[int]
+    shape: tuple[int, int]
+    keep: Tensor | None
+
+    def laid_out(self) -> Tensor:
+        """Return ``[N, L, K]``, -1 on pads."""
+        if self.keep is None:
+            return self.rows
+        flat = self.rows.new_full((len(self.keep), *self.rows.shape[1:]), UNSET)
+        flat[self.keep] = self.rows
+        return flat
+
+
+def bind_routes(
+    routes: Any,
+    sites: Sequence[RouterSite],
+    num_layers: int,
+    *,
+    attention_mask: Tensor | None = None,
+    measure: bool = False,
+    on_bad_routes: OnBadRoutes = "raise",
+    device: torch.device | None = None,
+) -> Binding:
+    """Check routes and bind them to one forward pass; see :meth:`RouterReplay.replay`."""
+    if on_bad_routes not in ON_BAD_ROUTES:
+        raise ValueError(f"on_bad_routes must be one of {ON_BAD_ROUTES}, got {on_bad_routes!r}")
+    incoming = _read(routes, attention_mask, (num_layers, max(site.top_k for site in sites)), device)
+    refused = _check_values(incoming, sites, on_bad_routes)
+    flat = incoming.laid_out()
+    known = flat[..., 0] != UNSET
+    replayed = tuple(known.sum(0).tolist())
+    return Binding(
+        layers=tuple(site.layer for site in sites),
+        routes=flat,
+        shape=incoming.shape,
+        known=known,
+        replayed=replayed,
+        complete=tuple(count == len(flat) for count in replayed),
+        refused=refused,
+        refused_rows=sum(incoming.lengths[i] for i in refused),
+        measure=measure,
+    )
+
+
+def _read(routes: Any, mask: Tensor | None, tail: tuple[int, int], device: torch.device | None) -> _Incoming:
+    """Check what can be checked without looking at ids, and lay the rows side by side."""
+    given = _tensor(routes)
+    _checks.check_integer("routes", given, signed=True, error=RouteValueError, hint=_ENGINE)
+    if given.is_nested:
+        return _read_jagged(given.detach().unbind(), mask, tail, device or given.device)
+    _checks.check_shape("routes", given.shape, ("B", "T", *tail), error=RouteShapeError, hint=_BATCH)
+    batch, length = given.shape[:2]
+    rows = given.detach().flatten(0, 1)
+    if mask is None:
+        return _Incoming(rows.to(device or given.device, copy=True), [length] * batch, (batch, length), None)
+    hint = "It is that of the batch, [B, T]."
+    _checks.check_shape("attention_mask", mask.shape, (batch, length), error=RouteShapeError, hint=hint)
+    keep = mask.bool().flatten()
+    rows = rows[keep.to(given.device)].to(device or given.device)
+    return _Incoming(rows, mask.bool().sum(1).tolist(), (batch, length), keep.to(rows.device))
+
+
+def _read_jagged(
+    samples: Sequence[Tensor], mask: Tensor | None, tail: tuple[int, int], device: torch.device
+) -> _Incoming:
+    for i, sample in enumerate(samples):
+        _checks.check_shape(f"routes of sample {i}", sample.shape, ("T", *tail), error=RouteShapeError, hint=_BATCH)
+    rows, lengths = torch.cat(list(samples)).to(device), [len(sample) for sample in samples]
+    if mask is None:
+        return _Incoming(rows, lengths, (1, len(rows)), None)
+    _checks.check_shape("attention_mask", mask.shape, (len(lengths), "T"), error=RouteShapeError)
+    for i, (got, wanted) in enumerate(zip(lengths, mask.bool().sum(1).tolist(), strict=True)):
+        hint = "A row for each token that attention_mask keeps."
+        _checks.check_rows(f"routes of sample {i}", got, wanted, hint=hint)
+    return _Incoming(rows, lengths, (mask.shape[0], mask.shape[1]), mask.bool().flatten().to(device))
+
+
+def _tensor(routes: Any) -> Tensor:
+    full = getattr(routes, "full", routes)
+    try:
+        given = torch.as_tensor(full.copy() if isinstance(full, np.ndarray) else full)  # it may be read-only
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RouteValueError(f"routes must be a tensor of integers, got {type(routes).__name__}: {error}") from error
+    if given.layout is not (torch.jagged if given.is_nested else torch.strided):
+        raise RouteValueError(f"routes must be dense or nested jagged, got layout {given.layout}")
+    return given
+
+
+def _check_values(incoming: _Incoming, sites: Sequence[RouterSite], on_bad_routes: OnBadRoutes) -> tuple[int, ...]:
+    """Check every id; return the samples refused, whose rows are -1 from then on.
+
+    Layers of another E or K are checked apart, and a smaller K leaves trailing -1.
+    """
+    rows, lengths = incoming.rows, incoming.lengths
+    names = _checks.RowNames((len(lengths),), lengths)
+    bad = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+    kinds = sorted({(site.num_experts, site.top_k) for site in sites})
+    for num_experts, top_k in kinds:
+        layers = [site.layer for site in sites if (site.num_experts, site.top_k) == (num_experts, top_k)]
+        part = rows[..., :top_k]
+        if len(kinds) > 1:
+            others = [site.layer for site in sites if site.layer not in layers]
+            part = part.index_fill(1, torch.tensor(others, device=rows.device), UNSET)
+        surplus = (rows[:, layers, top_k:] != UNSET).any(-1)
+        if on_bad_routes == "live":
+            bad |= _checks.find_bad_routes(part, layers, num_experts) | surplus.any(-1)
+            continue
+        _checks.check_routes(part, layers, num_experts, where=names.row)
+        if bool(surplus.any()):
+            row, i = surplus.nonzero()[0].tolist()
+            raise RouteValueError(
+                f"routed_experts: {names.row(row)}, layer {layers[i]} holds {rows[row, layers[i]].tolist()}; its "
+                f"router chooses {top_k} experts, so columns {top_k} and up must be -1"
+            )
+    if not bool(bad.any()):
+        return ()
+    sample_of = torch.repeat_interleave(torch.tensor(lengths, device=rows.device))
+    samples = sample_of[bad].unique()
+    rows[torch.isin(sample_of, samples)] = UNSET
+    return tuple(samples.tolist())
