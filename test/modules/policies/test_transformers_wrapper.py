@@ -106,7 +106,7 @@ def reference(twin: RouterReplay, ids: Tensor, routes: Tensor | None, temperatur
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, True, None])
 @pytest.mark.parametrize(("replay", "temperature"), [("R3", 1.0), ("R3", 0.7), ("none", 0.7)])
 def test_scores_are_those_of_each_sequence_alone(
     actor: TransformersWrapper,
@@ -114,11 +114,12 @@ def test_scores_are_those_of_each_sequence_alone(
     rollouts: TensorDictBase,
     td: TensorDictBase,
     layout: str,
-    packed: bool,
+    packed: bool | None,
     replay: Any,
     temperature: float,
 ) -> None:
-    scorer = actor.get_new_version(replay=replay, temperature=temperature, pad_model_input=not packed)
+    pad = None if packed is None else not packed
+    scorer = actor.get_new_version(replay=replay, temperature=temperature, pad_model_input=pad)
     batch = LAYOUTS[layout](td)
     log_probs, entropy, router_logits = scorer.score(batch)
     assert router_logits is None
@@ -195,7 +196,7 @@ def test_routes_reach_the_experts_as_recorded(
         scorer.score(batch)
     ids = scorer._batch(batch)
     with torch.no_grad(), twin.record() as native:
-        twin.model(**(ids.packed_inputs() if packed else ids.padded_inputs()), use_cache=False)
+        twin.model(**(ids.packed() if packed else ids.padded()).inputs, use_cache=False)
     assert seen.keys() == set(MOE)
     for layer in MOE:
         wanted = routes[mask][:, layer] if packed else routes[:, :, layer].flatten(0, 1)
@@ -293,7 +294,7 @@ def test_r2_records_without_gradients_and_replays_with_them(
 
 
 def test_r2_keeps_the_recorded_experts_when_the_weights_move(td: TensorDictBase) -> None:
-    scorer = TransformersWrapper(make_tiny_moe(), replay="R2")
+    scorer = TransformersWrapper(make_tiny_moe(), replay="R2", pad_model_input=True)
     with torch.no_grad():
         scorer.score(td)
         for layer in MOE:
