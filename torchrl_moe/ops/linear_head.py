@@ -1,6 +1,6 @@
 """Log-prob and entropy of chosen tokens behind a linear head, tile by tile: the logits never exist as a whole.
 
-The maths without autograd and checks; :mod:`torchrl_moe.ops.selected_log_probs` has both. A tile is some rows times
+The maths without autograd and checks; :mod:`torchrl_moe.ops.log_probs` has both. A tile is some rows times
 some words of the vocabulary. Forward, a running log-sum-exp joins the tiles of a row (arXiv 1805.02867); backward,
 each tile is computed again. Words are the outer loop: the gradient of a tile's weights is then complete before the
 next tile, in float32 without a float32 copy of the weight.

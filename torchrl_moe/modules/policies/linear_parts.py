@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchrl_moe.ops.selected_log_probs import LogitTransform
+from torchrl_moe.ops.log_probs import LogitTransform
 
 __all__ = ["linear_parts", "logit_transform", "obstacle"]
 

@@ -1,6 +1,6 @@
 """A causal language model that gives the scores of chosen tokens where it would give the logits of all.
 
-For one forward pass its head is replaced by :func:`~torchrl_moe.ops.selected_log_probs.selected_log_probs`. The rest
+For one forward pass its head is replaced by :func:`~torchrl_moe.ops.log_probs.selected_log_probs`. The rest
 of the model runs as it is: what wraps it (peft, FSDP2, ``torch.compile``, autocast) sees a forward pass like any other,
 and the head's weight is what the head itself would see.
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchrl_moe.modules.policies.linear_parts import linear_parts, logit_transform, obstacle
 from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, token_scores
 from torchrl_moe.modules.replay.discovery import dry_inputs
-from torchrl_moe.ops.selected_log_probs import LogitTransform, selected_log_probs
+from torchrl_moe.ops.log_probs import LogitTransform, selected_log_probs
 
 __all__ = ["ScoringModel", "Selection"]
 
