@@ -72,14 +72,13 @@ def test_equal_to_dense(dtype: torch.dtype, bias: bool, transform: LogitTransfor
         torch.testing.assert_close(ours, theirs, atol=gradients, rtol=gradients)
 
 
-@pytest.mark.parametrize("transform", [PLAIN, ALL])
-def test_gradcheck(transform: LogitTransform) -> None:
+def test_gradcheck() -> None:
     def scores(hidden: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor) -> Any:
         parts = ([hidden, hidden @ down.T], [weight, up])
-        return selected_log_probs(*parts, TOKENS, bias=bias, transform=transform, tile_bytes=TILE)
+        return selected_log_probs(*parts, TOKENS, bias=bias, transform=ALL, tile_bytes=TILE)
 
     adapter = [torch.randn(2, SIZE).double().requires_grad_(), torch.randn(WORDS, 2).double().requires_grad_()]
-    assert torch.autograd.gradcheck(scores, (*inputs(), *adapter))
+    assert torch.autograd.gradcheck(scores, (*inputs(), *adapter), fast_mode=True)
 
 
 def test_parts_add_up() -> None:
