@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
+import pickle
 import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -124,7 +127,7 @@ def test_no_rows_keep_every_parameter_in_the_graph() -> None:
     assert not any(grad.any() for grad in grads.values())
 
 
-@pytest.mark.parametrize("where", ["around", "inside"])
+@pytest.mark.parametrize("where", ["around", pytest.param("inside", marks=pytest.mark.parity)])
 def test_a_compiled_model_is_one_graph(where: str) -> None:
     model = make_tiny_moe("qwen3", num_hidden_layers=1)
     wanted = dense(model)
@@ -217,6 +220,46 @@ def test_such_a_model_is_scored_from_its_logits_with_one_warning(change: Callabl
     log_probs, entropy, _ = scoring(INPUTS, selection())
     torch.testing.assert_close((log_probs, entropy), dense(model), atol=1e-6, rtol=1e-6)
     assert log_probs.requires_grad
+
+
+def test_another_thread_sees_the_model_as_it_is() -> None:
+    model = make_tiny_moe(num_hidden_layers=2)
+    scoring, other = scored(model), scored(model)
+    wanted = dense(model)
+    logits: list[Tensor] = []
+    scores: list[Any] = []
+
+    def elsewhere() -> None:
+        logits.append(model(**INPUTS).logits)
+        done.set()
+        other.check()
+        assert other.splits
+        scores.append(other(INPUTS, selection())[0])
+
+    def start(*_: Any) -> None:
+        if not threads:
+            threads.append(threading.Thread(target=elsewhere))
+            threads[0].start()
+            assert done.wait(60)
+
+    threads: list[threading.Thread] = []
+    done = threading.Event()
+    hook = model.model.register_forward_hook(start)  # between the body and the head of a scoring pass
+    ours = scoring(INPUTS, selection())[0]
+    hook.remove()
+    threads[0].join()
+    assert logits[0].shape == (2, 5, 259)
+    for got in (ours, scores[0]):
+        torch.testing.assert_close(got, wanted[0], atol=2e-6, rtol=1e-6)
+
+
+def test_a_copy_scores_with_its_own_model() -> None:
+    scoring = scored(make_tiny_moe(num_hidden_layers=2))
+    before = scoring(INPUTS, selection())[0]
+    for twin in (copy.deepcopy(scoring), pickle.loads(pickle.dumps(scoring))):
+        nn.init.zeros_(twin.model.lm_head.weight)
+        torch.testing.assert_close(twin(INPUTS, selection())[0].exp(), torch.full((5,), 1 / 259))
+        assert torch.equal(scoring(INPUTS, selection())[0], before)
 
 
 def test_checking_leaves_the_mode_of_every_module() -> None:

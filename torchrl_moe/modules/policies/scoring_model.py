@@ -9,12 +9,14 @@ Letters: B sequences, T tokens of the longest, N tokens to score, V vocabulary, 
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -101,20 +103,22 @@ class ScoringModel:
         def take(_: Any, __: Any, output: Any) -> None:
             """Keep the logits from the model's own auxiliary loss: it expands them to layers x tokens x K x E."""
             kept.append(getattr(output, "router_logits", None))
-            output.router_logits = None
+            if kept[-1] is not None:
+                output.router_logits = None
 
         handle = body.register_forward_hook(take)
         try:
             output = self.model(**inputs, use_cache=False, output_router_logits=True)
         finally:
             handle.remove()
-        return output, kept[-1]
+        return output, kept[-1] if kept else getattr(output, "router_logits", None)
 
     # -- what the model allows --------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Find out whether scores come without logits; runs the model at first, so no context may be open."""
-        reason = "it has no output embeddings" if self.head is None else obstacle(self.head) or self._difference
+        with _lock_of(self.language_model):
+            reason = "it has no output embeddings" if self.head is None else obstacle(self.head) or self._difference
         self.splits = not reason
         if reason and not self._warned:
             self._warned = True
@@ -178,20 +182,21 @@ class ScoringModel:
     def _scoring(self, selection: Selection) -> Iterator[None]:
         """Make the next forward pass return scores ``[N, 2]`` as its logits, ``[N, 1]`` without entropies."""
         assert self.head is not None
-        self._head.selection = selection
-        self._head.transform = replace(self.transform, temperature=selection.temperature)
-        self._output.shadowed = self.language_model.__dict__.get("forward")
-        self.head.forward = self._head
-        self.language_model.forward = self._output
-        try:
-            yield
-        finally:
-            del self.head.forward
-            if self._output.shadowed is None:
-                del self.language_model.forward
-            else:
-                self.language_model.forward = self._output.shadowed
-            self._head.selection = self._head.scores = None
+        with _lock_of(self.language_model):
+            self._head.thread, self._head.selection = threading.get_ident(), selection
+            self._head.transform = replace(self.transform, temperature=selection.temperature)
+            self._output.shadowed = self.language_model.__dict__.get("forward")
+            self.head.forward = self._head
+            self.language_model.forward = self._output
+            try:
+                yield
+            finally:
+                del self.head.forward
+                if self._output.shadowed is None:
+                    del self.language_model.forward
+                else:
+                    self.language_model.forward = self._output.shadowed
+                self._head.selection = self._head.scores = None
 
 
 class _ScoringHead:
@@ -203,8 +208,16 @@ class _ScoringHead:
         self.transform = LogitTransform()
         self.scores: Tensor | None = None
         self.dtype = torch.float32
+        self.thread = 0
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this is another thread, which wants the model as it is."""
+        return not torch.compiler.is_compiling() and self.thread != threading.get_ident()
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        if self.elsewhere:
+            return type(self.head).forward(self.head, hidden)
         assert self.selection is not None
         self.dtype = hidden.dtype
         hiddens, weights, bias = linear_parts(self.head, hidden.flatten(0, -2)[self.selection.rows])
@@ -234,8 +247,17 @@ class _ScoringOutput:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.shadowed or type(self.model).forward.__get__(self.model)
         output = forward(*args, **kwargs)
-        output["logits"] = self.head.scores
+        if not self.head.elsewhere:
+            output["logits"] = self.head.scores
         return output
+
+
+_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+
+
+def _lock_of(model: nn.Module) -> threading.RLock:
+    """Return the lock of who puts stand-ins on a model; no attribute, for models and wrappers are copied and pickled."""
+    return _LOCKS.setdefault(model, threading.RLock())
 
 
 def _unwrap(model: nn.Module) -> nn.Module:

@@ -177,10 +177,11 @@ class TransformersWrapper(DenseDistributions):
     def _layout(self, batch: ScoringBatch) -> Layout:
         if self.pad_model_input is not None:
             return batch.padded() if self.pad_model_input else batch.packed()
+        if not self.scoring_model.packs:  # asked first: under FSDP all ranks find out together, whatever their batches
+            return batch.padded()
         longest = int(batch.mask.sum(-1).max())
         packed = batch.packed(None if self.scoring_model.packs_in_one_row else longest)
-        smaller = packed.shape.numel() < batch.ids.numel()
-        return packed if smaller and self.scoring_model.packs else batch.padded()
+        return packed if packed.shape.numel() < batch.ids.numel() else batch.padded()
 
     @contextmanager
     def _routed(self, td: TensorDictBase, batch: ScoringBatch, layout: Layout) -> Iterator[None]:
