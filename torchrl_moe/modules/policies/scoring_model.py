@@ -256,7 +256,7 @@ _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
 def _lock_of(model: nn.Module) -> threading.RLock:
-    """Return the lock of who puts stand-ins on a model; no attribute, for models and wrappers are copied and pickled."""
+    """Return the lock of who puts stand-ins on a model; no attribute, since models are copied and pickled."""
     return _LOCKS.setdefault(model, threading.RLock())
 
 
