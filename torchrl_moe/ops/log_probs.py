@@ -100,7 +100,7 @@ def selected_log_probs(
     >>> hidden, weight = torch.eye(2), torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
     >>> log_probs, entropy = selected_log_probs(hidden, weight, torch.tensor([0, 2]))
     >>> log_probs.exp(), entropy
-    (tensor([0.3333, 0.1554]), tensor([1.0986, 1.0173]))
+    (tensor([0.3333, 0.1554]), tensor([1.0986, 1.0174]))
     """
     hiddens = [hidden] if isinstance(hidden, Tensor) else list(hidden)
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
