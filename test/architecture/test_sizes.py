@@ -13,7 +13,7 @@ FROZEN_SIGNATURES: dict[str, str] = {
     "torchrl_moe.modules.serving.service.GenerationService.agenerate": "generate, for one request",
     "torchrl_moe.modules.policies.vllm_wrapper.vLLMWrapper.__init__": "TorchRL's signature",
     "torchrl_moe.modules.policies.transformers_wrapper.TransformersWrapper.__init__": "TorchRL's, and the replay",
-    "torchrl_moe.modules.policies.transformers_wrapper.TransformersWrapper.get_dist": "TorchRL's signature",
+    "torchrl_moe.modules.policies.dense_distributions.DenseDistributions.get_dist": "TorchRL's signature",
     "torchrl_moe.objectives.grpo.GRPOLoss.__init__": "TorchRL's signature",
 }
 """Functions that users call with these names already -> why a dataclass would not do."""

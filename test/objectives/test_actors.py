@@ -58,6 +58,27 @@ def test_entropies_that_nobody_wants_are_not_computed() -> None:
     assert actor.calls == [{"router_logits": False, "entropy": False}]
 
 
+class MaskedActor(BigramActor):
+    """Computes what is read, and leaves the rest 0."""
+
+    mask: Tensor | None = None
+
+    def score(self, td: TensorDictBase, *args: Any, mask: Tensor | None = None, **kwargs: Any) -> Any:
+        self.mask = mask
+        log_probs, entropy, _ = super().score(td, **kwargs)
+        return log_probs * mask, entropy, None
+
+
+def test_the_tokens_that_are_read_are_told_to_an_actor_that_asks() -> None:
+    mask = torch.tensor([[False, False, True, True, True], [False, False, False, False, True]])
+    whole = score_tokens(BigramActor(), TD, TOKENS, ATTENTION, entropy=True, mask=mask)
+    actor = MaskedActor()
+    part = score_tokens(actor, TD, TOKENS, ATTENTION, entropy=True, mask=mask)
+    assert actor.mask is mask
+    torch.testing.assert_close(part.log_probs, whole.log_probs * mask)
+    assert whole.log_probs[~mask].any()  # that actor does not know the argument
+
+
 def test_an_actor_with_distributions() -> None:
     actor = DistActor()
     scores = score_tokens(actor, TD, TOKENS, ATTENTION, entropy=True)

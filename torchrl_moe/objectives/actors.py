@@ -6,6 +6,7 @@ layers, E experts.
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,12 +22,19 @@ class ScoringActor(Protocol):
     """What a loss calls."""
 
     def score(
-        self, td: TensorDictBase, router_logits: bool = False, entropy: bool = True
+        self, td: TensorDictBase, router_logits: bool = False, entropy: bool = True, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Score the tokens of ``td`` (batch size ``[B]``, ragged or dense).
 
         Sequences shorter than the longest stand at the right end of their row: padded on the left, as
         ``td.get(("tokens", "full"), as_padded_tensor=True, padding_side="left")``; a dense batch keeps its own pads.
+
+        Args:
+            td: the batch.
+            router_logits: whether to return the routers' logits.
+            entropy: whether to return entropies.
+            mask: bool ``[B, T]``: the only tokens whose scores will be read. An actor need not compute the others, and
+                need not know the argument.
 
         Returns:
             ``[B, T]`` log-probs of token t given those before it, 0 at first tokens and pads; ``[B, T]`` entropies of
@@ -53,7 +61,12 @@ def check_actor(actor: Any) -> None:
 
 
 def score_tokens(
-    actor: Any, tensordict: TensorDictBase, tokens: Tensor, attention_mask_key: NestedKey, entropy: bool
+    actor: Any,
+    tensordict: TensorDictBase,
+    tokens: Tensor,
+    attention_mask_key: NestedKey,
+    entropy: bool,
+    mask: Tensor | None = None,
 ) -> TokenScores:
     """Return the actor's log-probs of ``tokens``, with a gradient, and their entropies if ``entropy``.
 
@@ -63,13 +76,17 @@ def score_tokens(
         tokens: ``[B, T]``, padded on the left.
         attention_mask_key: the mask under which a TorchRL wrapper scores.
         entropy: whether entropies are wanted.
+        mask: bool ``[B, T]``: the tokens that will be read; all, by default.
 
     Raises:
         ValueError: the actor's tensors are not ``[B, T]``, or it returned no entropy although it was asked for.
     """
     if hasattr(actor, "score"):
-        # An actor that always computes entropies need not know the argument.
-        log_probs, spread, _ = actor.score(tensordict) if entropy else actor.score(tensordict, entropy=False)
+        # An actor that always computes entropies, or all tokens, need not know these arguments.
+        asked: dict[str, Any] = {} if entropy else {"entropy": False}
+        if mask is not None and "mask" in signature(actor.score).parameters:
+            asked["mask"] = mask
+        log_probs, spread, _ = actor.score(tensordict, **asked)
     else:
         # The side is explicit: TorchRL's wrappers differ in their default.
         dist = actor.get_dist(tensordict.copy(), mask_key=attention_mask_key, padding_side="left")
@@ -88,12 +105,14 @@ def score_tokens(
     return TokenScores(log_probs, spread)
 
 
-def score_reference(actor: Any, tensordict: TensorDictBase, tokens: Tensor, attention_mask_key: NestedKey) -> Tensor:
+def score_reference(
+    actor: Any, tensordict: TensorDictBase, tokens: Tensor, attention_mask_key: NestedKey, mask: Tensor | None = None
+) -> Tensor:
     """Return the log-probs of ``tokens`` by the actor's model without its adapter, ``[B, T]``, without a gradient.
 
     The base of a peft model is the reference that its adapter was started from, and costs no second model. The actor
     scores a copy of ``tensordict``: what it writes there is of another policy. If it replays the rollout's routes, it
-    does so here too.
+    does so here too. ``mask`` as for :func:`score_tokens`.
 
     Raises:
         ValueError: neither the actor nor its ``model`` has a ``disable_adapter`` context, as peft's models do.
@@ -106,7 +125,8 @@ def score_reference(actor: Any, tensordict: TensorDictBase, tokens: Tensor, atte
             f"{type(actor).__name__} of {type(holders[1]).__name__}: use reference='key' and RetrieveLogProb."
         )
     with torch.no_grad(), model.disable_adapter():
-        return score_tokens(actor, tensordict.copy(), tokens, attention_mask_key, entropy=False).log_probs.detach()
+        scores = score_tokens(actor, tensordict.copy(), tokens, attention_mask_key, False, mask)
+    return scores.log_probs.detach()
 
 
 _ALIGNED = "An actor scores each token of the input, padded on the left to the longest sequence."

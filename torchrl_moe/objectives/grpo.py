@@ -199,8 +199,8 @@ class GRPOLoss(LossModule):
         mean_weight = self._mean_weight(batch)
         ask = (tensordict, batch.tokens, self.tensor_keys.attention_mask)
         if self._needs_reference and self.reference == "adapter":
-            batch = replace(batch, ref_log_probs=score_reference(self.actor_network, *ask))
-        scores = score_tokens(self.actor_network, *ask, self.entropy_bonus)
+            batch = replace(batch, ref_log_probs=score_reference(self.actor_network, *ask, batch.mask))
+        scores = score_tokens(self.actor_network, *ask, self.entropy_bonus, batch.mask)
         batch = batch.to(scores.log_probs.device)
         ratios = policy_ratios(scores.log_probs, batch, self.proximal_policy)
         advantage = torch.where(ratios.mask, batch.advantage, 0)  # NaN may stand where no token counts

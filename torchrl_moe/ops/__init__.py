@@ -1,6 +1,6 @@
-"""Numerical building blocks of the losses: means with a named denominator, divergences. Torch only.
+"""Numerical building blocks of the losses: log-probs without logits, means with a named denominator, divergences.
 
-Nothing here knows a policy, a tensordict or an objective.
+Torch only: nothing here knows a policy, a tensordict or an objective.
 """
 
 from typing import TYPE_CHECKING
@@ -14,17 +14,21 @@ if TYPE_CHECKING:
     from torchrl_moe.ops.divergence import k1 as k1
     from torchrl_moe.ops.divergence import k2 as k2
     from torchrl_moe.ops.divergence import k3 as k3
+    from torchrl_moe.ops.log_probs import LogitTransform as LogitTransform
+    from torchrl_moe.ops.log_probs import selected_log_probs as selected_log_probs
     from torchrl_moe.ops.masked import masked_mean as masked_mean
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "LOG_RATIO_LIMIT": ".divergence",
+            "LogitTransform": ".log_probs",
             "bounded_log_ratio": ".divergence",
             "extreme_fraction": ".divergence",
             "k1": ".divergence",
             "k2": ".divergence",
             "k3": ".divergence",
             "masked_mean": ".masked",
+            "selected_log_probs": ".log_probs",
         },
     )

@@ -44,29 +44,54 @@ def test_dense_rows_keep_their_own_pads() -> None:
     assert batch.ids.tolist() == [[9, 5, 6, 9], [7, 8, 1, 2]]
     assert batch.lengths == (4, 4)
     assert batch.scored.int().tolist() == [[0, 0, 1, 0], [0, 1, 1, 1]]
-    assert batch.padded_inputs()["position_ids"].tolist() == [[0, 0, 1, 1], [0, 1, 2, 3]]
-    assert batch.padded_inputs()["attention_mask"].dtype == torch.int64
+    assert batch.padded().inputs["position_ids"].tolist() == [[0, 0, 1, 1], [0, 1, 2, 3]]
+    assert batch.padded().inputs["attention_mask"].dtype == torch.int64
 
 
 def test_positions_start_at_each_sequence_padded_or_packed() -> None:
     batch = read_batch(ragged(), TOKENS, MASK)
-    assert batch.padded_inputs()["position_ids"].tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
-    packed = batch.packed_inputs()
+    assert batch.padded().inputs["position_ids"].tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+    packed = batch.packed().inputs
     assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10]]
     assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
     assert packed.keys() == {"input_ids", "position_ids"}  # a mask would hide where sequences begin
 
 
+def test_sequences_share_rows_where_they_fit() -> None:
+    """Lengths 1, 4, 2, 1 in rows of 4: the longest first, and each where there is room."""
+    ids = [[1], [2, 3, 4, 5], [6, 7], [8]]
+    packed = read_batch(lazy_stack([sample(row) for row in ids]), TOKENS, MASK).packed(4)
+    assert packed.inputs["input_ids"].tolist() == [[2, 3, 4, 5], [6, 7, 1, 8]]
+    assert packed.inputs["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
+    assert packed.index[:, -1].tolist() == [6, 3, 5, 7]
+    rest = read_batch(lazy_stack([sample(row) for row in ids[1:]]), TOKENS, MASK).packed(4)
+    assert rest.inputs["input_ids"].tolist() == [[2, 3, 4, 5], [6, 7, 8, 0]]
+    assert rest.inputs["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]  # the pad is no part of a sequence
+
+
+@pytest.mark.parametrize("td", [ragged(), dense()])
+@pytest.mark.parametrize("width", [None, 4, 5])
 @pytest.mark.parametrize("trailing", [(), (2,), (2, 3)])
-def test_unpacking_undoes_packing_with_gradients(trailing: tuple[int, ...]) -> None:
-    batch = read_batch(dense(), TOKENS, MASK)
-    values = torch.randn(1, 6, *trailing, requires_grad=True)
-    out = batch.unpack(values)
-    assert out.shape == (2, 4, *trailing)
-    assert torch.equal(out[batch.mask], values[0])
-    assert not out[~batch.mask].any()
-    out.sum().backward()
-    assert torch.equal(values.grad, torch.ones_like(values))
+def test_reading_undoes_placing_with_gradients(
+    td: TensorDictBase, width: int | None, trailing: tuple[int, ...]
+) -> None:
+    batch = read_batch(td, TOKENS, MASK)
+    for layout in (batch.padded(), batch.packed(width)):
+        assert torch.equal(layout.read(layout.inputs["input_ids"]), batch.ids.masked_fill(~batch.mask, 0))
+        values = torch.randn(2, 4, *trailing)
+        placed = layout.place(values, 7.0)
+        assert placed.shape == (*layout.shape, *trailing)
+        others = torch.ones(layout.shape.numel(), dtype=torch.bool)
+        others[layout.index[batch.mask]] = False
+        assert (placed.flatten(0, 1)[others] == 7).all()
+        placed.requires_grad_()
+        out = layout.read(placed)
+        assert torch.equal(out[batch.mask], values[batch.mask])
+        assert not out[~batch.mask].any()
+        assert torch.equal(out, layout.read(placed.flatten(0, 1)))
+        out.sum().backward()
+        assert torch.equal(placed.grad.flatten(0, 1)[others], torch.zeros_like(placed.flatten(0, 1)[others]))
+        assert (placed.grad.flatten(0, 1)[~others] == 1).all()
 
 
 def test_without_a_mask_all_are_real() -> None:
@@ -77,8 +102,6 @@ def test_without_a_mask_all_are_real() -> None:
 def test_a_single_token_has_nothing_to_score() -> None:
     batch = read_batch(lazy_stack([sample([5])]), TOKENS, MASK)
     assert not batch.scored.any()
-    log_probs, entropy = token_scores(torch.randn(1, 1, 4), batch.ids, 1.0, True)
-    assert log_probs.tolist() == entropy.tolist() == [[0.0]]
 
 
 @pytest.mark.parametrize(
@@ -126,28 +149,31 @@ def test_pads_have_the_type_of_the_rows() -> None:
     assert out.int().tolist() == [[0, 1], [1, 0]]
 
 
-LOGITS = torch.tensor([[[0.0, 0.0], [math.log(3.0), 0.0], [9.0, 9.0]]])
-"""Of three tokens: after the first both words are as likely, after the second word 0 is three times as likely."""
+LOGITS = torch.tensor([[0.0, 0.0], [math.log(3.0), 0.0]])
+"""Once both words are as likely, once word 0 is three times as likely."""
 
 
-def test_a_row_of_logits_scores_the_next_token() -> None:
-    log_probs, entropy = token_scores(LOGITS, torch.tensor([[0, 1, 1]]), 1.0, True)
-    torch.testing.assert_close(log_probs, torch.tensor([[0.0, math.log(0.5), math.log(0.25)]]))
+def test_tokens_are_scored_by_the_logits_of_their_row() -> None:
+    log_probs, entropy = token_scores(LOGITS, torch.tensor([1, 1]), 1.0, True)
+    torch.testing.assert_close(log_probs, torch.tensor([math.log(0.5), math.log(0.25)]))
     spread = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
-    torch.testing.assert_close(entropy, torch.tensor([[0.0, math.log(2.0), spread]]))
-    assert token_scores(LOGITS, torch.tensor([[0, 1, 1]]), 1.0, False)[1] is None
+    torch.testing.assert_close(entropy, torch.tensor([math.log(2.0), spread]))
+    assert token_scores(LOGITS, torch.tensor([1, 1]), 1.0, False)[1] is None
 
 
 def test_logits_are_divided_by_the_temperature() -> None:
-    log_probs, _ = token_scores(LOGITS, torch.tensor([[0, 1, 0]]), 0.5, False)
-    torch.testing.assert_close(log_probs[0, 2], torch.tensor(math.log(0.9)))  # odds of 3 become 9
-    torch.testing.assert_close(align(LOGITS, 0.5)[0], torch.tensor([[0.0, 0.0], [0.0, 0.0], [2 * math.log(3.0), 0.0]]))
+    log_probs, _ = token_scores(LOGITS, torch.tensor([1, 0]), 0.5, False)
+    torch.testing.assert_close(log_probs[1], torch.tensor(math.log(0.9)))  # odds of 3 become 9
+
+
+def test_a_row_of_logits_is_of_the_next_token() -> None:
+    aligned = align(torch.cat([LOGITS, torch.full((1, 2), 9.0)])[None], 0.5)
+    torch.testing.assert_close(aligned[0], torch.tensor([[0.0, 0.0], [0.0, 0.0], [2 * math.log(3.0), 0.0]]))
 
 
 def test_half_precision_is_scored_in_single() -> None:
-    logits = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    ids = torch.tensor([[1, 2, 3]])
-    log_probs, _ = token_scores(logits, ids, 0.7, False)
-    assert log_probs.dtype == align(logits, 0.7).dtype == torch.float32
-    wanted = (logits[0].double() / 0.7).log_softmax(-1)[[0, 1], [2, 3]]
-    torch.testing.assert_close(log_probs[0, 1:].double(), wanted, atol=1e-6, rtol=0)
+    logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    log_probs, _ = token_scores(logits, torch.tensor([1, 2, 3]), 0.7, False)
+    assert log_probs.dtype == align(logits[None], 0.7).dtype == torch.float32
+    wanted = (logits.double() / 0.7).log_softmax(-1)[[0, 1, 2], [1, 2, 3]]
+    torch.testing.assert_close(log_probs.double(), wanted, atol=1e-6, rtol=0)

@@ -108,7 +108,7 @@ def reference(twin: RouterReplay, ids: Tensor, routes: Tensor | None, temperatur
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, True, None])
 @pytest.mark.parametrize(("replay", "temperature"), [("R3", 1.0), ("R3", 0.7), ("none", 0.7)])
 def test_scores_are_those_of_each_sequence_alone(
     actor: TransformersWrapper,
@@ -116,11 +116,12 @@ def test_scores_are_those_of_each_sequence_alone(
     rollouts: TensorDictBase,
     td: TensorDictBase,
     layout: str,
-    packed: bool,
+    packed: bool | None,
     replay: Any,
     temperature: float,
 ) -> None:
-    scorer = actor.get_new_version(replay=replay, temperature=temperature, pad_model_input=not packed)
+    pad = None if packed is None else not packed
+    scorer = actor.get_new_version(replay=replay, temperature=temperature, pad_model_input=pad)
     batch = LAYOUTS[layout](td)
     log_probs, entropy, router_logits = scorer.score(batch)
     assert router_logits is None
@@ -147,6 +148,57 @@ def test_entropies_are_optional(actor: TransformersWrapper, td: TensorDictBase) 
     log_probs, entropy, _ = actor.score(td, entropy=False)
     assert entropy is None
     assert torch.equal(log_probs, actor.score(td)[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packed", [False, True, None])
+def test_only_the_tokens_asked_for_are_scored(
+    actor: TransformersWrapper, td: TensorDictBase, layout: str, packed: bool | None
+) -> None:
+    scorer = actor.get_new_version(pad_model_input=None if packed is None else not packed)
+    batch = LAYOUTS[layout](td)
+    asked = read_rows(batch, ("masks", "all_assistant_mask"), False)
+    asked[0] = False  # no token of this sample is read
+    asked[1] = True  # every one of this sample, its first token and its pads too
+    counted: list[int] = []
+    hook = scorer.model.lm_head.register_forward_hook(lambda _, __, scores: counted.append(len(scores)))
+    log_probs, entropy, logits = scorer.score(batch, router_logits=True, mask=asked)
+    hook.remove()
+    whole, spread, all_logits = scorer.score(batch, router_logits=True)
+    read = asked & scorer._batch(batch).scored
+    assert counted == [int(read.sum())]
+    assert 0 < int(read.sum()) < int(scorer._batch(batch).scored.sum())
+    torch.testing.assert_close(log_probs, torch.where(read, whole, 0), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(entropy, torch.where(read, spread, 0), atol=1e-6, rtol=1e-6)
+    assert torch.equal(logits, all_logits)
+    log_probs.sum().backward()
+    nothing, _, _ = scorer.score(batch, mask=torch.zeros_like(asked))
+    assert not nothing.any()
+    nothing.sum().backward()
+    with pytest.raises(
+        ValueError, match=r"mask must have shape \[3, \d+\], got \[3, 2\]. It is laid out as the padded"
+    ):
+        scorer.score(batch, mask=asked[:, :2])
+
+
+def test_ragged_batches_are_packed_unless_told_otherwise(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    lengths = [len(one[FULL]) for one in td.unbind(0)]
+    longest = max(lengths)
+    assert lengths[0] + lengths[2] <= longest
+    shapes = {pad: actor.get_new_version(pad_model_input=pad)._layout(actor._batch(td)).shape for pad in (True, None)}
+    assert shapes == {True: (3, longest), None: (2, longest)}
+    same = lazy_stack([td[1], td[1].clone()])
+    assert "attention_mask" in actor._layout(actor._batch(same)).inputs
+    leaky = TransformersWrapper(make_tiny_moe(), replay="none")
+    leaky.scoring_model.packs = False
+    assert leaky._layout(leaky._batch(td)).shape == (3, longest)
+    leaky.model.config._attn_implementation_internal, leaky.scoring_model.packs = "flash_attention_2", True
+    assert leaky._layout(leaky._batch(td)).shape == (1, sum(lengths))
+
+
+def test_versions_of_an_actor_share_what_was_found_out_about_the_model(actor: TransformersWrapper) -> None:
+    assert actor.get_new_version(replay="none").scoring_model is actor.scoring_model
+    assert actor.get_new_version(model=make_tiny_moe()).scoring_model is not actor.scoring_model
 
 
 def test_without_a_mask_all_tokens_are_real(actor: TransformersWrapper, td: TensorDictBase) -> None:
@@ -197,7 +249,7 @@ def test_routes_reach_the_experts_as_recorded(
         scorer.score(batch)
     ids = scorer._batch(batch)
     with torch.no_grad(), twin.record() as native:
-        twin.model(**(ids.packed_inputs() if packed else ids.padded_inputs()), use_cache=False)
+        twin.model(**(ids.packed() if packed else ids.padded()).inputs, use_cache=False)
     assert seen.keys() == set(MOE)
     for layer in MOE:
         wanted = routes[mask][:, layer] if packed else routes[:, :, layer].flatten(0, 1)
@@ -295,7 +347,7 @@ def test_r2_records_without_gradients_and_replays_with_them(
 
 
 def test_r2_keeps_the_recorded_experts_when_the_weights_move(td: TensorDictBase) -> None:
-    scorer = TransformersWrapper(make_tiny_moe(), replay="R2")
+    scorer = TransformersWrapper(make_tiny_moe(), replay="R2", pad_model_input=True)
     with torch.no_grad():
         scorer.score(td)
         for layer in MOE:
@@ -367,6 +419,7 @@ def test_router_logits_stand_at_their_layer_and_token(
     mask = scorer._batch(td).mask
     assert logits.shape == (*mask.shape, 4, 16)
     assert not logits[:, :, 0].any()  # the dense layer
+    assert not logits[~mask].any()  # pads
     assert logits.requires_grad
     plain = make_tiny_moe()
     seen: dict[int, Tensor] = {}
@@ -571,66 +624,6 @@ def test_torchrls_own_wrapper_gives_the_same_log_probs_and_logits(
     torch.testing.assert_close(got.logits[got.mask], wanted.logits[got.mask], atol=1e-4, rtol=1e-4)
     assert torch.equal(logits, got.logits)
     assert logits.shape == (*got.mask.shape, 259)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_prompt_mask_is_that_of_our_loss(actor: TransformersWrapper, td: TensorDictBase, layout: str) -> None:
-    for one in td.unbind(0):
-        one["masks", "all_assistant_mask"][1] = True  # an earlier turn, in the prompt
-    batch = LAYOUTS[layout](td)
-    reader = TokenReader(batch, FULL)
-    keys = (("tokens", "prompt"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask"))
-    scored = actor._batch(batch).scored
-    dists = {
-        "sft": actor._get_sft_dist(batch),
-        "rlhf": actor._get_rlhf_dist(batch),
-        "generic": actor._get_generic_dist(batch),
-    }
-    for strategy, dist in dists.items():
-        assert torch.equal(dist.mask, reader.mask(strategy, *keys) & scored)
-    assert dists["sft"].mask.sum() == sum(SAMPLES.values())
-    assert dists["rlhf"].mask.sum() == sum(SAMPLES.values()) + 3
-    del batch["tokens", "prompt"]
-    assert torch.equal(actor._get_dist_with_prompt_mask(batch).mask, dists["rlhf"].mask)
-
-
-def test_masks_may_have_other_keys(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    for one in td.unbind(0):
-        one["mine"] = torch.arange(len(one[FULL])) >= len(one[FULL]) - 2
-    dist = actor.get_dist(td, mask_key="mine")
-    assert dist.mask.sum() == 6
-    for other in (
-        actor._get_dist_with_assistant_mask(td, "mine"),
-        actor._get_dist_with_attention_mask(td, "mine"),
-        actor._get_dist_with_custom_mask(td, dist.mask),
-        actor._get_dist_with_prompt_mask(td.exclude(("tokens", "prompt")), assistant_mask_key="mine"),
-    ):
-        assert torch.equal(other.mask, dist.mask)
-    both = actor._get_dist_with_prompt_mask(td, attention_mask_key="mine").mask
-    assert torch.equal(both, dist.mask & actor._get_sft_dist(td).mask)
-    with pytest.raises(KeyError, match=r"yours.* in every sample"):
-        actor.get_dist(td, mask_key="yours")
-    with pytest.raises(ValueError, match=r"mask has shape \[2, 3\], the padded tokens have"):
-        actor._get_dist_with_custom_mask(td, torch.ones(2, 3, dtype=torch.bool))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"padding_side": "right"}, "padded on the left .* got padding_side='right'"),
-        ({"logits_key": "scores"}, "logits_key='scores'"),
-        ({"tensordict_out": TensorDict()}, "writes nothing: leave tensordict_out"),
-        ({"as_nested_tensor": True}, "returns dense distributions"),
-        ({"as_padded_tensor": False}, "returns dense distributions"),
-        ({"padding_value": -1.0}, "got padding_value=-1.0"),
-        ({"layout": torch.jagged}, "layout=torch.jagged"),
-    ],
-)
-def test_what_a_distribution_cannot_be_is_refused(
-    actor: TransformersWrapper, td: TensorDictBase, arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        actor.get_dist(td, **arguments)
 
 
 def trainable(td: TensorDictBase, actor: TransformersWrapper) -> TensorDictBase:

@@ -19,7 +19,7 @@ from torchrl_moe._errors import RouteShapeError, RouteValueError, RoutingError
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.modules.replay.binding import UNSET, Binding
 from torchrl_moe.modules.replay.discovery import RouterSite
-from torchrl_moe.modules.replay.incoming import bind_routes
+from torchrl_moe.modules.replay.incoming import Packing, bind_routes
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 
 U = UNSET
@@ -171,6 +171,25 @@ def test_jagged_routes_are_packed_or_laid_out_by_the_mask() -> None:
     assert (padded.shape, padded.replayed) == ((2, 4), (0, 5, 5))
     assert torch.equal(padded.routes[mask.flatten().bool()], routes)
     assert (padded.routes[~mask.flatten().bool()] == U).all()
+
+
+def test_a_packed_input_gets_the_rows_where_its_tokens_stand() -> None:
+    # sequences of 2, 1 and 2 tokens, padded to [3, 2], in rows of 3: [b0 b1 a0], [c0 c1 .]
+    mask = torch.tensor([[0, 1], [1, 1], [1, 1]])
+    index = torch.tensor([[0, 2], [0, 1], [3, 4]])
+    routes = torch.full((3, 2, 3, 2), U)
+    routes[:, :, 1:] = torch.arange(6).view(3, 2, 1, 1) + torch.tensor([0, 1])
+    binding = bound(routes, mask, packing=Packing(index, (2, 3)))
+    assert (binding.shape, binding.replayed) == ((2, 3), (0, 5, 5))
+    assert binding.routes[:, 1, 0].tolist() == [2, 3, 1, 4, 5, U]
+    routes[2, 0, 2] = torch.tensor([4, 4])
+    with pytest.raises(RouteValueError, match="sample 2, token 0, layer 2"):
+        bound(routes, mask, packing=Packing(index, (2, 3)))
+    spared = bound(routes, mask, packing=Packing(index, (2, 3)), on_bad_routes="live")
+    assert spared.refused == (2,)
+    assert spared.routes[:, 1, 0].tolist() == [2, 3, 1, U, U, U]
+    with pytest.raises(ValueError, match=r"packing.index must have shape \[3, 2\], got \[2, 3\]"):
+        bound(routes, mask, packing=Packing(index.T, (2, 3)))
 
 
 def test_jagged_routes_of_another_shape_are_refused() -> None:

@@ -19,7 +19,7 @@ from torchrl_moe.data import UNSET_EXPERT, RoutedExperts
 from torchrl_moe.modules.policies.scoring import ScoringBatch, pad_left, samples_of
 from torchrl_moe.modules.replay.incoming import OnBadRoutes
 
-__all__ = ["RECORDED", "jagged_routes", "no_routes", "note_routing", "read_routes", "write_recorded"]
+__all__ = ["RECORDED", "no_routes", "note_routing", "read_routes", "write_recorded"]
 
 RECORDED = "train_routed_experts"
 REMEDIES = {
@@ -84,12 +84,6 @@ def _checked(name: str, row: Tensor | None, length: int, tail: tuple[int, int]) 
 def no_routes(replay: Literal["R3", "R2"], key: Any) -> ReplayError:
     """Return the error for a batch without the routes that ``replay`` asks for."""
     return ReplayError(f"replay={replay!r} needs {key!r} in every sample, and the input lacks it: {REMEDIES[replay]}")
-
-
-def jagged_routes(routes: Tensor, batch: ScoringBatch) -> Tensor:
-    """Return ``[B, T, L, K]`` as nested jagged routes of the real tokens, for a batch packed into one row."""
-    ends = batch.mask.sum(1).cumsum(0)
-    return torch.nested.nested_tensor_from_jagged(routes[batch.mask], torch.cat([ends.new_zeros(1), ends]))
 
 
 def note_routing(

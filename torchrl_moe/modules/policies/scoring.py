@@ -1,9 +1,9 @@
 """The tensors of a scoring pass: token sequences laid out as a batch, run through a model, and read back.
 
-Sequences of unequal length are padded on the left, as TorchRL's losses read them, or packed into one row; both give
-the same log-probs. Nothing here knows which experts are used.
+A batch is padded on the left, as TorchRL's losses read it. The model may see it so, or with several sequences in a row
+and few pads; both give the same log-probs. Nothing here knows which experts are used.
 
-Letters: B sequences, T tokens of the longest, N all tokens, V vocabulary, L decoder layers, K experts per token.
+Letters: B sequences, T tokens of the longest, N tokens to score, V vocabulary; R rows of W tokens in a model's input.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
 __all__ = [
+    "Layout",
     "ScoringBatch",
     "align",
-    "check_dense",
     "missing",
     "pad_left",
     "read_batch",
@@ -56,20 +56,75 @@ class ScoringBatch:
         before[:, 1:] = self.mask[:, :-1]
         return self.mask & before
 
-    def padded_inputs(self) -> dict[str, Tensor]:
-        """Return the model's inputs with padding."""
+    def padded(self) -> Layout:
+        """Return the layout with a row for each sequence."""
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
-        return {"input_ids": self.ids, "attention_mask": self.mask.long(), "position_ids": positions}
+        inputs = {"input_ids": self.ids, "attention_mask": self.mask.long(), "position_ids": positions}
+        index = torch.arange(self.ids.numel(), device=self.ids.device).view_as(self.ids)
+        return Layout(inputs, index, self.mask)
 
-    def packed_inputs(self) -> dict[str, Tensor]:
-        """Return the model's inputs in one row ``[1, N]``; positions that start over separate the sequences."""
-        positions = (self.mask.cumsum(-1) - 1)[self.mask]
-        return {"input_ids": self.ids[self.mask][None], "position_ids": positions[None]}
+    def packed(self, width: int | None = None) -> Layout:
+        """Return a layout with several sequences in a row; positions that start over separate them.
 
-    def unpack(self, values: Tensor) -> Tensor:
-        """Return ``[1, N, ...]`` as ``[B, T, ...]``, zero on pads."""
-        out = values.new_zeros(*self.mask.shape, *values.shape[2:])
-        return out.masked_scatter(self.mask.view(*self.mask.shape, *[1] * (values.ndim - 2)).expand_as(out), values[0])
+        Args:
+            width: of a row, no shorter than the longest sequence. ``None``: one row for all.
+        """
+        lengths = self.mask.sum(-1).tolist()
+        width = max(1, sum(lengths)) if width is None else width
+        starts, used = _first_fit(lengths, width)
+        device = self.ids.device
+        places = self.mask.cumsum(-1) - 1
+        index = (torch.tensor(starts, device=device)[:, None] + places).masked_fill(~self.mask, 0)
+        # what is left at the end of a row is a sequence of its own
+        positions = (torch.arange(width, device=device) - torch.tensor(used, device=device)[:, None]).clamp(min=0)
+        ids = torch.zeros_like(positions)
+        ids.view(-1)[index[self.mask]] = self.ids[self.mask]
+        positions.view(-1)[index[self.mask]] = places[self.mask]
+        return Layout({"input_ids": ids, "position_ids": positions}, index, self.mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the tokens of a batch stand in a model's input.
+
+    ``inputs`` has ``input_ids`` ``[R, W]`` and what belongs to them; ``index`` int64 ``[B, T]`` is a token's place in
+    the flat input, and means nothing where ``mask`` is cleared.
+    """
+
+    inputs: dict[str, Tensor]
+    index: Tensor
+    mask: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[R, W]``."""
+        return self.inputs["input_ids"].shape
+
+    def place(self, values: Tensor, fill: float) -> Tensor:
+        """Return ``[B, T, ...]`` as the input is laid out, ``[R, W, ...]``."""
+        out = values.new_full((self.shape.numel(), *values.shape[2:]), fill)
+        out[self.index[self.mask]] = values[self.mask]
+        return out.view(*self.shape, *values.shape[2:])
+
+    def read(self, values: Tensor) -> Tensor:
+        """Return ``[R, W, ...]`` or ``[R * W, ...]`` as ``[B, T, ...]``, zero on pads."""
+        flat = values if len(values) == self.shape.numel() else values.flatten(0, 1)
+        mask = self.mask.view(*self.mask.shape, *[1] * (flat.ndim - 1))
+        return flat[self.index].masked_fill(~mask, 0)
+
+
+def _first_fit(lengths: Sequence[int], width: int) -> tuple[list[int], list[int]]:
+    """Put sequences into rows, the longest first; return the start of each in the flat input, and what rows hold."""
+    used: list[int] = []
+    starts = [0] * len(lengths)
+    order = range(len(lengths)) if sum(lengths) <= width else sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    for i in order:
+        row = next((r for r, taken in enumerate(used) if taken + lengths[i] <= width), len(used))
+        if row == len(used):
+            used.append(0)
+        starts[i] = row * width + used[row]
+        used[row] += lengths[i]
+    return starts, used
 
 
 def pad_left(rows: Sequence[Tensor], value: Any) -> Tensor:
@@ -162,29 +217,18 @@ def align(logits: Tensor, temperature: float) -> Tensor:
     return torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1).float() / temperature
 
 
-def token_scores(logits: Tensor, ids: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs and entropies of the distributions that tokens were drawn from.
+def token_scores(logits: Tensor, tokens: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """Return log-probs and entropies of tokens from the dense logits of their own distributions.
 
     Args:
-        logits: ``[B, T, V]``; row t is the model's output at token t, so it scores token t + 1.
-        ids: ``[B, T]``.
+        logits: ``[N, V]``.
+        tokens: ``[N]``.
         temperature: of sampling; the logits are divided by it.
         entropy: whether to compute entropies.
 
     Returns:
-        float32 ``[B, T]`` each, of token t given the tokens before it; 0 at t = 0.
+        float32 ``[N]`` each.
     """
-    log_probs = log_softmax(logits[:, :-1].float() / temperature, -1)
-    chosen = log_probs.gather(-1, ids[:, 1:, None])[..., 0]
-    first = chosen.new_zeros(len(ids), 1)
-    spread = -(log_probs.exp() * log_probs).sum(-1) if entropy else None
-    return torch.cat([first, chosen], 1), None if spread is None else torch.cat([first, spread], 1)
-
-
-def check_dense(logits_key: NestedKey, padding_side: str) -> None:
-    """Raise ValueError on what TorchRL's masked distributions could be asked for, and dense ones cannot."""
-    if padding_side != "left" or logits_key != "logits":
-        raise ValueError(
-            f"distributions are padded on the left and made from 'logits', got padding_side={padding_side!r} and "
-            f"logits_key={logits_key!r}"
-        )
+    log_probs = log_softmax(logits.float() / temperature, -1)
+    chosen = log_probs.gather(-1, tokens[:, None])[:, 0]
+    return chosen, -(log_probs.exp() * log_probs).sum(-1) if entropy else None

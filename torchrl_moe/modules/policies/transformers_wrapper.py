@@ -12,38 +12,25 @@ from __future__ import annotations
 
 import copy
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase, lazy_stack, set_list_to_stack
 from torch import Tensor, nn
-from torchrl.modules.distributions import LLMMaskedCategorical
-from torchrl.modules.llm.policies import LLMWrapperBase, LogProbs
+from torchrl.modules.llm.policies import LogProbs
 
+from torchrl_moe import _checks
 from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe.modules.policies.dense_distributions import DenseDistributions
 from torchrl_moe.modules.policies.rollout import stack_answers
-from torchrl_moe.modules.policies.routes import (
-    RECORDED,
-    jagged_routes,
-    no_routes,
-    note_routing,
-    read_routes,
-    write_recorded,
-)
-from torchrl_moe.modules.policies.scoring import (
-    ScoringBatch,
-    align,
-    check_dense,
-    missing,
-    pad_left,
-    read_batch,
-    read_rows,
-    token_scores,
-)
+from torchrl_moe.modules.policies.routes import RECORDED, no_routes, note_routing, read_routes, write_recorded
+from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, align, read_batch
+from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.modules.replay.discovery import discover, number_of_layers
-from torchrl_moe.modules.replay.incoming import ON_BAD_ROUTES, OnBadRoutes
+from torchrl_moe.modules.replay.incoming import ON_BAD_ROUTES, OnBadRoutes, Packing
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 
 __all__ = ["TransformersWrapper"]
@@ -51,7 +38,7 @@ __all__ = ["TransformersWrapper"]
 REPLAYS = ("R3", "R2", "none")
 
 
-class TransformersWrapper(LLMWrapperBase):
+class TransformersWrapper(DenseDistributions):
     """Scores tokens with a transformers model.
 
     Args:
@@ -61,7 +48,8 @@ class TransformersWrapper(LLMWrapperBase):
         generate: must be false; :class:`vLLMWrapper` generates.
         replay: which experts to use, see above.
         temperature: that of sampling; the logits are divided by it, as the engine does for its log-probs.
-        pad_model_input: run a padded batch (default), or pack all sequences into one row.
+        pad_model_input: run a padded batch (``True``), or one row that holds all sequences (``False``). Default: a
+            padded batch, or several sequences in a row where that means fewer pads and the model keeps them apart.
         measure_agreement: also compute the live router's choice, for ``("routing", "agreement")``.
         on_bad_routes: what to do about a sample whose routes are wrong: ``"raise"``, or run it on the ``"live"`` router
             and count its tokens in ``("routing", "fallback")``.
@@ -91,7 +79,7 @@ class TransformersWrapper(LLMWrapperBase):
         generate: bool = False,
         replay: Literal["R3", "R2", "none"] = "R3",
         temperature: float = 1.0,
-        pad_model_input: bool = True,
+        pad_model_input: bool | None = None,
         measure_agreement: bool = False,
         on_bad_routes: OnBadRoutes = "raise",
         router_replay: RouterReplay | None = None,
@@ -109,6 +97,7 @@ class TransformersWrapper(LLMWrapperBase):
         self.router_replay = router_replay
         if replay != "none" and router_replay is None:
             self.router_replay = RouterReplay(self.model)
+        self.scoring_model = ScoringModel(self.model)
         self._arguments = {**arguments, "model": self.model, "router_replay": self.router_replay}
         self.tokenizer, self.input_mode, self.generate, self.inplace = tokenizer, input_mode, False, inplace
         self.replay, self.temperature, self.pad_model_input = replay, temperature, pad_model_input
@@ -138,8 +127,11 @@ class TransformersWrapper(LLMWrapperBase):
         unknown = sorted(set(kwargs) - set(self._arguments))
         if unknown:
             raise TypeError(f"get_new_version got unknown arguments {unknown}; known: {sorted(self._arguments)}")
-        own = {"router_replay": None} if kwargs.get("model", self.model) is not self.model else {}
-        return type(self)(**{**self._arguments, **own, **kwargs})
+        same = kwargs.get("model", self.model) is self.model
+        new = type(self)(**{**self._arguments, **({} if same else {"router_replay": None}), **kwargs})
+        if same:
+            new.scoring_model = self.scoring_model
+        return new
 
     def reference(self, model: Any = None, *, replay: bool = False) -> TransformersWrapper:
         """Return a wrapper of the reference policy, which is not trained.
@@ -162,66 +154,89 @@ class TransformersWrapper(LLMWrapperBase):
     # -- scoring ----------------------------------------------------------------------------------------------------
 
     def score(
-        self, td: TensorDictBase, router_logits: bool = False, entropy: bool = True
+        self, td: TensorDictBase, router_logits: bool = False, entropy: bool = True, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return log-probs, entropies and router logits of every token, in one forward pass.
+
+        No logits ``[B, T, V]`` are made, see :class:`~torchrl_moe.modules.policies.scoring_model.ScoringModel`.
 
         Args:
             td: batch size ``[B]``, dense or lazily stacked; gets ``"routing"``, and the recorded routes under R2.
             router_logits: whether to return the routers' logits.
             entropy: whether to compute entropies.
+            mask: bool ``[B, T]``, laid out as what is returned: the tokens whose scores will be read. Those of others
+                are not computed, and 0. Default: all attended tokens.
 
         Returns:
             float32 ``[B, T]``, ``[B, T]`` or ``None``, ``[B, T, L, E]`` or ``None``; sequences of a lazy stack are
             padded on the left. Log-probs are of token t given those before it, at the sampling temperature; 0 on pads
-            and on first tokens.
+            and on first tokens. Router logits are the live router's for token t as input, whatever is replayed and
+            whatever ``mask`` says; 0 on pads and on layers without a router.
 
         Raises:
             RoutingError: the routes that ``replay`` asks for are not there, or do not fit.
+            UnsupportedRouterError: the model returns no router logits.
+            ValueError: a mask of another shape.
         """
         batch = self._batch(td)
-        output, logits = self._run(td, batch, router_logits)
-        log_probs, spread = token_scores(logits, batch.ids, self.temperature, entropy)
-        log_probs = log_probs.masked_fill(~batch.scored, 0.0)
-        spread = None if spread is None else spread.masked_fill(~batch.scored, 0.0)
-        return log_probs, spread, self._router_logits(output, batch) if router_logits else None
+        wanted = batch.scored
+        if mask is not None:
+            _checks.check_shape("mask", mask.shape, tuple(wanted.shape), hint="It is laid out as the padded tokens.")
+            wanted = wanted & mask.bool().to(wanted.device)
+        self.scoring_model.check()
+        layout = self._layout(batch)
+        selection = Selection.of(batch, layout, wanted, self.temperature, entropy)
+        with self._routed(td, batch, layout):
+            log_probs, spread, routers = self.scoring_model(layout.inputs, selection, router_logits)
+        blank = log_probs.new_zeros(wanted.shape)
+        return (
+            blank.masked_scatter(wanted, log_probs),
+            None if spread is None else blank.masked_scatter(wanted, spread),
+            self._router_logits(routers, layout) if router_logits else None,
+        )
 
     def _batch(self, td: TensorDictBase) -> ScoringBatch:
         return read_batch(td, self.input_key, (self.masks_key, "all_attention_mask")).to(self.device)
 
-    def _run(self, td: TensorDictBase, batch: ScoringBatch, router_logits: bool = False) -> tuple[Any, Tensor]:
-        """Run the model under the routes that ``replay`` asks for; return its output and the logits ``[B, T, V]``."""
-        inputs = batch.padded_inputs() if self.pad_model_input else batch.packed_inputs()
-        recording = self.replay == "R2" and not torch.is_grad_enabled()
-        routes = None if recording else self._routes(td, batch)
-        context: Any = nullcontext()
-        if self.router_replay is not None and recording:
-            context = self.router_replay.record()
-        elif self.router_replay is not None and routes is not None:
-            laid_out = routes if self.pad_model_input else jagged_routes(routes, batch)
-            context = self.router_replay.replay(
-                laid_out, inputs.get("attention_mask"), self.measure_agreement, self.on_bad_routes
-            )
-        with context as recorded:
-            extra = {"output_router_logits": True} if router_logits else {}
-            output = self.model(**inputs, use_cache=False, **extra)
-        if recording:
-            own = recorded.routed_experts
-            write_recorded(td, batch, own if self.pad_model_input else batch.unpack(own))
-        elif routes is not None:
-            assert self.router_replay is not None
-            note_routing(td, batch, routes, self.router_replay.report(), self.router_replay.refused)
-        logits = output.logits if self.pad_model_input else batch.unpack(output.logits)
-        return output, logits
+    def _layout(self, batch: ScoringBatch) -> Layout:
+        if self.pad_model_input is not None:
+            return batch.padded() if self.pad_model_input else batch.packed()
+        if not self.scoring_model.packs:  # asked first: under FSDP all ranks find out together, whatever their batches
+            return batch.padded()
+        longest = int(batch.mask.sum(-1).max())
+        packed = batch.packed(None if self.scoring_model.packs_in_one_row else longest)
+        return packed if packed.shape.numel() < batch.ids.numel() else batch.padded()
 
-    def _routes(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor | None:
+    @contextmanager
+    def _routed(self, td: TensorDictBase, batch: ScoringBatch, layout: Layout) -> Iterator[None]:
+        """Make the forward pass inside follow the routes that ``replay`` asks for; write what it did."""
         if self.router_replay is None or self.replay == "none":
-            return None
-        key = self.routed_experts_key if self.replay == "R3" else RECORDED
+            yield
+        elif self.replay == "R2" and not torch.is_grad_enabled():
+            with self.router_replay.record() as recording:
+                yield
+            write_recorded(td, batch, layout.read(recording.routed_experts))
+        else:
+            routes = self._routes(td, batch)
+            packing = Packing(layout.index, (layout.shape[0], layout.shape[1]))
+            with self.router_replay.replay(routes, batch.mask, self.measure_agreement, self.on_bad_routes, packing):
+                yield
+            note_routing(td, batch, routes, self.router_replay.report(), self.router_replay.refused)
+
+    def _token_logits(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor:
+        layout = batch.packed() if self.pad_model_input is False else batch.padded()
+        with self._routed(td, batch, layout):
+            output, _ = self.scoring_model.run(layout.inputs)
+        logits = layout.read(output.logits) if self.pad_model_input is False else output.logits
+        return align(logits, self.temperature)
+
+    def _routes(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor:
+        assert self.router_replay is not None
+        key = (self.routed_experts_key if self.replay == "R3" else RECORDED, "full")
         tail = (self.router_replay.num_layers, self.router_replay.top_k)
-        routes = read_routes(td, (key, "full"), batch, tail, self.on_bad_routes)
+        routes = read_routes(td, key, batch, tail, self.on_bad_routes)
         if routes is None:
-            raise no_routes(self.replay, (key, "full"))
+            raise no_routes("R3" if self.replay == "R3" else "R2", key)
         return routes
 
     @cached_property
@@ -231,14 +246,12 @@ class TransformersWrapper(LLMWrapperBase):
             return self.router_replay.layers
         return tuple(site.layer for site in discover(self.model))
 
-    def _router_logits(self, output: Any, batch: ScoringBatch) -> Tensor:
-        given = getattr(output, "router_logits", None)
+    def _router_logits(self, given: tuple[Tensor, ...] | None, layout: Layout) -> Tensor:
         if not given:
             raise UnsupportedRouterError(f"{type(self.model).__name__} returns no router logits: score without them")
-        out = given[0].new_zeros(*batch.mask.shape, number_of_layers(self.model), given[0].shape[-1])
+        out = given[0].new_zeros(*layout.mask.shape, number_of_layers(self.model), given[0].shape[-1])
         for layer, logits in zip(self._router_layers, given, strict=True):
-            rows = logits.view(*batch.mask.shape, -1) if self.pad_model_input else batch.unpack(logits[None])
-            out[:, :, layer] = rows
+            out[:, :, layer] = layout.read(logits.reshape(layout.shape.numel(), -1))
         return out
 
     # -- TorchRL's side ---------------------------------------------------------------------------------------------
@@ -273,104 +286,6 @@ class TransformersWrapper(LLMWrapperBase):
         for key in written.keys():  # noqa: SIM118  a TensorDict iterates over its batch
             target.set(key, written.get(key))
         return target
-
-    def _token_logits(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor:
-        return align(self._run(td, batch)[1], self.temperature)
-
-    def _dist(self, td: TensorDictBase, mask_key: NestedKey | None) -> LLMMaskedCategorical:
-        """Return the dense distributions of all tokens, or of those that the mask at ``mask_key`` names."""
-        if mask_key is None:
-            return self._masked_dist(td, None)
-        mask = read_rows(td, mask_key, False, self._batch(td).lengths)
-        if mask is None:
-            raise missing(td, mask_key)
-        return self._masked_dist(td, mask)
-
-    def _masked_dist(self, td: TensorDictBase, mask: Tensor | None) -> LLMMaskedCategorical:
-        batch = self._batch(td)
-        if mask is not None and mask.shape != batch.mask.shape:
-            raise ValueError(f"the mask has shape {list(mask.shape)}, the padded tokens have {list(batch.mask.shape)}")
-        keep = batch.scored if mask is None else mask.to(batch.mask.device).bool() & batch.scored
-        return LLMMaskedCategorical(logits=self._token_logits(td, batch), mask=keep)
-
-    def get_dist(
-        self,
-        tensordict: TensorDictBase,
-        tensordict_out: None = None,
-        logits_key: NestedKey = "logits",
-        mask_key: NestedKey | None = None,
-        as_padded_tensor: bool | None = None,
-        as_nested_tensor: bool | None = None,
-        padding_value: float | None = None,
-        padding_side: str = "left",
-        layout: torch.layout | None = None,
-    ) -> LLMMaskedCategorical:
-        """Return the distributions of all tokens, or of those that the mask at ``mask_key`` names.
-
-        They are dense, padded on the left, and nothing is written: the other arguments are TorchRL's, and must not ask
-        for anything else.
-
-        Raises:
-            KeyError: there is no mask at ``mask_key``.
-            ValueError: another layout was asked for.
-        """
-        check_dense(logits_key, padding_side)
-        if tensordict_out is not None or as_nested_tensor or as_padded_tensor is False:
-            raise ValueError(
-                "get_dist returns dense distributions and writes nothing: leave tensordict_out, as_nested_tensor and "
-                "as_padded_tensor out"
-            )
-        if padding_value not in (None, 0.0) or layout not in (None, torch.strided):
-            raise ValueError(f"pads are masked out and dense, got padding_value={padding_value}, layout={layout}")
-        return self._dist(tensordict, mask_key)
-
-    def _get_dist_with_prompt_mask(
-        self,
-        tensordict: TensorDictBase,
-        tokens_key: NestedKey | None = None,
-        logits_key: NestedKey = "logits",
-        assistant_mask_key: NestedKey | None = None,
-        attention_mask_key: NestedKey | None = None,
-        padding_side: str = "left",
-    ) -> LLMMaskedCategorical:
-        """Return those of the tokens that follow the prompt; without a prompt, those of the assistant."""
-        prompts = tensordict.get(tokens_key or (self.tokens_key, "prompt"), None, as_list=True)
-        if prompts is None:
-            return self._get_dist_with_assistant_mask(tensordict, assistant_mask_key, logits_key, padding_side)
-        check_dense(logits_key, padding_side)
-        batch = self._batch(tensordict)
-        rows = [torch.arange(length) >= len(p) for length, p in zip(batch.lengths, prompts, strict=True)]
-        mask = pad_left(rows, False)
-        if attention_mask_key is not None:
-            attended = read_rows(tensordict, attention_mask_key, False, batch.lengths)
-            mask = mask if attended is None else mask & attended.bool().to(mask.device)
-        return self._masked_dist(tensordict, mask)
-
-    def _get_dist_with_assistant_mask(
-        self,
-        tensordict: TensorDictBase,
-        assistant_mask_key: NestedKey | None = None,
-        logits_key: NestedKey = "logits",
-        padding_side: str = "left",
-    ) -> LLMMaskedCategorical:
-        check_dense(logits_key, padding_side)
-        return self._dist(tensordict, assistant_mask_key or (self.masks_key, "all_assistant_mask"))
-
-    def _get_dist_with_attention_mask(
-        self,
-        tensordict: TensorDictBase,
-        attention_mask_key: NestedKey | None = None,
-        logits_key: NestedKey = "logits",
-        padding_side: str = "left",
-    ) -> LLMMaskedCategorical:
-        check_dense(logits_key, padding_side)
-        return self._dist(tensordict, attention_mask_key)
-
-    def _get_dist_with_custom_mask(
-        self, tensordict: TensorDictBase, mask: Tensor, logits_key: NestedKey = "logits", padding_side: str = "left"
-    ) -> LLMMaskedCategorical:
-        check_dense(logits_key, padding_side)
-        return self._masked_dist(tensordict, mask)
 
 
 def _refuse(arguments: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ Letters: B sequences, T tokens, M real tokens of all sequences, N = B * T rows, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +21,7 @@ from torchrl_moe._errors import RouteShapeError, RouteValueError
 from torchrl_moe.modules.replay.binding import UNSET, Binding
 from torchrl_moe.modules.replay.discovery import RouterSite
 
-__all__ = ["ON_BAD_ROUTES", "OnBadRoutes", "bind_routes"]
+__all__ = ["ON_BAD_ROUTES", "OnBadRoutes", "Packing", "bind_routes"]
 
 OnBadRoutes = Literal["raise", "live"]
 ON_BAD_ROUTES: tuple[OnBadRoutes, ...] = ("raise", "live")
@@ -31,27 +31,40 @@ _ENGINE = "For what an engine returned, RoutedExperts.from_vllm."
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """Where the tokens of a batch stand in a model's input, which may hold several sequences in a row.
+
+    Args:
+        index: int64 ``[B, T]``, the place of each real token in the flat input.
+        shape: of the input, ``(R, W)``.
+    """
+
+    index: Tensor
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class _Incoming:
-    """Routes ``[M, L, K]`` of the real tokens, and where they stand in a batch.
+    """Routes ``[M, L, K]`` of the real tokens, and where they stand in the model's input.
 
     Args:
         rows: nobody else's memory.
         lengths: real tokens of each sample.
-        shape: ``(B, T)`` of the batch.
-        keep: bool ``[N]``, the real tokens; ``None`` if all are.
+        shape: of the input, ``(B, T)`` or, packed, ``(R, W)``.
+        places: of the rows in the flat input: bool ``[N]`` or int64 ``[M]``; ``None`` if it holds nothing else.
     """
 
     rows: Tensor
     lengths: Sequence[int]
     shape: tuple[int, int]
-    keep: Tensor | None
+    places: Tensor | None
 
     def laid_out(self) -> Tensor:
         """Return ``[N, L, K]``, -1 on pads."""
-        if self.keep is None:
+        if self.places is None:
             return self.rows
-        flat = self.rows.new_full((len(self.keep), *self.rows.shape[1:]), UNSET)
-        flat[self.keep] = self.rows
+        flat = self.rows.new_full((self.shape[0] * self.shape[1], *self.rows.shape[1:]), UNSET)
+        flat[self.places] = self.rows
         return flat
 
 
@@ -64,11 +77,14 @@ def bind_routes(
     measure: bool = False,
     on_bad_routes: OnBadRoutes = "raise",
     device: torch.device | None = None,
+    packing: Packing | None = None,
 ) -> Binding:
     """Check routes and bind them to one forward pass; see :meth:`RouterReplay.replay`."""
     if on_bad_routes not in ON_BAD_ROUTES:
         raise ValueError(f"on_bad_routes must be one of {ON_BAD_ROUTES}, got {on_bad_routes!r}")
     incoming = _read(routes, attention_mask, (num_layers, max(site.top_k for site in sites)), device)
+    if packing is not None:
+        incoming = _packed(incoming, packing)
     refused = _check_values(incoming, sites, on_bad_routes)
     flat = incoming.laid_out()
     known = flat[..., 0] != UNSET
@@ -102,6 +118,14 @@ def _read(routes: Any, mask: Tensor | None, tail: tuple[int, int], device: torch
     keep = mask.bool().flatten()
     rows = rows[keep.to(given.device)].to(device or given.device)
     return _Incoming(rows, mask.bool().sum(1).tolist(), (batch, length), keep.to(rows.device))
+
+
+def _packed(incoming: _Incoming, packing: Packing) -> _Incoming:
+    """Return the same rows, for an input that holds their tokens elsewhere."""
+    shape = incoming.shape
+    _checks.check_shape("packing.index", packing.index.shape, shape, hint="A place for each token of [B, T].")
+    places = packing.index.flatten().to(incoming.rows.device)
+    return replace(incoming, shape=packing.shape, places=places if incoming.places is None else places[incoming.places])
 
 
 def _read_jagged(

@@ -20,7 +20,7 @@ from torchrl_moe.modules.replay import handles
 from torchrl_moe.modules.replay.binding import Binding, LayerReport, Recording
 from torchrl_moe.modules.replay.checkpointing import wrap_checkpoints
 from torchrl_moe.modules.replay.discovery import discover, dry_inputs, number_of_layers
-from torchrl_moe.modules.replay.incoming import OnBadRoutes, bind_routes
+from torchrl_moe.modules.replay.incoming import OnBadRoutes, Packing, bind_routes
 from torchrl_moe.modules.replay.state import ReplayState
 
 __all__ = ["Recording", "RouterReplay"]
@@ -126,6 +126,7 @@ class RouterReplay:
         attention_mask: Tensor | None = None,
         measure: bool = False,
         on_bad_routes: OnBadRoutes = "raise",
+        packing: Packing | None = None,
     ) -> Iterator[None]:
         """Make one forward pass follow recorded experts. ``backward()`` may come after the context has closed.
 
@@ -138,6 +139,8 @@ class RouterReplay:
             measure: also run each router on its own, for :meth:`report`'s agreement.
             on_bad_routes: what to do about a wrong id: ``"raise"``, or run all of its sample on the ``"live"`` router,
                 which :meth:`report` counts and :attr:`refused` names. A wrong shape or dtype always raises.
+            packing: where the tokens stand in the model's input, if it holds several sequences in a row: routes and
+                mask are then those of the batch before packing, and messages name its samples.
 
         Raises:
             RouteShapeError: routes or mask of another shape.
@@ -154,6 +157,7 @@ class RouterReplay:
             measure=measure,
             on_bad_routes=on_bad_routes,
             device=next(self.model.parameters()).device,
+            packing=packing,
         )
         with self._opened(binding):
             yield

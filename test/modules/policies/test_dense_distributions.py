@@ -1,0 +1,110 @@
+"""Dense distributions, of a wrapper without a model: which tokens they are of, and what they cannot be asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+
+from torchrl_moe.modules.policies.dense_distributions import DenseDistributions
+from torchrl_moe.modules.policies.scoring import ScoringBatch, read_batch
+from torchrl_moe.objectives.batch import TokenReader
+
+FULL, ATTENTION, ASSISTANT = ("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
+WORDS = 5
+
+
+class Wrapper(DenseDistributions):
+    """Its logits are ever the same."""
+
+    tokens_key, masks_key = "tokens", "masks"
+
+    def _batch(self, td: TensorDictBase) -> ScoringBatch:
+        return read_batch(td, FULL, ATTENTION)
+
+    def _token_logits(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor:
+        return torch.randn(*batch.ids.shape, WORDS, generator=torch.Generator().manual_seed(0))
+
+
+def sample(prompt: int, response: int) -> TensorDict:
+    """The second token of a prompt is an earlier turn of the assistant."""
+    ids = torch.arange(prompt + response) % WORDS
+    assistant = torch.arange(len(ids)) >= prompt
+    assistant[1] = True
+    masks = {"all_attention_mask": torch.ones(len(ids), dtype=torch.bool), "all_assistant_mask": assistant}
+    return TensorDict({"tokens": {"full": ids, "prompt": ids[:prompt]}, "masks": masks})
+
+
+@pytest.fixture
+def td() -> TensorDictBase:
+    return lazy_stack([sample(3, 2), sample(2, 1), sample(4, 4)])
+
+
+def test_distributions_are_of_the_wrapper_s_logits(td: TensorDictBase) -> None:
+    wrapper = Wrapper()
+    batch = wrapper._batch(td)
+    dist = wrapper.get_dist(td)
+    log_probs = wrapper._token_logits(td, batch).log_softmax(-1)
+    got = dist.log_prob(batch.ids)
+    wanted = log_probs.gather(-1, batch.ids[..., None])[..., 0]
+    torch.testing.assert_close(got[batch.scored], wanted[batch.scored])
+    assert torch.equal(dist.mask, batch.scored)
+
+
+def test_the_prompt_mask_is_that_of_our_loss(td: TensorDictBase) -> None:
+    actor, batch = Wrapper(), td
+    reader = TokenReader(batch, FULL)
+    keys = (("tokens", "prompt"), ATTENTION, ASSISTANT)
+    scored = actor._batch(batch).scored
+    dists = {
+        "sft": actor._get_sft_dist(batch),
+        "rlhf": actor._get_rlhf_dist(batch),
+        "generic": actor._get_generic_dist(batch),
+    }
+    for strategy, dist in dists.items():
+        assert torch.equal(dist.mask, reader.mask(strategy, *keys) & scored)
+    assert dists["sft"].mask.sum() == 7
+    assert dists["rlhf"].mask.sum() == 7 + 3
+    del batch["tokens", "prompt"]
+    assert torch.equal(actor._get_dist_with_prompt_mask(batch).mask, dists["rlhf"].mask)
+
+
+def test_masks_may_have_other_keys(td: TensorDictBase) -> None:
+    actor = Wrapper()
+    for one in td.unbind(0):
+        one["mine"] = torch.arange(len(one[FULL])) >= len(one[FULL]) - 2
+    dist = actor.get_dist(td, mask_key="mine")
+    assert dist.mask.sum() == 6
+    for other in (
+        actor._get_dist_with_assistant_mask(td, "mine"),
+        actor._get_dist_with_attention_mask(td, "mine"),
+        actor._get_dist_with_custom_mask(td, dist.mask),
+        actor._get_dist_with_prompt_mask(td.exclude(("tokens", "prompt")), assistant_mask_key="mine"),
+    ):
+        assert torch.equal(other.mask, dist.mask)
+    both = actor._get_dist_with_prompt_mask(td, attention_mask_key="mine").mask
+    assert torch.equal(both, dist.mask & actor._get_sft_dist(td).mask)
+    with pytest.raises(KeyError, match=r"yours.* in every sample"):
+        actor.get_dist(td, mask_key="yours")
+    with pytest.raises(ValueError, match=r"mask has shape \[2, 3\], the padded tokens have"):
+        actor._get_dist_with_custom_mask(td, torch.ones(2, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"padding_side": "right"}, "padded on the left .* got padding_side='right'"),
+        ({"logits_key": "scores"}, "logits_key='scores'"),
+        ({"tensordict_out": TensorDict()}, "writes nothing: leave tensordict_out"),
+        ({"as_nested_tensor": True}, "returns dense distributions"),
+        ({"as_padded_tensor": False}, "returns dense distributions"),
+        ({"padding_value": -1.0}, "got padding_value=-1.0"),
+        ({"layout": torch.jagged}, "layout=torch.jagged"),
+    ],
+)
+def test_what_a_distribution_cannot_be_is_refused(td: TensorDictBase, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Wrapper().get_dist(td, **arguments)

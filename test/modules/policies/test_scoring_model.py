@@ -1,0 +1,373 @@
+"""The scores of a model are those of its logits, through everything that may be wrapped around it."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import pickle
+import tempfile
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from modules.replay.cases import gradients
+from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
+from torchrl_moe.testing import make_tiny_moe
+
+IDS = torch.tensor([[9, 3, 200, 41, 5], [77, 3, 3, 250, 8]])
+ROWS = torch.tensor([0, 2, 3, 6, 8])
+"""Of the flat input; 1, 5 and 7 are left out."""
+INPUTS = {"input_ids": IDS, "position_ids": torch.arange(5).expand(2, -1)}
+FULL_WARNING = "is scored from its dense logits"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def selection(entropy: bool = True, temperature: float = 0.7, ids: Tensor = IDS) -> Selection:
+    return Selection(rows=ROWS, tokens=ids.flatten()[ROWS + 1], temperature=temperature, entropy=entropy)
+
+
+def dense(model: nn.Module, temperature: float = 0.7) -> tuple[Tensor, Tensor]:
+    logits = model(**INPUTS, use_cache=False).logits.flatten(0, 1)[ROWS].float()
+    distribution = torch.distributions.Categorical(logits=logits / temperature)
+    return distribution.log_prob(IDS.flatten()[ROWS + 1]), distribution.entropy()
+
+
+def scored(model: nn.Module) -> ScoringModel:
+    """One that splits; anything else is a warning here, and so an error."""
+    scoring = ScoringModel(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=f".*{FULL_WARNING}")
+        scoring.check()
+    assert scoring.splits
+    return scoring
+
+
+def assert_like_dense(model: nn.Module, atol: float = 2e-6, grad_atol: float = 1e-5) -> None:
+    results = []
+    for scores in (scored(model)(INPUTS, selection())[:2], dense(model)):
+        assert scores[1] is not None
+        (scores[0].sum() + 0.3 * scores[1].sum()).backward()
+        results.append((*(s.detach() for s in scores), gradients(model)))
+    (*ours, our_grads), (*theirs, their_grads) = results
+    torch.testing.assert_close(ours, theirs, atol=atol, rtol=1e-6)
+    assert our_grads.keys() == their_grads.keys()
+    for name, grad in their_grads.items():
+        torch.testing.assert_close(our_grads[name], grad, atol=grad_atol, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_scores_and_gradients_are_those_of_the_logits(family: str, tied: bool) -> None:
+    model = make_tiny_moe(family, num_hidden_layers=2, tie_word_embeddings=tied)
+    assert_like_dense(model)
+    assert "forward" not in model.__dict__
+    assert "forward" not in model.lm_head.__dict__
+
+
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 256, "head_dim": 16},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("gemma2", {"final_logit_softcapping": 1.5}),
+        ("cohere", {"logit_scale": 0.25}),
+        ("granitemoe", {"logits_scaling": 3.0, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("phi", {}),  # its head has a bias
+    ],
+)
+def test_what_a_model_does_to_its_logits_is_done_to_its_scores(family: str, config: dict[str, Any]) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **config)).eval()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.4)
+    logits = model(IDS).logits
+    assert logits.abs().max() > 0.9  # so that a soft cap of 1.5 bites
+    assert_like_dense(model, atol=1e-5, grad_atol=2e-4)
+
+
+def test_entropies_are_computed_if_asked() -> None:
+    model = make_tiny_moe(num_hidden_layers=2)
+    log_probs, entropy, routers = scored(model)(INPUTS, selection(entropy=False))
+    assert entropy is None
+    assert routers is None
+    torch.testing.assert_close(log_probs, dense(model)[0], atol=2e-6, rtol=1e-6)
+
+
+def test_no_rows_keep_every_parameter_in_the_graph() -> None:
+    """Under FSDP, a rank without tokens takes part in backward too."""
+    model = make_tiny_moe(num_hidden_layers=2)
+    nothing = Selection(rows=ROWS[:0], tokens=ROWS[:0], temperature=1.0, entropy=True)
+    log_probs, entropy, _ = scored(model)(INPUTS, nothing)
+    assert entropy is not None
+    (log_probs.sum() + entropy.sum()).backward()
+    grads = gradients(model)
+    assert grads["lm_head.weight"].shape == model.lm_head.weight.shape
+    assert not any(grad.any() for grad in grads.values())
+
+
+@pytest.mark.parametrize("where", ["around", pytest.param("inside", marks=pytest.mark.parity)])
+def test_a_compiled_model_is_one_graph(where: str) -> None:
+    model = make_tiny_moe("qwen3", num_hidden_layers=1)
+    wanted = dense(model)
+    torch.compiler.reset()
+    if where == "inside":
+        model.compile(backend="eager", fullgraph=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True) if where == "around" else model
+    log_probs, entropy, _ = scored(compiled)(INPUTS, selection())
+    torch.testing.assert_close((log_probs, entropy), wanted, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(dense(compiled), wanted)  # its logits are still there
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_is_within_its_noise(autocast: bool) -> None:
+    model = make_tiny_moe(num_hidden_layers=2, dtype=torch.float32 if autocast else torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
+        ours, theirs = scored(model)(INPUTS, selection())[:2], dense(model)
+    assert ours[0].dtype == torch.float32
+    assert 0 < (ours[0] - theirs[0]).abs().max() < 0.05  # the logits that ours never rounded to bfloat16
+    assert (ours[1] - theirs[1]).abs().max() < 0.05
+
+
+def with_adapter(**config: Any) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    model: nn.Module = get_peft_model(make_tiny_moe(num_hidden_layers=2), LoraConfig(r=4, **config))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"target_modules": ["lm_head", "q_proj"]}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}],
+)
+def test_peft(config: dict[str, Any]) -> None:
+    model: Any = with_adapter(**config)
+    assert_like_dense(model)
+    scoring, plain = scored(model), make_tiny_moe(num_hidden_layers=2)
+    with model.disable_adapter():
+        without = scoring(INPUTS, selection())[0]
+    torch.testing.assert_close(without, dense(plain)[0], atol=2e-6, rtol=1e-6)
+    assert (scoring(INPUTS, selection())[0] - without).abs().max() > 1e-2
+
+
+# -- a head that cannot be run apart ----------------------------------------------------------------------------------
+
+
+def doubling(model: nn.Module) -> str:
+    model.lm_head.register_forward_hook(lambda _, __, logits: 2 * logits)
+    return "scores are off by"
+
+
+def indexing(model: Any) -> str:
+    """As models do that forbid some words."""
+    native = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = native(*args, **kwargs)
+        output.logits = output.logits.index_fill(-1, torch.tensor([256]), -1e4)
+        return output
+
+    model.__class__ = type("Indexing", (type(model),), {"forward": lambda _, *a, **k: forward(*a, **k)})
+    return "IndexError"
+
+
+def moved(model: Any) -> str:
+    head = type(model.lm_head).forward.__get__(model.lm_head)
+    model.lm_head.forward = lambda hidden: head(hidden)
+    return "something else stands in for its forward"
+
+
+def headless(model: Any) -> str:
+    model.get_output_embeddings = lambda: None
+    return "it has no output embeddings"
+
+
+@pytest.mark.parametrize("change", [doubling, indexing, moved, headless])
+def test_such_a_model_is_scored_from_its_logits_with_one_warning(change: Callable[[nn.Module], str]) -> None:
+    model = make_tiny_moe(num_hidden_layers=2)
+    reason = change(model)
+    scoring = ScoringModel(model)
+    with pytest.warns(UserWarning, match=rf"{FULL_WARNING} \[B, T, V\].*{reason}"):
+        scoring.check()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scoring.check()
+    assert not scoring.splits
+    log_probs, entropy, _ = scoring(INPUTS, selection())
+    torch.testing.assert_close((log_probs, entropy), dense(model), atol=1e-6, rtol=1e-6)
+    assert log_probs.requires_grad
+
+
+def test_another_thread_sees_the_model_as_it_is() -> None:
+    model = make_tiny_moe(num_hidden_layers=2)
+    scoring, other = scored(model), scored(model)
+    wanted = dense(model)
+    logits: list[Tensor] = []
+    scores: list[Any] = []
+
+    def elsewhere() -> None:
+        logits.append(model(**INPUTS).logits)
+        done.set()
+        other.check()
+        assert other.splits
+        scores.append(other(INPUTS, selection())[0])
+
+    def start(*_: Any) -> None:
+        if not threads:
+            threads.append(threading.Thread(target=elsewhere))
+            threads[0].start()
+            assert done.wait(60)
+
+    threads: list[threading.Thread] = []
+    done = threading.Event()
+    hook = model.model.register_forward_hook(start)  # between the body and the head of a scoring pass
+    ours = scoring(INPUTS, selection())[0]
+    hook.remove()
+    threads[0].join()
+    assert logits[0].shape == (2, 5, 259)
+    for got in (ours, scores[0]):
+        torch.testing.assert_close(got, wanted[0], atol=2e-6, rtol=1e-6)
+
+
+def test_a_copy_scores_with_its_own_model() -> None:
+    scoring = scored(make_tiny_moe(num_hidden_layers=2))
+    before = scoring(INPUTS, selection())[0]
+    for twin in (copy.deepcopy(scoring), pickle.loads(pickle.dumps(scoring))):
+        nn.init.zeros_(twin.model.lm_head.weight)
+        torch.testing.assert_close(twin(INPUTS, selection())[0].exp(), torch.full((5,), 1 / 259))
+        assert torch.equal(scoring(INPUTS, selection())[0], before)
+
+
+def test_checking_leaves_the_mode_of_every_module() -> None:
+    model = make_tiny_moe(num_hidden_layers=2).train()
+    model.lm_head.eval()
+    before = [module.training for module in model.modules()]
+    scored(model)
+    assert [module.training for module in model.modules()] == before
+
+
+# -- router logits ----------------------------------------------------------------------------------------------------
+
+
+def test_router_logits_come_without_the_auxiliary_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers.models.qwen3_moe.modeling_qwen3_moe as modeling
+
+    given: list[Any] = []
+    monkeypatch.setattr(modeling, "load_balancing_loss_func", lambda logits, *_: given.append(logits) or 0)
+    model = make_tiny_moe(num_hidden_layers=3)
+    seen: list[Tensor] = []
+    for layer in (1, 2):
+        model.model.layers[layer].mlp.gate.register_forward_hook(lambda _, __, out: seen.append(out[0]))
+    scoring = scored(model)
+    seen.clear()
+    routers = scoring(INPUTS, selection(), router_logits=True)[2]
+    assert routers is not None
+    torch.testing.assert_close([r.flatten(0, -2) for r in routers], [s.flatten(0, -2) for s in seen])
+    assert all(logits.requires_grad for logits in routers)
+    assert given == [None]  # transformers' own loss over layers x tokens x K x E has nothing to work on
+    assert not model.model._forward_hooks
+
+
+# -- packing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_sequences_in_one_row_do_not_see_each_other(family: str) -> None:
+    assert ScoringModel(make_tiny_moe(family, num_hidden_layers=2)).packs
+
+
+def test_a_model_that_lets_them_see_each_other_is_found() -> None:
+    """A convolution over the row, as state space models have."""
+    model = make_tiny_moe(num_hidden_layers=2)
+    model.model.embed_tokens.register_forward_hook(lambda _, __, out: out + out.roll(1, 1))
+    assert not ScoringModel(model).packs
+
+
+def test_only_flash_attention_takes_one_row_for_all() -> None:
+    model = make_tiny_moe(num_hidden_layers=2)
+    assert not ScoringModel(model).packs_in_one_row
+    model.config._attn_implementation_internal = "flash_attention_2"
+    assert ScoringModel(model).packs_in_one_row
+
+
+# -- FSDP2 ------------------------------------------------------------------------------------------------------------
+
+
+def rank_ids(rank: int) -> Tensor:
+    return torch.randint(0, 250, (2, 5), generator=torch.Generator().manual_seed(rank))
+
+
+def loss_of(scoring: ScoringModel, ids: Tensor) -> Tensor:
+    log_probs, entropy, _ = scoring({"input_ids": ids}, selection(ids=ids))
+    assert entropy is not None
+    return log_probs.sum() + 0.3 * entropy.sum()
+
+
+def shard(model: Any, how: str) -> None:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    if how == "a head of its own":
+        fully_shard(model.lm_head)
+    fully_shard(model, reshard_after_forward=how == "resharded root")
+
+
+def run_rank(rank: int, store: str, how: str, answers: Any) -> None:
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+        model = make_tiny_moe(num_hidden_layers=2, tie_word_embeddings=how == "tied")
+        shard(model, how)
+        scoring = scored(model)
+        loss = loss_of(scoring, rank_ids(rank))
+        loss.backward()
+        grads = {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters() if p.grad is not None}
+        answers.put((loss.item(), grads))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        answers.put(traceback.format_exc())
+        raise
+
+
+@pytest.mark.parametrize("how", ["plain", "resharded root", "a head of its own", "tied"])
+def test_fsdp2(how: str) -> None:
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=run_rank, args=(r, f"{folder}/store", how, answers)) for r in range(2)]
+        for rank in ranks:
+            rank.start()
+        got = [answers.get(timeout=120) for _ in ranks]
+        for rank in ranks:
+            rank.join(60)
+    assert not [answer for answer in got if isinstance(answer, str)], got
+    model = make_tiny_moe(num_hidden_layers=2, tie_word_embeddings=how == "tied")
+    losses = [loss_of(scored(model), rank_ids(rank)) for rank in range(2)]
+    (sum(losses) / 2).backward()
+    assert sorted(loss for loss, _ in got) == pytest.approx(sorted(loss.item() for loss in losses), rel=1e-6)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(torch.from_numpy(got[0][1][name]), grad, atol=1e-6, rtol=1e-4, msg=name)

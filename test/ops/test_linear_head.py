@@ -1,0 +1,120 @@
+"""The tiles add up to what dense float64 algebra says, whatever their size."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchrl_moe.ops.linear_head import LinearHead, RowScores, backward_tiles, forward_tiles
+
+ROWS, WORDS = 7, 13
+GENERATOR = torch.Generator().manual_seed(0)
+HIDDEN = torch.randn(ROWS, 4, generator=GENERATOR, dtype=torch.float64)
+WEIGHT = torch.randn(WORDS, 4, generator=GENERATOR, dtype=torch.float64)
+BIAS = torch.randn(WORDS, generator=GENERATOR, dtype=torch.float64)
+TOKENS = torch.tensor([0, 12, 5, 6, 5, 0, 11])
+
+
+def head(outer: float = 1.0, inner: float = 0.0, bias: Tensor | None = BIAS) -> LinearHead:
+    return LinearHead([HIDDEN], [WEIGHT], bias, outer, inner)
+
+
+def test_one_row_by_hand() -> None:
+    """Logits 0, 0, log 2: probabilities 1/4, 1/4, 1/2."""
+    weight = torch.tensor([[0.0], [0.0], [math.log(2)]])
+    one = LinearHead([torch.ones(1, 1)], [weight], None, 1.0, 0.0)
+    scores = forward_tiles(one, torch.tensor([2]), True, 1)
+    assert (scores.chosen - scores.log_sum).item() == pytest.approx(math.log(0.5))
+    assert scores.log_sum.item() == pytest.approx(math.log(4))
+    assert scores.entropy.item() == pytest.approx(1.5 * math.log(2))
+    grads = backward_tiles(one, torch.tensor([2]), scores, (torch.ones(1), torch.zeros(1)), [True, True, False], 1)
+    assert grads.hiddens[0] is not None
+    assert grads.weights[0] is not None
+    torch.testing.assert_close(grads.weights[0][:, 0], torch.tensor([-0.25, -0.25, 0.5]))  # 1[chosen] - p
+    assert grads.hiddens[0].item() == pytest.approx(0.5 * math.log(2))
+    assert grads.bias is None
+
+
+@pytest.mark.parametrize("elements", [1, 2, 5, 12, 40, 91, 10_000])
+@pytest.mark.parametrize(("outer", "inner"), [(1.0, 0.0), (0.4, 0.0), (3.0, 0.5)])
+def test_the_size_of_the_tiles_changes_nothing(elements: int, outer: float, inner: float) -> None:
+    y = HIDDEN @ WEIGHT.T + BIAS
+    log_probs = (outer * (inner * y).tanh() if inner else outer * y).log_softmax(-1)
+    scores = forward_tiles(head(outer, inner), TOKENS, True, elements)
+    torch.testing.assert_close(scores.chosen - scores.log_sum, log_probs[torch.arange(ROWS), TOKENS])
+    torch.testing.assert_close(scores.entropy, -(log_probs.exp() * log_probs).sum(-1))
+    grads = (torch.arange(ROWS, dtype=torch.float64), torch.ones(ROWS, dtype=torch.float64))
+    needs = [True, True, True]
+    whole = backward_tiles(head(outer, inner), TOKENS, scores, grads, needs, 10_000)
+    tiled = backward_tiles(head(outer, inner), TOKENS, scores, grads, needs, elements)
+    torch.testing.assert_close(tiled.hiddens, whole.hiddens)
+    torch.testing.assert_close(tiled.weights, whole.weights)
+    torch.testing.assert_close(tiled.bias, whole.bias)
+
+
+def test_only_what_is_needed_is_returned() -> None:
+    scores = forward_tiles(head(), TOKENS, False, 20)
+    assert scores.entropy.shape == (0,)
+    ones = torch.ones(ROWS, dtype=torch.float64)
+    grads = backward_tiles(head(), TOKENS, scores, (ones, ones), [False, False, True], 20)
+    assert grads.hiddens == grads.weights == [None]
+    probabilities = (HIDDEN @ WEIGHT.T + BIAS).softmax(-1)
+    chosen = torch.nn.functional.one_hot(TOKENS, WORDS)
+    torch.testing.assert_close(grads.bias, (chosen - probabilities).sum(0))  # the gradient of entropy is not read
+
+
+def test_large_logits_neither_overflow_nor_vanish() -> None:
+    one = LinearHead([torch.ones(2, 1)], [torch.tensor([[-3e4], [1e4], [3e4]])], None, 1.0, 0.0)
+    scores = forward_tiles(one, torch.tensor([2, 0]), True, 1)
+    assert (scores.chosen - scores.log_sum).tolist() == [0.0, -6e4]
+    assert scores.entropy.tolist() == [0.0, 0.0]
+
+
+def test_a_row_that_is_nan_stays_alone() -> None:
+    hidden = torch.stack([torch.tensor([torch.nan]), torch.tensor([1.0])])
+    one = LinearHead([hidden], [torch.tensor([[1.0], [2.0]])], None, 1.0, 0.0)
+    scores = forward_tiles(one, torch.tensor([0, 0]), True, 2)
+    assert scores.log_sum.isnan().tolist() == [True, False]
+    assert scores.entropy.isnan().tolist() == [True, False]
+
+
+def test_weight_gradients_of_half_precision_are_summed_in_float32() -> None:
+    """1 024 rows of gradient -1/2 or 1/2: in bfloat16, a sum stops growing at 256."""
+    rows = 1024
+    one = LinearHead([torch.ones(rows, 1).bfloat16()], [torch.zeros(2, 1).bfloat16()], None, 1.0, 0.0)
+    scores = RowScores(torch.zeros(rows), torch.full((rows,), math.log(2)), torch.zeros(0))
+    grads = backward_tiles(
+        one, torch.zeros(rows, dtype=torch.long), scores, (torch.ones(rows), torch.ones(rows)), [False, True, False], 2
+    )
+    assert grads.weights[0] is not None
+    assert grads.weights[0].dtype == torch.bfloat16
+    assert grads.weights[0][:, 0].tolist() == [512.0, -512.0]
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the size of the largest tensor that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+def test_no_tensor_is_larger_than_a_tile() -> None:
+    rows, words, elements = 100, 120, 300
+    one = LinearHead([torch.randn(rows, 2)], [torch.randn(words, 2)], None, 1.0, 0.0)
+    tokens, ones = torch.zeros(rows, dtype=torch.long), torch.ones(rows)
+    with Largest() as largest:
+        scores = forward_tiles(one, tokens, True, elements)
+        backward_tiles(one, tokens, scores, (ones, ones), [True, True, False], elements)
+    assert words * 2 < largest.numel <= elements

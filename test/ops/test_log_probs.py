@@ -1,0 +1,220 @@
+"""Equal to dense in value and gradient, under autocast and compiled too; what cannot be meant is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchrl_moe.ops import LogitTransform, selected_log_probs
+
+ROWS, WORDS, SIZE = 9, 31, 6
+TOKENS = torch.tensor([0, 30, 4, 17, 17, 8, 29, 1, 15])
+TILE = 1200  # bytes: several tiles of rows and of words
+PLAIN = LogitTransform()
+ALL = LogitTransform(scale=0.5, soft_cap=3.0, temperature=0.7)
+
+
+@pytest.fixture(autouse=True)
+def generator() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def inputs(dtype: torch.dtype = torch.float64, bias: bool = True) -> list[Tensor]:
+    """Hidden states, weight, and bias."""
+    shapes = [(ROWS, SIZE), (WORDS, SIZE), (WORDS,)]
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes[: 2 + bias]]
+
+
+def dense(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, transform: LogitTransform = PLAIN
+) -> tuple[Tensor, Tensor]:
+    """The textbook's, in float64, spelled out."""
+    y = hidden.double() @ weight.double().T
+    y = (y if bias is None else y + bias.double()) * transform.scale
+    y = y if transform.soft_cap is None else transform.soft_cap * torch.tanh(y / transform.soft_cap)
+    dist = torch.distributions.Categorical(logits=y / transform.temperature)
+    return dist.log_prob(TOKENS), dist.entropy()
+
+
+def weighted(scores: Any) -> Tensor:
+    """Any scalar that each score enters with another weight."""
+    log_probs, entropy = scores
+    return (log_probs * torch.linspace(-1, 1, ROWS)).sum() + (entropy * torch.linspace(0.2, 1, ROWS)).sum()
+
+
+BOUNDS = {torch.float64: (1e-12, 1e-11), torch.float32: (1e-6, 4e-6), torch.bfloat16: (1e-6, 2e-2)}
+"""Absolute, of values and of gradients; bfloat16 rounds only the gradients."""
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("transform", [PLAIN, LogitTransform(temperature=0.7), ALL])
+def test_equal_to_dense(dtype: torch.dtype, bias: bool, transform: LogitTransform) -> None:
+    tensors = [0.5 * t.detach() for t in inputs(dtype, bias)]
+    tensors = [t.requires_grad_() for t in tensors]
+    given = {"bias": tensors[2]} if bias else {}
+    got = selected_log_probs(tensors[0], tensors[1], TOKENS, transform=transform, tile_bytes=TILE, **given)
+    wanted = dense(*tensors, **({} if bias else {"bias": None}), transform=transform)
+    values, gradients = BOUNDS[dtype]
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert ours is not None
+        assert ours.dtype == torch.promote_types(dtype, torch.float32)
+        torch.testing.assert_close(ours.double(), theirs, atol=values, rtol=1e-6 if dtype != torch.float64 else 0)
+    ours_grads = torch.autograd.grad(weighted(got), tensors)
+    for ours, theirs in zip(ours_grads, torch.autograd.grad(weighted(wanted), tensors), strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, theirs, atol=gradients, rtol=gradients)
+
+
+def test_gradcheck() -> None:
+    def scores(hidden: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor) -> Any:
+        parts = ([hidden, hidden @ down.T], [weight, up])
+        return selected_log_probs(*parts, TOKENS, bias=bias, transform=ALL, tile_bytes=TILE)
+
+    adapter = [torch.randn(2, SIZE).double().requires_grad_(), torch.randn(WORDS, 2).double().requires_grad_()]
+    assert torch.autograd.gradcheck(scores, (*inputs(), *adapter), fast_mode=True)
+
+
+def test_parts_add_up() -> None:
+    """LoRA: two parts are the head with its merged weight, and a frozen head gets no gradient."""
+    hidden, weight = inputs(bias=False)
+    weight.requires_grad_(False)
+    down, up = torch.randn(2, SIZE).double(), torch.randn(WORDS, 2).double().requires_grad_()
+    got = selected_log_probs([hidden, hidden @ down.T * 3], [weight, up], TOKENS, tile_bytes=TILE)
+    wanted = dense(hidden, weight + 3 * up @ down)
+    torch.testing.assert_close(got, wanted)
+    ours, theirs = (torch.autograd.grad(weighted(scores), [hidden, up]) for scores in (got, wanted))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_without_entropy() -> None:
+    hidden, weight, bias = inputs()
+    log_probs, entropy = selected_log_probs(hidden, weight, TOKENS, bias=bias, entropy=False, tile_bytes=TILE)
+    assert entropy is None
+    wanted = dense(hidden, weight, bias)[0]
+    torch.testing.assert_close(log_probs, wanted)
+    ours, theirs = (torch.autograd.grad(value.sum(), [hidden, weight, bias]) for value in (log_probs, wanted))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["log_probs", "entropy"])
+def test_a_loss_may_read_only_one_of_the_two(name: str) -> None:
+    tensors = inputs()
+    index = ["log_probs", "entropy"].index(name)
+    scores = selected_log_probs(tensors[0], tensors[1], TOKENS, bias=tensors[2])[index]
+    ours = torch.autograd.grad(scores.square().sum(), tensors)
+    theirs = torch.autograd.grad(dense(*tensors)[index].square().sum(), tensors)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_rows_that_a_loss_masks_do_not_reach_the_gradients() -> None:
+    """Not even if their hidden states are NaN: 0 x NaN is not computed."""
+    hidden, weight = inputs(bias=False)
+    broken = hidden.detach().clone()
+    broken[3] = torch.nan
+    broken.requires_grad_()
+    keep = torch.arange(ROWS) != 3
+    log_probs, entropy = selected_log_probs(broken, weight, TOKENS, tile_bytes=TILE)
+    assert log_probs.isnan().tolist() == (~keep).tolist()
+    loss = torch.where(keep, log_probs + entropy, 0).sum()
+    of_hidden, of_weight = torch.autograd.grad(loss, [broken, weight])
+    wanted = dense(hidden, weight)
+    theirs = torch.autograd.grad((wanted[0] + wanted[1])[keep].sum(), [hidden, weight])
+    torch.testing.assert_close((of_hidden, of_weight), theirs)
+
+
+def test_no_rows_give_no_scores_and_gradients_of_zero() -> None:
+    hidden, weight, bias = inputs()
+    log_probs, entropy = selected_log_probs(hidden[:0], weight, TOKENS[:0], bias=bias)
+    assert log_probs.shape == entropy.shape == (0,)
+    (log_probs.sum() + entropy.sum()).backward()
+    assert all(t.grad is not None and not t.grad.any() for t in (hidden, weight, bias))
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    hidden, weight, bias = inputs()
+    with torch.no_grad():
+        log_probs, entropy = selected_log_probs(hidden, weight, TOKENS, bias=bias)
+    assert log_probs.grad_fn is None
+    assert entropy.grad_fn is None
+
+
+def test_autocast_sets_the_operands_and_not_the_sums() -> None:
+    hidden, weight = (t.detach().float().requires_grad_() for t in inputs(bias=False))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = selected_log_probs(hidden, weight, TOKENS)
+        weighted(scores).backward()
+    wanted = dense(hidden.detach().bfloat16(), weight.detach().bfloat16())
+    for ours, theirs in zip(scores, wanted, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours.double(), theirs, atol=2e-6, rtol=0)
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+
+
+def test_a_compiled_graph_holds_it_whole() -> None:
+    tensors = [t.detach().float().requires_grad_() for t in inputs()]
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return weighted(selected_log_probs(2 * hidden, weight, TOKENS, bias=bias, tile_bytes=TILE))
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    ours, theirs = (torch.autograd.grad(f(*tensors), tensors) for f in (compiled, loss))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    tensors = [t.detach().to("cuda", dtype).requires_grad_() for t in inputs()]
+    tokens = TOKENS.cuda()
+    log_probs, entropy = selected_log_probs(tensors[0], tensors[1], tokens, bias=tensors[2], tile_bytes=TILE)
+    (log_probs.sum() + entropy.sum()).backward()
+    copies = [t.detach().cpu().requires_grad_() for t in tensors]
+    wanted = dense(*copies)
+    (wanted[0].sum() + wanted[1].sum()).backward()
+    torch.testing.assert_close(log_probs.cpu().double(), wanted[0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(entropy.cpu().double(), wanted[1], atol=1e-4, rtol=0)
+    bound = 1e-4 if dtype == torch.float32 else 5e-2
+    for ours, theirs in zip(tensors, copies, strict=True):
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": TOKENS[1:]}, r"hidden must have shape \[8, H\], got \[9, 6\]. It has a row for each token"),
+        ({"tokens": TOKENS[None]}, "tokens must have 1 dimension, got 2"),
+        ({"tokens": TOKENS.float()}, "tokens must have an integer dtype"),
+        ({"tokens": TOKENS - 1}, r"tokens must be in 0..30, got -1: leave rows out"),
+        ({"tokens": TOKENS + 1}, r"tokens must be in 0..30, got 31"),
+        ({"weight": torch.zeros(WORDS, 5)}, r"weight must have shape \[31, 6\], got \[31, 5\]"),
+        ({"weight": torch.zeros(WORDS, SIZE).long()}, "weight must have a floating point dtype"),
+        ({"weight": [torch.zeros(WORDS, SIZE)] * 2}, "a weight for each hidden, got 1 and 2"),
+        ({"bias": torch.zeros(5)}, r"bias must have shape \[31\], got \[5\]"),
+        ({"tile_bytes": 11}, "tile_bytes must hold 3 numbers of 4 bytes at least, got 11"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    arguments = {"hidden": torch.zeros(ROWS, SIZE), "weight": torch.zeros(WORDS, SIZE), "tokens": TOKENS, **change}
+    with pytest.raises(ValueError, match=message):
+        selected_log_probs(**arguments)
+
+
+@pytest.mark.parametrize("name", ["scale", "soft_cap", "temperature"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_transform_has_positive_numbers(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be a positive number, got {value}"):
+        LogitTransform(**{name: value})
+
+
+def test_a_transform_by_hand() -> None:
+    logits = torch.tensor([0.0, 4.0])
+    assert LogitTransform(scale=2.0, temperature=4.0).apply(logits).tolist() == [0.0, 2.0]
+    capped = LogitTransform(soft_cap=4.0).apply(logits)
+    torch.testing.assert_close(capped, torch.tensor([0.0, 4 * 0.7615942]))

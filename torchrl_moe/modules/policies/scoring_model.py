@@ -1,0 +1,279 @@
+"""A causal language model that gives the scores of chosen tokens where it would give the logits of all.
+
+For one forward pass its head is replaced by :func:`~torchrl_moe.ops.log_probs.selected_log_probs`. The rest
+of the model runs as it is: what wraps it (peft, FSDP2, ``torch.compile``, autocast) sees a forward pass like any other,
+and the head's weight is what the head itself would see.
+
+Letters: B sequences, T tokens of the longest, N tokens to score, V vocabulary, E experts; R rows of W input tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_moe.modules.policies.linear_parts import linear_parts, logit_transform, obstacle
+from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, token_scores
+from torchrl_moe.modules.replay.discovery import dry_inputs
+from torchrl_moe.ops.log_probs import LogitTransform, selected_log_probs
+
+__all__ = ["ScoringModel", "Selection"]
+
+FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
+"""What a forward pass without logits may end in: of a model that does more with them than it is known for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What to score: ``rows`` int64 ``[N]`` of the flat input, and the ``tokens`` int64 ``[N]`` that follow them."""
+
+    rows: Tensor
+    tokens: Tensor
+    temperature: float
+    entropy: bool
+
+    @classmethod
+    def of(cls, batch: ScoringBatch, layout: Layout, wanted: Tensor, temperature: float, entropy: bool) -> Selection:
+        """Select the tokens that ``wanted``, bool ``[B, T]``, names; none of the first column."""
+        rows = layout.index[:, :-1][wanted[:, 1:]]
+        return cls(rows=rows, tokens=batch.ids[wanted], temperature=temperature, entropy=entropy)
+
+
+class ScoringModel:
+    """Runs a model for its scores.
+
+    :meth:`check` tries it on a few tokens. If what comes out is not what its logits say, or if its head is none that is
+    known, it is run for its logits, with one warning.
+
+    Args:
+        model: a transformers model for causal language modelling, with whatever wraps it.
+
+    Attributes:
+        splits: whether scores come without logits.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.language_model = _unwrap(model)
+        getter = getattr(self.language_model, "get_output_embeddings", None)
+        self.head: nn.Module | None = None if getter is None else getter()
+        self.splits = False
+        self._warned = False
+        if self.head is not None:
+            self._head = _ScoringHead(self.head)
+            self._output = _ScoringOutput(self.language_model, self._head)
+
+    def __call__(
+        self, inputs: dict[str, Tensor], selection: Selection, router_logits: bool = False
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...] | None]:
+        """Run one forward pass.
+
+        Returns:
+            float32 ``[N]`` log-probs, ``[N]`` entropies or ``None``, and the routers' logits ``[R * W, E]`` by layer,
+            ``None`` if the model returns none.
+        """
+        if not self.splits:
+            output, routers = self.run(inputs, router_logits)
+            logits = output.logits.flatten(0, 1)[selection.rows]
+            return *token_scores(logits, selection.tokens, selection.temperature, selection.entropy), routers
+        with self._scoring(selection):
+            output, routers = self.run(inputs, router_logits)
+        scores = output.logits
+        return scores[:, 0], scores[:, 1] if selection.entropy else None, routers
+
+    def run(self, inputs: dict[str, Tensor], router_logits: bool = False) -> tuple[Any, tuple[Tensor, ...] | None]:
+        """Run one forward pass for the model's own output, and its routers' logits."""
+        if not router_logits:
+            return self.model(**inputs, use_cache=False), None
+        kept: list[Any] = []
+        body = getattr(self.language_model, "base_model", None)
+        if body is None or body is self.language_model:
+            output = self.model(**inputs, use_cache=False, output_router_logits=True)
+            return output, getattr(output, "router_logits", None)
+
+        def take(_: Any, __: Any, output: Any) -> None:
+            """Keep the logits from the model's own auxiliary loss: it expands them to layers x tokens x K x E."""
+            kept.append(getattr(output, "router_logits", None))
+            if kept[-1] is not None:
+                output.router_logits = None
+
+        handle = body.register_forward_hook(take)
+        try:
+            output = self.model(**inputs, use_cache=False, output_router_logits=True)
+        finally:
+            handle.remove()
+        return output, kept[-1] if kept else getattr(output, "router_logits", None)
+
+    # -- what the model allows --------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Find out whether scores come without logits; runs the model at first, so no context may be open."""
+        with _lock_of(self.language_model):
+            reason = "it has no output embeddings" if self.head is None else obstacle(self.head) or self._difference
+        self.splits = not reason
+        if reason and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{type(self.language_model).__name__} is scored from its dense logits [B, T, V]: its head cannot be "
+                f"run apart ({reason}). Scores are right, but need much memory.",
+                stacklevel=3,
+            )
+
+    @cached_property
+    def packs(self) -> bool:
+        """Whether sequences in one row do not see each other: tried on a few tokens."""
+        ids = dry_inputs(self.model)["input_ids"].expand(2, -1)
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        mask[0, :2] = False
+        batch = ScoringBatch(ids, mask, tuple(mask.sum(-1).tolist()))
+        layouts = (batch.padded(), batch.packed())
+        with _dry_run(self.model):
+            try:
+                alone, packed = (
+                    layout.read(self.run(layout.inputs)[0].logits)[mask].float().log_softmax(-1) for layout in layouts
+                )
+            except FAILURES:
+                return False
+        return bool((alone - packed).abs().mean() <= 0.05 * alone.std())
+
+    @property
+    def packs_in_one_row(self) -> bool:
+        """Whether packing costs no attention between sequences, however long the row."""
+        config = getattr(self.language_model, "config", None)
+        return str(getattr(config, "_attn_implementation", "")).startswith(("flash", "kernels-community/flash"))
+
+    @cached_property
+    def _difference(self) -> str:
+        """How the scores differ from those of the logits on a few tokens; empty if they do not."""
+        inputs = dry_inputs(self.model)
+        count = inputs["input_ids"].numel()
+        tokens = inputs["input_ids"].flatten().roll(1)
+        selection = Selection(
+            rows=torch.arange(count, device=tokens.device), tokens=tokens, temperature=1.0, entropy=True
+        )
+        with _dry_run(self.model):
+            logits = self.run(inputs)[0].logits.flatten(0, 1)
+            wanted = torch.stack([part for part in token_scores(logits, tokens, 1.0, True) if part is not None], -1)
+            try:
+                with self._scoring(selection):
+                    got = self.run(inputs)[0].logits
+                gap = float((got - wanted).abs().max())
+            except FAILURES as error:
+                return f"{type(error).__name__}: {error}"
+        precision = max(torch.finfo(dtype).eps for dtype in (logits.dtype, self._head.dtype))
+        bound = max(1e-4, 4 * precision) * max(1.0, float(logits.abs().max()))
+        return "" if gap <= bound else f"scores are off by {gap:.1e}, and {bound:.1e} would be rounding"
+
+    @cached_property
+    def transform(self) -> LogitTransform:
+        """What the model does to its head's output, by its config."""
+        return logit_transform(getattr(self.language_model, "config", None))
+
+    @contextmanager
+    def _scoring(self, selection: Selection) -> Iterator[None]:
+        """Make the next forward pass return scores ``[N, 2]`` as its logits, ``[N, 1]`` without entropies."""
+        assert self.head is not None
+        with _lock_of(self.language_model):
+            self._head.thread, self._head.selection = threading.get_ident(), selection
+            self._head.transform = replace(self.transform, temperature=selection.temperature)
+            self._output.shadowed = self.language_model.__dict__.get("forward")
+            self.head.forward = self._head
+            self.language_model.forward = self._output
+            try:
+                yield
+            finally:
+                del self.head.forward
+                if self._output.shadowed is None:
+                    del self.language_model.forward
+                else:
+                    self.language_model.forward = self._output.shadowed
+                self._head.selection = self._head.scores = None
+
+
+class _ScoringHead:
+    """Stands in for the head's ``forward``: by then FSDP has gathered its weight, and hooks see what it returns."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self.head = head
+        self.selection: Selection | None = None
+        self.transform = LogitTransform()
+        self.scores: Tensor | None = None
+        self.dtype = torch.float32
+        self.thread = 0
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this is another thread, which wants the model as it is."""
+        return not torch.compiler.is_compiling() and self.thread != threading.get_ident()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        if self.elsewhere:
+            return type(self.head).forward(self.head, hidden)
+        assert self.selection is not None
+        self.dtype = hidden.dtype
+        hiddens, weights, bias = linear_parts(self.head, hidden.flatten(0, -2)[self.selection.rows])
+        scores = selected_log_probs(
+            hiddens,
+            weights,
+            self.selection.tokens,
+            bias=bias,
+            transform=self.transform,
+            entropy=self.selection.entropy,
+        )
+        self.scores = torch.stack([part for part in scores if part is not None], -1)
+        return self.scores
+
+
+class _ScoringOutput:
+    """Stands in for the model's ``forward``: undoes what the model does to its logits, which by now are scores.
+
+    They leave by the model's own output, where FSDP looks for what the backward pass will start from.
+    """
+
+    def __init__(self, model: nn.Module, head: _ScoringHead) -> None:
+        self.model = model
+        self.head = head
+        self.shadowed: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.shadowed or type(self.model).forward.__get__(self.model)
+        output = forward(*args, **kwargs)
+        if not self.head.elsewhere:
+            output["logits"] = self.head.scores
+        return output
+
+
+_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+
+
+def _lock_of(model: nn.Module) -> threading.RLock:
+    """Return the lock of who puts stand-ins on a model; no attribute, since models are copied and pickled."""
+    return _LOCKS.setdefault(model, threading.RLock())
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """Return the transformers model inside of ``torch.compile`` and peft."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+@contextmanager
+def _dry_run(model: nn.Module) -> Iterator[None]:
+    """Run with every module in eval mode, without gradients, and uncompiled."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode

@@ -1,0 +1,210 @@
+"""Log-prob and entropy of chosen tokens behind a linear head, tile by tile: the logits never exist as a whole.
+
+The maths without autograd and checks; :mod:`torchrl_moe.ops.log_probs` has both. A tile is some rows times
+some words of the vocabulary. Forward, a running log-sum-exp joins the tiles of a row (arXiv 1805.02867); backward,
+each tile is computed again. Words are the outer loop: the gradient of a tile's weights is then complete before the
+next tile, in float32 without a float32 copy of the weight.
+
+Letters: N rows, V words, H hidden size, i the parts that add up to the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isqrt
+
+import torch
+from torch import Tensor
+
+__all__ = ["Gradients", "LinearHead", "RowScores", "backward_tiles", "forward_tiles"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearHead:
+    """``y = sum_i hidden_i @ weight_i.T + bias``, and the logits ``outer * y``, or ``outer * tanh(inner * y)``.
+
+    ``hiddens`` are ``[N, H_i]``, ``weights`` ``[V, H_i]``, ``bias`` ``[V]``; ``inner`` is 0 where there is no tanh.
+    """
+
+    hiddens: list[Tensor]
+    weights: list[Tensor]
+    bias: Tensor | None
+    outer: float
+    inner: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which sums run: float32 at least."""
+        return torch.promote_types(self.hiddens[0].dtype, torch.float32)
+
+    def operands(self) -> LinearHead:
+        """Return the head with the hidden states that the products take."""
+        return LinearHead([_operand(h) for h in self.hiddens], self.weights, self.bias, self.outer, self.inner)
+
+    def words(self, tile: slice) -> LinearHead:
+        """Return the head of some words."""
+        bias = None if self.bias is None else self.bias[tile].to(self.dtype)
+        return LinearHead(self.hiddens, [_operand(w[tile]) for w in self.weights], bias, self.outer, self.inner)
+
+    def logits(self, rows: slice) -> Tensor:
+        """Return ``[rows, V]``."""
+        total: Tensor | None = None
+        for hidden, weight in zip(self.hiddens, self.weights, strict=True):
+            product = _matmul(hidden[rows], weight.T)
+            total = product if total is None else total.add_(product)
+        assert total is not None
+        if self.bias is not None:
+            total += self.bias
+        if self.inner:
+            total.mul_(self.inner).tanh_()
+        return total.mul_(self.outer) if self.outer != 1 else total
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Return the derivative of the logits by y."""
+        if not self.inner:
+            return self.outer
+        return (logits / self.outer).square_().neg_().add_(1).mul_(self.inner * self.outer)
+
+
+@dataclass(frozen=True, slots=True)
+class RowScores:
+    """Of each row, ``[N]``: the logit of its token, the log-sum-exp of all, and the entropy (``[0]`` if not asked)."""
+
+    chosen: Tensor
+    log_sum: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Of what the head is made of; ``None`` where nobody asked."""
+
+    hiddens: list[Tensor | None]
+    weights: list[Tensor | None]
+    bias: Tensor | None
+
+
+def forward_tiles(head: LinearHead, tokens: Tensor, entropy: bool, elements: int) -> RowScores:
+    """Score rows.
+
+    Args:
+        head: of N rows and V words.
+        tokens: int64 ``[N]``, the word chosen in each row.
+        entropy: whether to compute entropies.
+        elements: numbers in a tile.
+    """
+    count, vocabulary = len(tokens), len(head.weights[0])
+    head = head.operands()
+    largest = torch.full((count,), torch.finfo(head.dtype).min, dtype=head.dtype, device=tokens.device)
+    chosen, total, weighted = (torch.zeros_like(largest) for _ in range(3))
+    for words, row_tiles in _tiles(count, vocabulary, elements):
+        part = head.words(words)
+        for rows in row_tiles:
+            logits = part.logits(rows)
+            inside, column = _columns(tokens[rows], words)
+            chosen[rows] += torch.where(inside, logits.gather(1, column)[:, 0], 0)
+            top = torch.maximum(largest[rows], logits.amax(1))
+            shift = largest[rows] - top
+            shrink = shift.exp()
+            logits.sub_(top[:, None])
+            exponentials = logits.exp()
+            if entropy:  # sum_j e^(z_j - top) (z_j - top)
+                old = shrink * (weighted[rows] + shift * total[rows])
+                weighted[rows] = logits.mul_(exponentials).sum(1).add_(old)
+            total[rows] = exponentials.sum(1).add_(shrink * total[rows])
+            largest[rows] = top
+    log_total = total.log()
+    spread = log_total - weighted / total if entropy else log_total.new_zeros(0)
+    return RowScores(chosen, largest + log_total, spread)
+
+
+def backward_tiles(
+    head: LinearHead, tokens: Tensor, scores: RowScores, grads: tuple[Tensor, Tensor], needs: list[bool], elements: int
+) -> Gradients:
+    """Return the gradients of hidden states, weights and bias.
+
+    With p the probabilities, H the entropy and g the gradients of both, that of logit j is
+    ``g_log_prob (1[j is chosen] - p_j) - g_entropy p_j (log p_j + H)``.
+
+    Args:
+        head: as in the forward pass.
+        tokens: as in the forward pass.
+        scores: what it returned; without entropies the gradient of entropy is not read.
+        grads: ``[N]`` each, of log-probs and of entropies.
+        needs: for each hidden, each weight, and the bias.
+        elements: numbers in a tile.
+    """
+    parts, dtype = len(head.weights), head.dtype
+    whole = head.operands()
+    grad_hiddens = [torch.zeros_like(h, dtype=dtype) if n else None for h, n in zip(head.hiddens, needs, strict=False)]
+    grad_weights = [torch.empty_like(w) if n else None for w, n in zip(head.weights, needs[parts:], strict=False)]
+    grad_bias = torch.empty_like(head.bias) if head.bias is not None and needs[-1] else None
+    for words, row_tiles in _tiles(len(tokens), len(head.weights[0]), elements):
+        part = whole.words(words)
+        sums = [None if g is None else torch.zeros_like(g[words], dtype=dtype) for g in (*grad_weights, grad_bias)]
+        for rows in row_tiles:
+            grad = _operand_of(_logit_gradient(part, tokens, scores, grads, words, rows), whole.hiddens[0])
+            for i, grad_hidden in enumerate(grad_hiddens):
+                if grad_hidden is not None:
+                    grad_hidden[rows] += _matmul(grad, part.weights[i])
+            for i, total in enumerate(sums[:-1]):
+                if total is not None:
+                    total += _matmul(grad.T, whole.hiddens[i][rows])
+            if sums[-1] is not None:
+                sums[-1] += grad.sum(0, dtype=dtype)
+        for target, total in zip((*grad_weights, grad_bias), sums, strict=True):
+            if target is not None and total is not None:
+                target[words] = total
+    hiddens = [None if g is None else g.to(h.dtype) for g, h in zip(grad_hiddens, head.hiddens, strict=True)]
+    return Gradients(hiddens, grad_weights, grad_bias)
+
+
+def _logit_gradient(
+    part: LinearHead, tokens: Tensor, scores: RowScores, grads: tuple[Tensor, Tensor], words: slice, rows: slice
+) -> Tensor:
+    """Return the gradient ``[rows, words]`` of y."""
+    grad_log_prob, grad_entropy = (grad[rows].to(part.dtype) for grad in grads)
+    logits = part.logits(rows)
+    slope = part.slope(logits)
+    log_sum = scores.log_sum[rows]
+    probabilities = (logits - log_sum[:, None]).exp_()
+    if len(scores.entropy):
+        constant = grad_entropy * (log_sum - scores.entropy[rows]) - grad_log_prob
+        grad = torch.addcmul(constant[:, None], logits, grad_entropy[:, None], value=-1).mul_(probabilities)
+    else:
+        grad = probabilities.mul_(-grad_log_prob[:, None])
+    inside, column = _columns(tokens[rows], words)
+    grad.scatter_add_(1, column, torch.where(inside, grad_log_prob, 0)[:, None])
+    return grad.mul_(slope) if isinstance(slope, Tensor) or slope != 1 else grad
+
+
+def _tiles(rows: int, words: int, elements: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Yield tiles of words, each with its tiles of rows: as near to square as the sizes allow."""
+    width = min(words, isqrt(elements))
+    height = max(1, min(rows, elements // width))
+    width = max(1, min(words, elements // height))
+    row_tiles = [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
+    for start in range(0, words, width):
+        yield slice(start, min(start + width, words)), row_tiles
+
+
+def _columns(tokens: Tensor, words: slice) -> tuple[Tensor, Tensor]:
+    """Return which tokens lie in a tile, and in which of its columns ``[N, 1]``; 0 for the others."""
+    inside = (tokens >= words.start) & (tokens < words.stop)
+    return inside, torch.where(inside, tokens - words.start, 0)[:, None]
+
+
+def _operand(tensor: Tensor) -> Tensor:
+    """Return a factor of a product: as it is on CUDA, whose products sum in float32, else in float32 at least."""
+    return tensor if tensor.is_cuda else tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _operand_of(tensor: Tensor, like: Tensor) -> Tensor:
+    return tensor.to(like.dtype)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    if a.dtype in (torch.float16, torch.bfloat16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b)

@@ -1,0 +1,260 @@
+"""``selected_log_probs``: log-prob and entropy of chosen tokens from hidden states and head, without their logits.
+
+The logits of all words, ``[N, V]``, are by far the largest tensor of a loss: 4 096 rows of 151 936 words take 2.5 GB
+in float32, and a dense log-prob and entropy keep several of them. Here a tile of them exists at a time, forward and
+backward, and two numbers per row are kept. (The idea of arXiv 2411.09009, with entropy.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_moe import _checks
+from torchrl_moe.ops.linear_head import LinearHead, RowScores, backward_tiles, forward_tiles
+
+__all__ = ["LogitTransform", "selected_log_probs"]
+
+TILE_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
+"""What the tiles of one step take together: on CPU they stay in the cache, on a GPU they fill it with work."""
+TILES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitTransform:
+    """What is done to ``y = hidden @ weight.T + bias`` before the softmax: ``cap tanh(scale y / cap) / temperature``.
+
+    Args:
+        scale: of the logits (Cohere's ``logit_scale``, the inverse of Granite's ``logits_scaling``).
+        soft_cap: of the logits (Gemma's ``final_logit_softcapping``); ``None`` for no tanh.
+        temperature: of sampling.
+
+    Raises:
+        ValueError: a number that is not positive and finite.
+
+    >>> LogitTransform(soft_cap=30.0).apply(torch.tensor([0.0, 30.0, 3000.0]))
+    tensor([ 0.0000, 22.8478, 30.0000])
+    """
+
+    scale: float = 1.0
+    soft_cap: float | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be a positive number, got {value}: it multiplies or divides logits.")
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Transform dense logits."""
+        logits = logits * self.scale
+        if self.soft_cap is not None:
+            logits = (logits / self.soft_cap).tanh() * self.soft_cap
+        return logits / self.temperature
+
+    @property
+    def factors(self) -> list[float]:
+        """``outer`` and ``inner`` of :class:`~torchrl_moe.ops.linear_head.LinearHead`."""
+        if self.soft_cap is None:
+            return [self.scale / self.temperature, 0.0]
+        return [self.soft_cap / self.temperature, self.scale / self.soft_cap]
+
+
+def selected_log_probs(
+    hidden: Tensor | Sequence[Tensor],
+    weight: Tensor | Sequence[Tensor],
+    tokens: Tensor,
+    *,
+    bias: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    entropy: bool = True,
+    tile_bytes: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-prob of one chosen word per row, and the entropy of the row's distribution.
+
+    Nothing of size ``[N, V]`` is made. Sums run in float32 at least, those of the weight's gradient too. Backward
+    computes the tiles again; rows whose gradient is 0 are left out. Works under autocast and ``torch.compile``.
+
+    Args:
+        hidden: ``[N, H]``, floating point. With ``weight``, also a sequence of equal length: the products add up, so
+            ``([h, s * h @ A.T], [W, B])`` is a head with LoRA.
+        weight: ``[V, H]``, floating point.
+        tokens: integer ``[N]``, in ``0..V-1``.
+        bias: ``[V]``.
+        transform: what is done to the logits; default nothing.
+        entropy: whether to compute entropies.
+        tile_bytes: most memory that tiles take at a time; default 16 MiB on CPU, 256 MiB on CUDA.
+
+    Returns:
+        ``[N]`` each, float32 (float64 for float64 input), with gradients to hidden states, weights and bias; ``None``
+        without ``entropy``.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or a token that is no word.
+
+    >>> hidden, weight = torch.eye(2), torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
+    >>> log_probs, entropy = selected_log_probs(hidden, weight, torch.tensor([0, 2]))
+    >>> log_probs.exp(), entropy
+    (tensor([0.3333, 0.1554]), tensor([1.0986, 1.0174]))
+    """
+    hiddens = [hidden] if isinstance(hidden, Tensor) else list(hidden)
+    weights = [weight] if isinstance(weight, Tensor) else list(weight)
+    _check(hiddens, weights, tokens, bias)
+    device = tokens.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    dtype = dtype or _common_dtype([*hiddens, *weights])
+    size = TILE_BYTES.get(device, TILE_BYTES["cuda"]) if tile_bytes is None else tile_bytes
+    number = torch.promote_types(dtype, torch.float32).itemsize
+    if size < TILES * number:
+        raise ValueError(f"tile_bytes must hold {TILES} numbers of {number} bytes at least, got {size}.")
+    log_probs, spread, _ = _selected_log_probs(
+        [h.to(dtype) for h in hiddens],
+        [w.to(dtype) for w in weights],
+        tokens.long(),
+        bias,
+        (transform or LogitTransform()).factors,
+        entropy,
+        size // (TILES * number),
+    )
+    return log_probs, spread if entropy else None
+
+
+def _common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _check(hiddens: list[Tensor], weights: list[Tensor], tokens: Tensor, bias: Tensor | None) -> None:
+    if not hiddens or len(hiddens) != len(weights):
+        raise ValueError(f"there must be a weight for each hidden, got {len(hiddens)} and {len(weights)}.")
+    _checks.check_rank("tokens", tokens, 1)
+    _checks.check_integer("tokens", tokens)
+    _checks.check_rank("weight", weights[0], 2)
+    for hidden, weight in zip(hiddens, weights, strict=True):
+        _checks.check_shape("hidden", hidden.shape, (len(tokens), "H"), hint="It has a row for each token.")
+        _checks.check_shape("weight", weight.shape, (len(weights[0]), hidden.shape[1]), hint="It is [V, H].")
+        _checks.check_floating("hidden", hidden)
+        _checks.check_floating("weight", weight)
+    if bias is not None:
+        _checks.check_shape("bias", bias.shape, (len(weights[0]),), hint="It has a number for each word.")
+        _checks.check_floating("bias", bias)
+
+
+# -- autograd. Custom operators: a compiled graph holds them whole, however many tiles there are --------------------
+
+
+@torch.library.custom_op(
+    "torchrl_moe::selected_log_probs",
+    mutates_args=(),
+    schema="(Tensor[] hiddens, Tensor[] weights, Tensor tokens, Tensor? bias, float[] factors, bool entropy, "
+    "int elements) -> (Tensor, Tensor, Tensor)",
+)
+def _selected_log_probs(
+    hiddens: list[Tensor],
+    weights: list[Tensor],
+    tokens: Tensor,
+    bias: Tensor | None,
+    factors: list[float],
+    entropy: bool,
+    elements: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs, entropies (``[0]`` if not asked) and log-sum-exps."""
+    vocabulary = len(weights[0])
+    outside = (tokens < 0) | (tokens >= vocabulary)
+    if bool(outside.any()):
+        raise ValueError(
+            f"tokens must be in 0..{vocabulary - 1}, got {int(tokens[outside][0])}: leave rows out that have no token."
+        )
+    with torch.autocast(tokens.device.type, enabled=False):
+        scores = forward_tiles(LinearHead(hiddens, weights, bias, *factors), tokens, entropy, elements)
+    return scores.chosen - scores.log_sum, scores.entropy, scores.log_sum
+
+
+@_selected_log_probs.register_fake
+def _(hiddens: list[Tensor], _: Any, tokens: Tensor, __: Any, ___: Any, entropy: bool, ____: Any) -> Any:
+    out = torch.empty_like(tokens, dtype=torch.promote_types(hiddens[0].dtype, torch.float32))
+    return out, torch.empty_like(out) if entropy else out.new_empty(0), torch.empty_like(out)
+
+
+@torch.library.custom_op(
+    "torchrl_moe::selected_log_probs_backward",
+    mutates_args=(),
+    schema="(Tensor[] hiddens, Tensor[] weights, Tensor tokens, Tensor? bias, float[] factors, Tensor[] rows, "
+    "bool[] needs, int elements) -> Tensor[]",
+)
+def _selected_log_probs_backward(
+    hiddens: list[Tensor],
+    weights: list[Tensor],
+    tokens: Tensor,
+    bias: Tensor | None,
+    factors: list[float],
+    rows: list[Tensor],
+    needs: list[bool],
+    elements: int,
+) -> list[Tensor]:
+    """Return a gradient for each hidden, each weight and the bias, ``[0]`` where none is needed.
+
+    ``rows`` are log-sum-exps, entropies and the gradients of log-probs and entropies.
+    """
+    log_sum, spread, grad_log_prob, grad_entropy = rows
+    live = (grad_log_prob != 0) | (grad_entropy != 0)  # NaN too
+    every = bool(live.all())
+    keep = slice(None) if every else live
+    head = LinearHead([h[keep] for h in hiddens], weights, bias, *factors)
+    scores = RowScores(log_sum[keep], log_sum[keep], spread[keep] if len(spread) else spread)
+    with torch.autocast(tokens.device.type, enabled=False):
+        grads = backward_tiles(head, tokens[keep], scores, (grad_log_prob[keep], grad_entropy[keep]), needs, elements)
+    of_hiddens = [g if g is None or every else _spread_rows(g, live) for g in grads.hiddens]
+    return [log_sum.new_empty(0) if g is None else g for g in (*of_hiddens, *grads.weights, grads.bias)]
+
+
+def _spread_rows(values: Tensor, where: Tensor) -> Tensor:
+    out = values.new_zeros(len(where), *values.shape[1:])
+    out[where] = values
+    return out
+
+
+@_selected_log_probs_backward.register_fake
+def _(
+    hiddens: list[Tensor],
+    weights: list[Tensor],
+    _: Any,
+    bias: Tensor | None,
+    __: Any,
+    rows: list[Tensor],
+    needs: list[bool],
+    ___: Any,
+) -> list[Tensor]:
+    tensors = (*hiddens, *weights, bias)
+    pairs = zip(tensors, needs, strict=True)
+    return [rows[0].new_empty(0) if t is None or not needed else torch.empty_like(t) for t, needed in pairs]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    hiddens, weights, tokens, bias, ctx.factors, _, ctx.elements = inputs
+    _, spread, log_sum = output
+    ctx.mark_non_differentiable(log_sum)
+    ctx.parts = len(hiddens)
+    ctx.needs = [t is not None and t.requires_grad for t in (*hiddens, *weights, bias)]
+    ctx.save_for_backward(*hiddens, *weights, tokens, bias, log_sum, spread)
+
+
+def _backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor, _: Any) -> tuple[Any, ...]:
+    *factors, tokens, bias, log_sum, spread = ctx.saved_tensors
+    hiddens, weights = factors[: ctx.parts], factors[ctx.parts :]
+    if not len(spread):
+        grad_entropy = torch.zeros_like(grad_log_prob)
+    rows = [log_sum, spread, grad_log_prob, grad_entropy]
+    grads = _selected_log_probs_backward(hiddens, weights, tokens, bias, ctx.factors, rows, ctx.needs, ctx.elements)
+    kept = [grad if needed else None for grad, needed in zip(grads, ctx.needs, strict=True)]
+    return kept[: ctx.parts], kept[ctx.parts : -1], None, kept[-1], None, None, None
+
+
+_selected_log_probs.register_autograd(_backward, setup_context=_setup_context)
