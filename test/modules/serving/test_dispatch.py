@@ -162,7 +162,7 @@ def test_prompt_session_and_version_reach_the_strategies(serve: Any) -> None:
             self.heard.append((bytes(context.prompt.tolist()), context.session_id, len(candidates)))
 
     lb = serve(2)
-    lb.roster[1].version = 3
+    lb.roster.set_version(1, 3)
     run(LoadBalancer(lb, Ear()), "ab", session_ids=["s", "t"], min_version=3)
     assert Ear.heard == [(b"a", "s", 1), (b"b", "t", 1)]
 
@@ -242,7 +242,7 @@ def test_requests_wait_for_the_version_they_need(serve: Any) -> None:
     lb.roster.set_state(1, ReplicaState.SYNCING)
 
     def finish_sync() -> None:
-        lb.roster[1].version = 1
+        lb.roster.set_version(1, 1)
         lb.roster.set_state(1, ReplicaState.SERVING)
 
     timer = later(0.1, finish_sync)
@@ -327,7 +327,7 @@ def test_a_call_that_waits_half_way_holds_its_places_and_gives_them_back(serve: 
                 lb.roster.set_state(index, ReplicaState.SYNCING)
             return index
 
-    lb.roster[1].state = ReplicaState.DEAD
+    lb.roster.set_state(1, ReplicaState.DEAD)
     with pytest.raises(NoReplicaError):
         run(LoadBalancer(lb, OneEach()), "ab", timeout=0.1)
     assert replicas(lb)[0].messages == []
@@ -473,7 +473,7 @@ def test_a_task_waits_through_changes_that_do_not_help_it(serve: Any) -> None:
         lb.roster.set_state(0, ReplicaState.SERVING)
         await asyncio.sleep(0.05)
         assert not task.done()
-        lb.roster[1].version = 1
+        lb.roster.set_version(1, 1)
         lb.roster.set_state(1, ReplicaState.SERVING)
         return await task
 

@@ -124,5 +124,5 @@ def test_a_request_id_is_used_once_at_a_time() -> None:
 def test_a_roster_prints_a_line_for_each_replica() -> None:
     roster = Roster("ab", ReplicaState.SERVING)
     roster.reserve(1)
-    roster[1].version = 3
+    roster.set_version(1, 3)
     assert repr(roster) == "Roster(#0 SERVING v0 inflight=0, #1 SERVING v3 inflight=1)"

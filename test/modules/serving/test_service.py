@@ -240,7 +240,7 @@ def test_sessions_reach_the_strategy_and_one_name_will_do_for_one_prompt(serve: 
 
 def test_min_version_picks_fresh_replicas(serve: Any) -> None:
     engine = serve(3)
-    engine.roster[1].version = 4
+    engine.roster.set_version(1, 4)
     assert {c.metrics.replica for c in ask(engine, list("abcd"), min_version=4)} == {1}
     assert asyncio.run(engine.agenerate("a", min_version=4)).metrics.replica == 1
     with pytest.raises(StaleReplicaError, match="no serving replica holds version 5; the newest is 4"):
@@ -595,7 +595,7 @@ def test_cache_usage_is_the_engines_figure_and_nan_for_the_dead(serve: Any) -> N
 
 def test_stats_are_flat_and_true(serve: Any) -> None:
     engine = serve(2)
-    engine.roster[1].version = 3
+    engine.roster.set_version(1, 3)
     engine.generate([[1, 2], [3], [4]], {"max_tokens": 5, "n": 2}, use_tqdm=False)
     engine.replicas[1].die()
     first, second = engine.stats()

@@ -1,0 +1,70 @@
+"""``prefix-aware``: to a replica that has the prompt's beginning in its cache, unless it is too busy."""
+
+from __future__ import annotations
+
+from torchrl_moe.modules.serving.candidates import Candidates, RosterEntry, load_bound
+from torchrl_moe.modules.serving.prefix_index import TOKEN_BYTES, PrefixIndex, prompt_bytes, prompt_keys
+from torchrl_moe.modules.serving.strategies import RoutingContext
+
+__all__ = ["PrefixAware"]
+
+
+class PrefixAware:
+    """The candidate that holds the longest beginning of the prompt, within the load bound; of equals, the least loaded.
+
+    It learns from every placement, whoever made it. What most prompts begin with is a template: every replica has it
+    or soon will, so it counts for nothing. Prefixes cached under other weights count for nothing either. No opinion
+    without a prompt, when nobody holds more than the template, or when all who do are too busy: then the next strategy
+    chooses, and one more replica holds the prefix.
+
+    Args:
+        prefix_length: leading tokens that are looked at (four bytes each, for text); ``None`` for all.
+        overload_threshold: a replica with more than this times the mean load is too busy, but never below one request
+            above the mean.
+        index: what is known so far.
+    """
+
+    name = "prefix-aware"
+
+    def __init__(
+        self, prefix_length: int | None = None, overload_threshold: float = 1.15, index: PrefixIndex | None = None
+    ) -> None:
+        self.prefix_length = prefix_length
+        self.overload_threshold = overload_threshold
+        self.index = PrefixIndex() if index is None else index
+        self._last: tuple[RoutingContext | None, list[int]] = (None, [])
+
+    def choose(self, candidates: Candidates, context: RoutingContext) -> int | None:
+        """Return the least loaded of those that hold the longest prefix and may take one more."""
+        bound = load_bound(candidates, self.overload_threshold, margin=1.0) - 1.0
+        examined = 0
+        for key in reversed(self._keys(context)):
+            node = self.index.get(key)
+            if node is None or len(node[2]) == examined:  # a shorter prefix is in the same caches, and more
+                continue
+            if self.index.is_shared(node):
+                return None
+            examined = len(node[2])
+            holders = [entry for cache in node[2] if (entry := candidates.with_cache(cache)) is not None]
+            free = [entry for entry in holders if entry.load <= bound]
+            if free:
+                return min(free, key=lambda entry: (entry.load, entry.chosen)).index
+        return None
+
+    def placed(self, entry: RosterEntry, context: RoutingContext) -> None:
+        """Learn where a request went."""
+        if keys := self._keys(context):
+            self.index.record(keys, entry.cache)
+
+    def _keys(self, context: RoutingContext) -> list[int]:
+        """Return the prompt's keys; a request is asked about, and then placed, one after the other."""
+        if self._last[0] is not context:
+            found = prompt_bytes(context.prompt)
+            keys = []
+            if found is not None:
+                data, seed = found
+                keys = prompt_keys(
+                    data if self.prefix_length is None else data[: self.prefix_length * TOKEN_BYTES], seed
+                )
+            self._last = (context, keys)
+        return self._last[1]
