@@ -175,17 +175,19 @@ def test_text_is_what_a_strategy_sees_of_a_text_prompt(serve: Any) -> None:
     assert completion.prompt == "hi"
 
 
-def test_a_refused_placement_sends_nothing_and_gives_all_leases_back(serve: Any) -> None:
-    class Fickle:
-        name = "fickle"
-        answers = iter([0, 1, 9])
+def test_a_placement_cut_short_sends_nothing_and_gives_all_leases_back(serve: Any) -> None:
+    class Interrupted:
+        name = "interrupted"
+        asked = 0
 
-        def choose(self, candidates: Any, context: Any) -> int:
-            return next(self.answers)
+        def choose(self, candidates: Any, context: Any) -> None:
+            self.asked += 1
+            if self.asked == 3:
+                raise KeyboardInterrupt
 
     lb = serve(2)
-    with pytest.raises(ValueError, match="chose replica 9"):
-        run(LoadBalancer(lb, Fickle()), "abc")
+    with pytest.raises(KeyboardInterrupt):
+        run(LoadBalancer(lb, Interrupted()), "abc")
     assert [replica.messages for replica in replicas(lb)] == [[], []]
     run(lb, "abc")  # the names are free again
 
@@ -248,6 +250,37 @@ def test_requests_wait_for_the_version_they_need(serve: Any) -> None:
     timer = later(0.1, finish_sync)
     assert [completion.metrics.replica for completion in run(lb, "ab", min_version=1)] == [1, 1]
     timer.join()
+
+
+def test_a_group_that_waits_begins_on_the_version_that_then_serves(serve: Any) -> None:
+    lb = serve(2)
+    lb.roster.set_state(1, ReplicaState.SYNCING)
+    lb.acquire(group_id="old").release()
+
+    def finish_sync() -> None:
+        lb.roster.set_version(1, 1)
+        lb.roster.set_state(1, ReplicaState.SERVING)
+
+    timer = later(0.1, finish_sync)
+    call = dispatch(lb, "ab", group_ids=["new", "new"])
+    lb.roster.set_state(0, ReplicaState.DRAINING)
+    call.send()
+    assert [c.metrics.replica for c in call.wait(use_tqdm=False)] == [1, 1]
+    timer.join()
+    lb.roster.set_state(0, ReplicaState.SERVING)
+    assert [c.metrics.replica for c in run(lb, "cd", group_ids=["new", "old"])] == [1, 0]
+
+
+def test_a_group_whose_placement_failed_is_not_settled(serve: Any) -> None:
+    lb = serve(2)
+    lb.roster.set_version(1, 1)
+    lb.acquire(group_id="old").release()
+    lb.roster.set_state(1, ReplicaState.DRAINING)
+    with pytest.raises(StaleReplicaError, match="which group 'old' began on"):
+        run(lb, "ab", timeout=0.05, group_ids=["new", "old"])  # "new" had its lease, on version 0
+    assert not lb.has_group("new")
+    lb.roster.set_state(1, ReplicaState.SERVING)
+    assert [c.metrics.replica for c in run(lb, "ab", group_ids=["new", "old"])] == [1, 1]
 
 
 def test_many_waiting_threads_all_wake_up(serve: Any) -> None:

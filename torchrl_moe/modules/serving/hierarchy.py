@@ -108,16 +108,15 @@ class Hierarchy:
         for strategy in self.strategies:
             try:
                 index = strategy.choose(candidates, context)
-            except Exception as error:  # noqa: BLE001  a user's code: nobody knows what it raises, and requests must go on
+                entry = None if index is None else candidates.find(index)
+            except Exception as error:  # noqa: BLE001  a user's code may raise anything, and requests must go on
                 self._warn(strategy, f"failed with {error!r}")
                 continue
-            if index is None:
-                continue
-            entry = candidates.find(index)
             if entry is not None:
                 return entry
-            allowed = ", ".join(str(entry.index) for entry in candidates)
-            self._warn(strategy, f"chose replica {index!r}, not one of {allowed}")
+            if index is not None:
+                allowed = ", ".join(str(candidate.index) for candidate in candidates)
+                self._warn(strategy, f"chose replica {index!r}, not one of {allowed}")
         return candidates.least_loaded()
 
     def placed(self, entry: RosterEntry, context: RoutingContext) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from torchrl_moe.modules.serving.candidates import Candidates, RosterEntry, load_bound
-from torchrl_moe.modules.serving.prefix_index import TOKEN_BYTES, PrefixIndex, prompt_bytes, prompt_keys
+from torchrl_moe.modules.serving.prefix_index import TOKEN_BYTES, PrefixIndex, PrefixNode, prompt_bytes, prompt_keys
 from torchrl_moe.modules.serving.strategies import RoutingContext
 
 __all__ = ["PrefixAware"]
+
+_Match = tuple[list[int], list[PrefixNode], bool]  # keys; what is known of them; whether the prompt is a distinct one
 
 
 class PrefixAware:
@@ -32,20 +34,24 @@ class PrefixAware:
         self.prefix_length = prefix_length
         self.overload_threshold = overload_threshold
         self.index = PrefixIndex() if index is None else index
-        self._last: tuple[RoutingContext | None, list[int]] = (None, [])
+        self._last: tuple[RoutingContext, _Match | None] | None = None
 
     def choose(self, candidates: Candidates, context: RoutingContext) -> int | None:
         """Return the least loaded of those that hold the longest prefix and may take one more."""
+        match = self._match(context)
+        if match is None:
+            return None
+        _, known, is_distinct = match
         bound = load_bound(candidates, self.overload_threshold, margin=1.0) - 1.0
         examined = 0
-        for key in reversed(self._keys(context)):
-            node = self.index.get(key)
-            if node is None or len(node[2]) == examined:  # a shorter prefix is in the same caches, and more
+        for node in reversed(known):
+            caches = node[2]
+            if len(caches) == examined:  # a shorter prefix is in the same caches, and more
                 continue
-            if self.index.is_shared(node):
+            if self.index.is_shared(node, is_distinct):
                 return None
-            examined = len(node[2])
-            holders = [entry for cache in node[2] if (entry := candidates.with_cache(cache)) is not None]
+            examined = len(caches)
+            holders = [entry for cache in caches if (entry := candidates.with_cache(cache)) is not None]
             free = [entry for entry in holders if entry.load <= bound]
             if free:
                 return min(free, key=lambda entry: (entry.load, entry.chosen)).index
@@ -53,18 +59,22 @@ class PrefixAware:
 
     def placed(self, entry: RosterEntry, context: RoutingContext) -> None:
         """Learn where a request went."""
-        if keys := self._keys(context):
-            self.index.record(keys, entry.cache)
+        match = self._match(context)
+        self._last = None
+        if match is not None:
+            keys, _, is_distinct = match
+            self.index.record(keys, entry.cache, is_distinct)
 
-    def _keys(self, context: RoutingContext) -> list[int]:
-        """Return the prompt's keys; a request is asked about, and then placed, one after the other."""
-        if self._last[0] is not context:
+    def _match(self, context: RoutingContext) -> _Match | None:
+        """Return what is known of a request's prompt. It is asked about, and then placed, with nothing in between."""
+        if self._last is None or self._last[0] is not context:
             found = prompt_bytes(context.prompt)
-            keys = []
+            match = None
             if found is not None:
                 data, seed = found
                 keys = prompt_keys(
                     data if self.prefix_length is None else data[: self.prefix_length * TOKEN_BYTES], seed
                 )
-            self._last = (context, keys)
+                match = (keys, *self.index.match(keys))
+            self._last = (context, match)
         return self._last[1]

@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 __all__ = ["TOKEN_BYTES", "PrefixIndex", "PrefixNode", "prompt_bytes", "prompt_keys"]
 
+WHOLE = 1 << 63  # sets the key of a whole prompt apart from that of its last block
 TOKEN_BYTES = 4  # an int32 id, and about what a token of text has
 BLOCK = 16 * TOKEN_BYTES  # vLLM's block on GPUs
 FINE_BLOCKS = 16  # so many blocks of that size; later ones grow, so that keys are few
@@ -59,25 +60,24 @@ def prompt_bytes(prompt: Any) -> tuple[bytes, int] | None:
 
 
 def prompt_keys(data: bytes, seed: int = 0) -> list[int]:
-    """Return the keys of a prompt's prefixes, shortest first; the last one names the whole.
+    """Return the keys of a prompt's prefixes of whole blocks, shortest first, and that of the prompt itself.
 
-    >>> prompt_keys(bytes(64)) == prompt_keys(bytes(80))[:1]
+    >>> prompt_keys(bytes(64))[:1] == prompt_keys(bytes(80))[:1]
     True
     """
     keys = []
-    start, key, length = 0, seed, len(data)
-    for end in ENDS[: bisect_right(ENDS, length)]:
+    start, key = 0, seed
+    for end in ENDS[: bisect_right(ENDS, len(data))]:
         key = xxh3_64_intdigest(data[start:end], key)
         keys.append(key)
         start = end
-    if start < length:
-        keys.append(xxh3_64_intdigest(data[start:], key))
+    keys.append(xxh3_64_intdigest(data[start:], key ^ WHOLE))
     return keys
 
 
-PrefixNode = tuple[int, int, tuple[int, ...]]
-"""What is known of one prefix: how many distinct prompts began with it as of an epoch (each one since halves it), that
-epoch, and the numbers of the caches that hold it, the latest last."""
+PrefixNode = tuple[int, int, tuple[int, ...], bool]
+"""What is known of one prefix: how many distinct prompts began with it as of an epoch (each one since halves it); that
+epoch; the numbers of the caches that hold it, the latest last; and whether no longer prompt began with it."""
 
 
 class PrefixIndex:
@@ -100,28 +100,58 @@ class PrefixIndex:
         """Return what is known of a prefix."""
         return self._nodes.get(key)
 
-    def is_shared(self, node: PrefixNode) -> bool:
-        """Whether more than half of all distinct prompts begin so: a template, which says nothing of where to go."""
-        prompts, since, _ = node
-        return prompts > 1 and 2 * (prompts >> (self._epoch - since)) > self._prompts
+    def match(self, keys: Sequence[int]) -> tuple[list[PrefixNode], bool]:
+        """Return what is known of a prompt's prefixes, shortest first, and whether the prompt is a distinct one.
 
-    def record(self, keys: Sequence[int], cache: int) -> None:
-        """Note that a prompt went to the replica whose cache has this number."""
-        nodes, epoch = self._nodes, self._epoch
-        is_new = keys[-1] not in nodes  # the same prompt again says nothing about what prompts share
-        for key in keys:
+        It is not, if it came before, or goes on where another one ended: a conversation's next turn.
+        """
+        nodes = self._nodes
+        known = []
+        for key in keys[:-1]:
             node = nodes.get(key)
             if node is None:
-                nodes[key] = (1, epoch, (cache,))
+                break
+            known.append(node)
+        is_distinct = not (known and known[-1][3])
+        same = nodes.get(keys[-1])
+        if same is not None:
+            known.append(same)
+            is_distinct = False
+        return known, is_distinct
+
+    def is_shared(self, node: PrefixNode, is_distinct: bool) -> bool:
+        """Whether more than half of all distinct prompts begin so: a template, which says nothing of where to go.
+
+        Args:
+            node: of the prefix.
+            is_distinct: whether the prompt that is asked about is one more of them.
+        """
+        prompts = (node[0] >> (self._epoch - node[1])) + is_distinct
+        return prompts > 1 and 2 * prompts > self._prompts + is_distinct
+
+    def record(self, keys: Sequence[int], cache: int, is_distinct: bool) -> None:
+        """Note that a prompt went to the replica whose cache has this number.
+
+        Args:
+            keys: of the prompt.
+            cache: the number.
+            is_distinct: what :meth:`match` said.
+        """
+        nodes, epoch = self._nodes, self._epoch
+        last = len(keys) - 2  # the longest prefix of whole blocks
+        for i, key in enumerate(keys):
+            node = nodes.get(key)
+            if node is None:
+                nodes[key] = (1, epoch, (cache,), i >= last)
                 continue
             nodes.move_to_end(key)
-            prompts, since, caches = node
+            prompts, since, caches, is_end = node
             if cache not in caches:
                 caches = (*caches, cache)[-HOLDERS:]
-            elif not is_new:
+            elif not is_distinct and is_end == (i >= last):
                 continue
-            nodes[key] = ((prompts >> (epoch - since)) + is_new, epoch, caches)
-        if is_new:
+            nodes[key] = ((prompts >> (epoch - since)) + is_distinct, epoch, caches, is_end and i >= last)
+        if is_distinct:
             self._prompts += 1
             if self._prompts >= 2 * HALF_LIFE:
                 self._prompts >>= 1
