@@ -110,75 +110,132 @@ def record(index: PrefixIndex, keys: list[int], cache: int = 0) -> None:
     index.record(keys, cache, index.match(keys)[1])
 
 
-def shared(index: PrefixIndex, key: int, is_distinct: bool = False) -> bool:
-    node = index.get(key)
-    assert node is not None
-    return index.is_shared(node, is_distinct)
+def branches(index: PrefixIndex, *keys: int) -> list[tuple[list[int], int, tuple[int, ...]]]:
+    """The branches on the way: run, distinct prompts, caches."""
+    return [(run, prompts, caches) for run, prompts, _, caches in index.match(list(keys))[0]]
 
 
-def test_it_remembers_which_caches_hold_a_prefix() -> None:
+def is_distinct(index: PrefixIndex, *keys: int) -> bool:
+    return index.match(list(keys))[1]
+
+
+def shared(index: PrefixIndex, *keys: int) -> bool:
+    known, distinct = index.match(list(keys))
+    return index.is_shared(known[0], distinct)
+
+
+def test_prompts_branch_where_they_differ() -> None:
     index = PrefixIndex()
-    record(index, [1, 2, 92], cache=5)
-    record(index, [1, 3, 93], cache=6)
-    record(index, [1, 3, 93], cache=6)
-    assert index.get(1) == (2, 0, (5, 6), False)
-    assert index.get(2) == (1, 0, (5,), True)
-    assert index.get(4) is None
-    assert index.match([1, 3, 4, 94]) == ([(2, 0, (5, 6), False), (1, 0, (6,), True)], False)
-    assert index.match([1, 4, 95]) == ([(2, 0, (5, 6), False)], True)
-    assert index.match([7, 97]) == ([], True)
+    record(index, [1, 2, 3, -1], cache=5)
+    assert branches(index, 1, 2, 3, -1) == [([1, 2, 3, -1], 1, (5,))]
+    record(index, [1, 2, 4, -2], cache=6)
+    assert branches(index, 1, 2, 3, -1) == [([1, 2], 2, (5, 6)), ([3, -1], 1, (5,))]
+    assert branches(index, 1, 2, 4, -2) == [([1, 2], 2, (5, 6)), ([4, -2], 1, (6,))]
+    assert branches(index, 1, 9, -3) == [([1, 2], 2, (5, 6))]  # part of the way
+    assert branches(index, 9, -3) == []
+
+
+def test_the_same_prompt_again_adds_its_holder_and_nothing_else() -> None:
+    index = PrefixIndex()
+    for cache in (5, 6, 5):
+        record(index, [1, 2, -1], cache)
+    assert branches(index, 1, 2, -1) == [([1, 2, -1], 1, (5, 6))]
+    assert len(index) == 3
+
+
+def test_a_prompt_is_distinct_unless_it_came_before_or_goes_on_from_one() -> None:
+    index = PrefixIndex()
+    assert is_distinct(index, 1, 2, -1)
+    record(index, [1, 2, -1])
+    assert not is_distinct(index, 1, 2, -1)
+    assert not is_distinct(index, 1, 2, 3, -2)  # the next turn
+    assert is_distinct(index, 1, 3, -3)
+    assert is_distinct(index, 1, -4)
+    record(index, [1, 2, 3, -2])
+    assert is_distinct(index, 1, 2, 4, -5)  # another next turn of the same: a second sibling
 
 
 def test_memory_is_bounded_and_the_least_recently_used_goes_first() -> None:
-    index = PrefixIndex(capacity=4)
-    for keys in ([1, 2], [3, 4], [1, 2], [5]):
-        record(index, keys, cache=0)
-    assert [key for key in range(1, 6) if index.get(key)] == [1, 2, 4, 5]
+    index = PrefixIndex(capacity=6)
+    for keys in ([1, -1], [3, 4, -3], [1, -1], [5, -5]):
+        record(index, keys)
+    assert [bool(branches(index, first)) for first in (1, 3, 5)] == [True, False, True]
     for key in range(100, 200):
-        record(index, [key, 1000 + key], cache=0)
-    assert len(index) == 4
+        record(index, [key, 1000 + key, -key])
+    assert len(index) == 6
+
+
+def test_what_leads_to_a_branch_outlives_it() -> None:
+    index = PrefixIndex(capacity=7)
+    record(index, [1, 2, 3, -1])
+    record(index, [1, 2, 4, -2])  # 6 keys: [1, 2], [3, -1], [4, -2]
+    record(index, [9, -9])
+    assert branches(index, 1, 2, 3, -1) == [([1, 2], 2, (0,))]
+    assert branches(index, 1, 2, 4, -2) == [([1, 2], 2, (0,)), ([4, -2], 1, (0,))]
+    assert len(index) == 6
 
 
 def test_only_the_latest_holders_are_remembered() -> None:
     index = PrefixIndex()
     for cache in range(HOLDERS + 3):
-        record(index, [1], cache)
-    node = index.get(1)
-    assert node is not None
-    assert node[2] == tuple(range(3, HOLDERS + 3))
+        record(index, [1, -1], cache)
+    assert branches(index, 1, -1) == [([1, -1], 1, tuple(range(3, HOLDERS + 3)))]
 
 
 def test_a_template_is_what_more_than_half_of_all_distinct_prompts_begin_with() -> None:
     index = PrefixIndex()
     for _ in range(8):
-        record(index, [1, 10, 90], cache=0)  # a group: one prompt, eight times
-    assert not shared(index, 1)
-    assert shared(index, 1, is_distinct=True)  # the second distinct one is about to come
-    record(index, [1, 11, 91], cache=1)
-    assert shared(index, 1)
-    assert not shared(index, 10)
-    record(index, [2, 12, 92], cache=1)
-    assert shared(index, 1)  # 2 of 3
-    record(index, [2, 13, 93], cache=1)
-    assert not shared(index, 1)  # 2 of 4
-    assert not shared(index, 2)
+        record(index, [1, 10, -10])  # a group: one prompt, eight times
+    assert not shared(index, 1, 10, -10)
+    assert shared(index, 1, 11, -11)  # the second distinct one is about to come
+    record(index, [1, 11, -11])
+    assert shared(index, 1, 10, -10)
+    record(index, [2, 12, -12])
+    assert shared(index, 1, 10, -10)  # 2 of 3
+    record(index, [2, 13, -13])
+    assert not shared(index, 1, 10, -10)  # 2 of 4
+    assert not shared(index, 2, 12, -12)
 
 
 def test_the_turns_of_one_conversation_are_one_prompt() -> None:
     index = PrefixIndex()
     for turn in range(1, 6):
-        record(index, [*range(turn), 90 + turn], cache=0)
-    assert [node[0] for key in range(5) if (node := index.get(key))] == [1] * 5
-    record(index, [0, 1, 70, 99], cache=0)  # leaves it after its second block
-    assert [node[0] for key in range(5) if (node := index.get(key))] == [2, 2, 1, 1, 1]
+        record(index, [*range(turn), -turn])
+    assert [prompts for _, prompts, _ in branches(index, *range(5), -5)] == [1] * 5
+    record(index, [0, 1, 70, -70])  # leaves it after its second block
+    assert [prompts for _, prompts, _ in branches(index, *range(5), -5)] == [2, 2, 1, 1, 1]
 
 
 def test_a_template_that_is_no_longer_used_is_forgotten() -> None:
     index = PrefixIndex()
     for i in range(3000):
-        record(index, [1, 10_000 + i, 50_000 + i], cache=0)
-    assert shared(index, 1)
+        record(index, [1, 10_000 + i, -10_000 - i])
+    assert shared(index, 1, 10_000, -10_000)
     for i in range(3000):
-        record(index, [2, 20_000 + i, 60_000 + i], cache=0)
-    assert not shared(index, 1)
-    assert shared(index, 2)
+        record(index, [2, 20_000 + i, -20_000 - i])
+    assert not shared(index, 1, 10_000, -10_000)
+    assert shared(index, 2, 20_000, -20_000)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=6), st.integers(0, 3)), max_size=30))
+def test_the_tree_agrees_with_a_list_of_all_prompts(prompts: list[tuple[list[int], int]]) -> None:
+    index = PrefixIndex()
+    seen: list[tuple[list[int], int]] = []
+    for path, cache in prompts:
+        # chained as hashes are: a key names the path to it
+        keys = [int("1" + "".join(map(str, path[: i + 1])), 3) for i in range(len(path))]
+        keys.append(-int("1" + "".join(map(str, path)), 3))
+        for known, _ in [index.match(keys)]:
+            position = 0
+            for run, _, _, caches in known:
+                common = sum(a == b for a, b in zip(run, keys[position:], strict=False))
+                through = {c for other, c in seen if other[: position + common] == keys[: position + common]}
+                assert set(caches) <= through
+                position += common
+            longest = max((sum(a == b for a, b in zip(keys, other, strict=False)) for other, _ in seen), default=0)
+            assert position == longest
+        assert index.match(keys)[1] or any(other[:-1] == keys[: len(other) - 1] for other, _ in seen)
+        record(index, keys, cache)
+        seen.append((keys, cache))
+    assert len(index) == len({tuple(keys[: i + 1]) for keys, _ in seen for i in range(len(keys))})

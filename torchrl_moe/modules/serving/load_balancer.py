@@ -45,7 +45,7 @@ class Lease:
         roster = self._roster
         if roster is None:
             return
-        with roster.changed:  # two threads may both have come this far
+        with roster.lock:  # two threads may both have come this far
             if self._roster is not None:
                 self._roster = None
                 roster.give_back(self.index)
@@ -132,7 +132,7 @@ class LoadBalancer:
             StaleReplicaError: replicas serve, but none holds ``min_version``, or the group's version.
         """
         context = RoutingContext(prompt=prompt, session_id=session_id, request_context=request_context or {})
-        with self.roster.changed:
+        with self.roster.lock:
             candidates = self._candidates(min_version, group_id)
             return self._lease(self.hierarchy.choose(candidates, context), context, group_id)
 
@@ -151,7 +151,7 @@ class LoadBalancer:
             NoReplicaError: it is not serving.
             StaleReplicaError: it does not hold ``min_version``, or not the group's version.
         """
-        with self.roster.changed:
+        with self.roster.lock:
             entry = self.roster[index]
             if entry.state is not ReplicaState.SERVING:
                 raise NoReplicaError(f"replica {index} is {entry.state.name}, not SERVING; leave actor_index out")
@@ -167,7 +167,7 @@ class LoadBalancer:
     def select_actor(self, prompt: Any = None, request_context: Mapping[str, Any] | None = None) -> int:
         """Return who takes a request, as TorchRL's balancer does. The request is not counted, for it has no end."""
         context = RoutingContext(prompt=prompt, request_context=request_context or {})
-        with self.roster.changed:
+        with self.roster.lock:
             entry = self.hierarchy.choose(self._candidates(None, None), context)
             self.roster.touch(entry.index)  # so that others get their turn
             self.hierarchy.placed(entry, context)
@@ -186,11 +186,13 @@ class LoadBalancer:
 
     def _candidates(self, min_version: int | None, group_id: str | None) -> Candidates:
         roster = self.roster
-        if roster.has_reports:
+        if roster.reports:
             roster.expire(self._clock() - FIGURE_SECONDS)
         serving = roster.serving()
-        if not serving:
+        if not len(serving):
             raise NoReplicaError(f"no replica is serving: {roster!r}")
+        if min_version is None and group_id is None:
+            return serving
         if group_id is not None:
             return self._of_version(self._groups.get(group_id, roster.newest_version), min_version, group_id)
         fresh = roster.serving(min_version)
@@ -217,13 +219,13 @@ class LoadBalancer:
 
     def forget_groups(self, group_ids: Iterable[str]) -> None:
         """Unsettle the version of groups that got nothing."""
-        with self.roster.changed:
+        with self.roster.lock:
             for group_id in group_ids:
                 self._groups.pop(group_id, None)
 
     def finish_session(self, session_id: str) -> None:
         """Say that a session has had its last turn; else it counts as active until it was silent for ten minutes."""
-        with self.roster.changed:
+        with self.roster.lock:
             self.hierarchy.finish_session(session_id)
 
     # -- figures ----------------------------------------------------------------------------------------------------
@@ -244,7 +246,7 @@ class LoadBalancer:
             raise ValueError(f"pending_requests must not be negative, got {pending_requests}")
         if cache_usage is not None and not 0.0 <= cache_usage <= 1.0:
             raise ValueError(f"cache_usage must be a share from 0 to 1, got {cache_usage}")
-        with self.roster.changed:  # times must be noted in their order
+        with self.roster.lock:  # times must be noted in their order
             self.roster.observe(index, self._clock(), pending_requests, cache_usage)
 
     def get_stats(self) -> dict[str, Any]:
@@ -252,7 +254,7 @@ class LoadBalancer:
 
         ``cache_usage`` is the last figure that was noted, or ``None``.
         """
-        with self.roster.changed:
+        with self.roster.lock:
             return {
                 "strategies": [strategy.name for strategy in self.hierarchy.strategies],
                 "primary_strategy": self.hierarchy.strategies[0].name,

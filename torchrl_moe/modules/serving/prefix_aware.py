@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from torchrl_moe.modules.serving.candidates import Candidates, RosterEntry, load_bound
-from torchrl_moe.modules.serving.prefix_index import TOKEN_BYTES, PrefixIndex, PrefixNode, prompt_bytes, prompt_keys
+from torchrl_moe.modules.serving.prefix_index import TOKEN_BYTES, Branch, PrefixIndex, prompt_bytes, prompt_keys
 from torchrl_moe.modules.serving.strategies import RoutingContext
 
 __all__ = ["PrefixAware"]
 
-_Match = tuple[list[int], list[PrefixNode], bool]  # keys; what is known of them; whether the prompt is a distinct one
+_Match = tuple[list[int], list[Branch], bool]  # keys; the branches on their way; whether the prompt is a distinct one
 
 
 class PrefixAware:
@@ -44,11 +44,11 @@ class PrefixAware:
         _, known, is_distinct = match
         bound = load_bound(candidates, self.overload_threshold, margin=1.0) - 1.0
         examined = 0
-        for node in reversed(known):
-            caches = node[2]
+        for branch in reversed(known):
+            caches = branch[3]
             if len(caches) == examined:  # a shorter prefix is in the same caches, and more
                 continue
-            if self.index.is_shared(node, is_distinct):
+            if self.index.is_shared(branch, is_distinct):
                 return None
             examined = len(caches)
             holders = [entry for cache in caches if (entry := candidates.with_cache(cache)) is not None]

@@ -25,9 +25,10 @@ class Roster:
     """
 
     def __init__(self, replicas: Sequence[Any], state: ReplicaState = ReplicaState.STARTING) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self._entries = [RosterEntry(index, replica, state) for index, replica in enumerate(replicas)]
-        self._clock = 0
+        self._choices = itertools.count()
         self._caches = itertools.count()
         for entry in self._entries:
             entry.cache = next(self._caches)
@@ -35,7 +36,7 @@ class Roster:
         self._listeners: list[Callable[[], None]] = []
         self._versions: list[int] | None = None  # those that serve, in order; None: to be found anew
         self._views: dict[tuple[int, int] | None, Candidates] = {}
-        self._reports: deque[tuple[float, int]] = deque()  # when, which replica; of reports of load
+        self.reports: deque[tuple[float, int]] = deque()  # when, which replica; of reports of load
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -52,7 +53,7 @@ class Roster:
 
     def set_state(self, index: int, state: ReplicaState) -> None:
         """Move a replica to another state; see :func:`check_transition` for what is refused."""
-        with self.changed:
+        with self.lock:
             entry = self[index]
             check_transition(entry.state, state)
             entry.state = state
@@ -66,7 +67,7 @@ class Roster:
 
     def set_version(self, index: int, version: int) -> None:
         """Note which weights a replica holds; what it has cached was made by others."""
-        with self.changed:
+        with self.lock:
             entry = self[index]
             entry.version = version
             self._lose_cache(entry)
@@ -74,7 +75,7 @@ class Roster:
 
     def forget_prefixes(self, index: int) -> None:
         """Note that a replica has lost its cached prefixes."""
-        with self.changed:
+        with self.lock:
             self._lose_cache(self[index])
 
     def _lose_cache(self, entry: RosterEntry) -> None:
@@ -83,19 +84,19 @@ class Roster:
 
     def mark_dead(self, index: int) -> None:
         """Note that a replica's process is gone; more than one caller may find that out."""
-        with self.changed:
+        with self.lock:
             if self[index].state is not ReplicaState.DEAD:
                 self.set_state(index, ReplicaState.DEAD)
 
     @contextmanager
     def listening(self, listener: Callable[[], None]) -> Iterator[None]:
         """Call ``listener`` at every change of state, from the thread that makes it; it must return at once."""
-        with self.changed:
+        with self.lock:
             self._listeners.append(listener)
         try:
             yield
         finally:
-            with self.changed:
+            with self.lock:
                 self._listeners.remove(listener)
 
     # -- who may serve ----------------------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ class Roster:
     def serving(self, oldest: int | None = None, newest: int | None = None) -> Candidates:
         """Return the replicas that serve and hold a version from ``oldest`` to ``newest``, perhaps none.
 
-        The caller holds ``changed`` for as long as it uses them.
+        The caller holds the lock for as long as it uses them.
         """
         versions = self._versions
         if versions is None:
@@ -123,7 +124,7 @@ class Roster:
 
     @property
     def newest_version(self) -> int:
-        """The newest version that serves. The caller holds ``changed`` and has asked :meth:`serving`."""
+        """The newest version that serves. The caller holds the lock and has asked :meth:`serving`."""
         if not self._versions:
             raise ValueError(f"no replica is serving: {self!r}")
         return self._versions[-1]
@@ -135,35 +136,32 @@ class Roster:
     # -- load -------------------------------------------------------------------------------------------------------
 
     def reserve(self, index: int) -> None:
-        """Count one more request in flight. The caller holds ``changed``, having chosen under it."""
-        entry = self[index]
+        """Count one more request in flight. The caller holds the lock, having chosen under it."""
+        entry = self._entries[index]
         before = entry.load
         entry.inflight += 1
-        self._choose(entry, before)
+        entry.chosen = next(self._choices)
+        self._tell(entry, before)
 
     def touch(self, index: int) -> None:
-        """Note that a replica was chosen, without counting a request. The caller holds ``changed``."""
-        entry = self[index]
-        self._choose(entry, entry.load)
-
-    def _choose(self, entry: RosterEntry, before: int) -> None:
-        entry.chosen = self._clock
-        self._clock += 1
-        for view in self._views.values():
-            view.moved(entry, entry.load - before)
+        """Note that a replica was chosen, without counting a request. The caller holds the lock."""
+        entry = self._entries[index]
+        entry.chosen = next(self._choices)
+        self._tell(entry, entry.load)
 
     def give_back(self, index: int) -> None:
         """Count one request less in flight."""
-        with self.changed:
-            entry = self[index]
+        with self.lock:
+            entry = self._entries[index]
             before = entry.load
             entry.inflight -= 1
-            self._reload(entry, before)
+            self._tell(entry, before)
             self.changed.notify_all()
 
-    def _reload(self, entry: RosterEntry, before: int) -> None:
+    def _tell(self, entry: RosterEntry, before: int) -> None:
+        change = entry.load - before
         for view in self._views.values():
-            view.moved(entry, entry.load - before)
+            view.moved(entry, change)
 
     def observe(self, index: int, at: float, pending: int | None = None, cache_usage: float | None = None) -> None:
         """Note what a replica says of itself: requests it has, share of KV blocks in use (0 to 1).
@@ -174,30 +172,25 @@ class Roster:
             pending: counts as load where it is more than was counted here, until :meth:`expire` drops it.
             cache_usage: kept with its time.
         """
-        with self.changed:
+        with self.lock:
             entry = self[index]
             if pending is not None:
                 before = entry.load
                 entry.polled, entry.polled_at = pending, at
-                self._reports.append((at, index))
-                self._reload(entry, before)
+                self.reports.append((at, index))
+                self._tell(entry, before)
             if cache_usage is not None:
                 entry.usage = CacheUsage(cache_usage, at, entry.inflight)
 
     def expire(self, before: float) -> None:
-        """Drop reports of load that are older than that. The caller holds ``changed``."""
-        while self._reports and self._reports[0][0] < before:
-            _, index = self._reports.popleft()
+        """Drop reports of load that are older than that. The caller holds the lock."""
+        while self.reports and self.reports[0][0] < before:
+            _, index = self.reports.popleft()
             entry = self._entries[index]
             if entry.polled_at < before:  # else a later report holds
                 load = entry.load
                 entry.polled = 0
-                self._reload(entry, load)
-
-    @property
-    def has_reports(self) -> bool:
-        """Whether some replica reported its load, and the report was not dropped yet."""
-        return bool(self._reports)
+                self._tell(entry, load)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -207,7 +200,7 @@ class Roster:
         Raises:
             ValueError: one of them is already; a replica could not tell the two apart.
         """
-        with self.changed:
+        with self.lock:
             wanted = set(ids)
             if taken := sorted(wanted & self._open_ids):
                 raise ValueError(f"request ids are in flight already: {', '.join(taken)}. Use an id once at a time.")
@@ -215,7 +208,7 @@ class Roster:
 
     def close_ids(self, ids: Iterable[str]) -> None:
         """Note that requests are over; closing twice does nothing."""
-        with self.changed:
+        with self.lock:
             self._open_ids.difference_update(ids)
 
     def __repr__(self) -> str:

@@ -366,7 +366,7 @@ class GenerationService:
             NoReplicaError: none does.
         """
         self._check_running("get_random_actor_index")
-        with self.roster.changed:
+        with self.roster.lock:
             serving = self.roster.serving()
             if not serving:
                 raise NoReplicaError(f"no replica is serving: {self.roster!r}")
