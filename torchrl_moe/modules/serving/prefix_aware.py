@@ -51,10 +51,13 @@ class PrefixAware:
             if self.index.is_shared(branch, is_distinct):
                 return None
             examined = len(caches)
-            holders = [entry for cache in caches if (entry := candidates.with_cache(cache)) is not None]
-            free = [entry for entry in holders if entry.load <= bound]
-            if free:
-                return min(free, key=lambda entry: (entry.load, entry.chosen)).index
+            best = None
+            for cache in caches:
+                entry = candidates.with_cache(cache)
+                if entry is not None and entry.load <= bound and (best is None or _order(entry) < _order(best)):
+                    best = entry
+            if best is not None:
+                return best.index
         return None
 
     def placed(self, entry: RosterEntry, context: RoutingContext) -> None:
@@ -78,3 +81,7 @@ class PrefixAware:
                 match = (keys, *self.index.match(keys))
             self._last = (context, match)
         return self._last[1]
+
+
+def _order(entry: RosterEntry) -> tuple[int, int]:
+    return entry.load, entry.chosen

@@ -21,23 +21,22 @@ from xxhash import xxh3_64_intdigest
 __all__ = ["TOKEN_BYTES", "Branch", "PrefixIndex", "prompt_bytes", "prompt_keys"]
 
 TOKEN_BYTES = 4  # an int32 id, and about what a token of text has
-BLOCK = 16 * TOKEN_BYTES  # vLLM's block on GPUs
-FINE_BLOCKS = 16  # so many blocks of that size; later ones grow, so that keys are few
+BLOCK = 32 * TOKEN_BYTES  # two of vLLM's blocks on GPUs
 HOLDERS = 32  # remembered of one prefix
 HALF_LIFE = 1024  # distinct prompts after which what was counted before weighs half
 
 
 def _spans(limit: int) -> list[tuple[int, int]]:
-    """Where blocks begin and end, up to ``limit`` bytes: small ones first, then each an eighth of what it follows."""
+    """Where blocks begin and end, up to ``limit`` bytes; late ones are an eighth of what they follow: keys are few."""
     spans = [(0, BLOCK)]
     while spans[-1][1] < limit:
         start = spans[-1][1]
         blocks = start // BLOCK
-        spans.append((start, start + BLOCK * (1 if blocks < FINE_BLOCKS else blocks // 8)))
+        spans.append((start, start + BLOCK * max(1, blocks // 8)))
     return spans
 
 
-SPANS = _spans(TOKEN_BYTES << 24)  # a prompt of 16 million tokens has 114 keys
+SPANS = _spans(TOKEN_BYTES << 24)  # a prompt of 16 million tokens has 107 keys
 ENDS = [end for _, end in SPANS]
 _packer = lru_cache(maxsize=4096)(lambda length: struct.Struct(f"{length}i").pack)
 
@@ -153,10 +152,12 @@ class PrefixIndex:
             if common < len(run):  # the prompt leaves it: what follows becomes a branch of its own
                 branches[run[common]] = (run[common:], prompts, since, caches)
                 run = run[:common]
+            position += common
+            if common == len(branch[0]) and cache in caches and not is_distinct:
+                continue  # nothing new
             if cache not in caches:
                 caches = (*caches, cache)[-HOLDERS:]
             branches[first] = (run, (prompts >> (epoch - since)) + is_distinct, epoch, caches)
-            position += common
         for first in reversed(way):  # what leads to a branch outlives it
             branches.move_to_end(first)
         if is_distinct:
