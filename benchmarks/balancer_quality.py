@@ -1,8 +1,8 @@
 """How well requests are placed: throughput, prefix hits and evenness against nine rivals, on a simulated fleet.
 
-Every cell is held out: no seed or parameter of those below was looked at while the balancer was made. The oracle knows
-the true contents of every cache and keeps the same load bound as ours. ``balancer_fidelity`` holds the simulator against
-real vLLM. The whole table goes to ``runs/bench/balancer_quality.csv``.
+Seeds are held out, and so are the parameters of all settings but the first: the balancer was made without them. The
+oracle knows the true contents of every cache and keeps the same load bound as ours. ``balancer_fidelity`` holds the
+simulator against real vLLM. The whole table goes to ``runs/bench/balancer_quality.csv``.
 """
 
 from __future__ import annotations
