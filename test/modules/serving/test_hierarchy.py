@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,3 +195,20 @@ def test_one_that_fails_to_learn_does_not_keep_others_from_it() -> None:
 def test_figures_are_read_only_for_who_looks_at_them() -> None:
     assert not Hierarchy(["prefix-aware", "requests"], Settings()).reads_figures
     assert Hierarchy(["prefix-aware", "kv-cache"], Settings()).reads_figures
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[3] / "docs" / "balancing.md").read_text()
+
+
+def test_the_pages_examples_run() -> None:
+    examples = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if not code.startswith("engine.")]
+    assert len(examples) == 2
+    for code in examples:
+        exec(code, {})
+
+
+def test_the_page_has_every_strategy_in_its_table() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE)
+    assert STRATEGIES.keys() <= {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
