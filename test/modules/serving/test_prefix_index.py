@@ -121,7 +121,7 @@ def is_distinct(index: PrefixIndex, *keys: int) -> bool:
 
 def shared(index: PrefixIndex, *keys: int) -> bool:
     known, distinct = index.match(list(keys))
-    return index.is_shared(known[0], distinct)
+    return index.share(known[0], distinct) > 0.5
 
 
 def test_prompts_branch_where_they_differ() -> None:
@@ -139,7 +139,7 @@ def test_the_same_prompt_again_adds_its_holder_and_nothing_else() -> None:
     index = PrefixIndex()
     for cache in (5, 6, 5):
         record(index, [1, 2, -1], cache)
-    assert branches(index, 1, 2, -1) == [([1, 2, -1], 1, (5, 6))]
+    assert branches(index, 1, 2, -1) == [([1, 2, -1], 1, (6, 5))]  # the latest last
     assert len(index) == 3
 
 
@@ -195,6 +195,16 @@ def test_a_template_is_what_more_than_half_of_all_distinct_prompts_begin_with() 
     record(index, [2, 13, -13])
     assert not shared(index, 1, 10, -10)  # 2 of 4
     assert not shared(index, 2, 12, -12)
+
+
+def test_a_share_is_of_distinct_prompts() -> None:
+    index = PrefixIndex()
+    for keys in ([1, 10, -10], [1, 11, -11], [2, -2], [3, -3]):
+        record(index, keys)
+    (template, question), distinct = index.match([1, 10, -10])
+    assert (index.share(template, distinct), index.share(question, distinct)) == (0.5, 0.0)
+    (template,), distinct = index.match([1, 12, -12])
+    assert index.share(template, distinct) == 0.6  # 3 of 5, the new one counted
 
 
 def test_the_turns_of_one_conversation_are_one_prompt() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from torchrl_moe.modules.serving.candidates import Candidates, RosterEntry, load_bound
 from torchrl_moe.modules.serving.prefix_index import TOKEN_BYTES, Branch, PrefixIndex, prompt_bytes, prompt_keys
 from torchrl_moe.modules.serving.strategies import RoutingContext
 
 __all__ = ["PrefixAware"]
+
+TEMPLATE = 0.5
+SPREAD = 2.0
 
 _Match = tuple[list[int], list[Branch], bool]  # keys; the branches on their way; whether the prompt is a distinct one
 
@@ -14,10 +19,13 @@ _Match = tuple[list[int], list[Branch], bool]  # keys; the branches on their way
 class PrefixAware:
     """The candidate that holds the longest beginning of the prompt, within the load bound; of equals, the least loaded.
 
-    It learns from every placement, whoever made it. What most prompts begin with is a template: every replica has it
-    or soon will, so it counts for nothing. Prefixes cached under other weights count for nothing either. No opinion
-    without a prompt, when nobody holds more than the template, or when all who do are too busy: then the next strategy
-    chooses, and one more replica holds the prefix.
+    It learns from every placement, whoever made it. What more than half of all distinct prompts begin with is a
+    template: every replica has it or soon will, so it counts for nothing. Prefixes cached under other weights count for
+    nothing either. Of those that got a prefix, only the latest are taken to hold it still: one, and twice the share of
+    the fleet that its share of the prompts makes; else each prefix would end up in every cache, and push others out.
+
+    No opinion without a prompt, when nobody holds more than the template, or when all who do are too busy: then the
+    next strategy chooses, and one more replica holds the prefix.
 
     Args:
         prefix_length: leading tokens that are looked at (four bytes each, for text); ``None`` for all.
@@ -43,16 +51,12 @@ class PrefixAware:
             return None
         _, known, is_distinct = match
         bound = load_bound(candidates, self.overload_threshold, margin=1.0) - 1.0
-        examined = 0
         for branch in reversed(known):
-            caches = branch[3]
-            if len(caches) == examined:  # a shorter prefix is in the same caches, and more
-                continue
-            if self.index.is_shared(branch, is_distinct):
+            share = self.index.share(branch, is_distinct)
+            if share > TEMPLATE:
                 return None
-            examined = len(caches)
             best = None
-            for cache in caches:
+            for cache in branch[3][-1 - ceil(SPREAD * share * len(candidates)) :]:
                 entry = candidates.with_cache(cache)
                 if entry is not None and entry.load <= bound and (best is None or _order(entry) < _order(best)):
                     best = entry

@@ -117,15 +117,15 @@ class PrefixIndex:
             position += common
         return known, False
 
-    def is_shared(self, branch: Branch, is_distinct: bool) -> bool:
-        """Whether more than half of all distinct prompts begin so: a template, which says nothing of where to go.
+    def share(self, branch: Branch, is_distinct: bool) -> float:
+        """Return the share of all distinct prompts that begin so; 0 for what only one begins with.
 
         Args:
             branch: on the way of the prompt that is asked about.
             is_distinct: whether that prompt is one more.
         """
         prompts = (branch[1] >> (self._epoch - branch[2])) + is_distinct
-        return prompts > 1 and 2 * prompts > self._prompts + is_distinct
+        return prompts / (self._prompts + is_distinct) if prompts > 1 else 0.0
 
     def record(self, keys: list[int], cache: int, is_distinct: bool) -> None:
         """Note that a prompt went to the replica whose cache has this number.
@@ -153,10 +153,8 @@ class PrefixIndex:
                 branches[run[common]] = (run[common:], prompts, since, caches)
                 run = run[:common]
             position += common
-            if common == len(branch[0]) and cache in caches and not is_distinct:
-                continue  # nothing new
-            if cache not in caches:
-                caches = (*caches, cache)[-HOLDERS:]
+            if cache != caches[-1]:
+                caches = (*(other for other in caches if other != cache), cache)[-HOLDERS:]
             branches[first] = (run, (prompts >> (epoch - since)) + is_distinct, epoch, caches)
         for first in reversed(way):  # what leads to a branch outlives it
             branches.move_to_end(first)
