@@ -51,7 +51,7 @@ def test_a_conversation_comes_back_even_if_it_is_the_first_one() -> None:
 
 def test_the_longest_of_several_beginnings_decides() -> None:
     lb = balancer(3)
-    place(lb, [question(9), question(8)])  # so that nothing below is what most prompts begin with
+    place(lb, [question(i) for i in range(2, 10)])  # so that nothing below is a template
     lb.acquire_at(0, prompt=question(1, 32)).release()
     lb.acquire_at(1, prompt=question(1, 64)).release()
     assert place(lb, [question(1, 80), question(1, 40) + [5] * 40]) == [1, 0]
@@ -111,7 +111,7 @@ def test_a_prompt_that_spills_has_one_home_again_afterwards() -> None:
 
 def test_a_prefix_that_many_prompts_begin_with_has_several_homes() -> None:
     lb = balancer(8)
-    place(lb, [question(i) for i in range(12)])
+    place(lb, [question(i) for i in range(30)])
     document = [7] * 200
     for i in range(8):
         lb.acquire_at((0, 5)[i % 2], prompt=document + question(100 + i)).release()

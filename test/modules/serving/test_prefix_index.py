@@ -119,9 +119,9 @@ def is_distinct(index: PrefixIndex, *keys: int) -> bool:
     return index.match(list(keys))[1]
 
 
-def shared(index: PrefixIndex, *keys: int) -> bool:
+def share(index: PrefixIndex, *keys: int) -> float:
     known, distinct = index.match(list(keys))
-    return index.share(known[0], distinct) > 0.5
+    return index.share(known[0], distinct)
 
 
 def test_prompts_branch_where_they_differ() -> None:
@@ -182,23 +182,12 @@ def test_only_the_latest_holders_are_remembered() -> None:
     assert branches(index, 1, -1) == [([1, -1], 1, tuple(range(3, HOLDERS + 3)))]
 
 
-def test_a_template_is_what_more_than_half_of_all_distinct_prompts_begin_with() -> None:
+def test_a_share_is_of_distinct_prompts() -> None:
     index = PrefixIndex()
     for _ in range(8):
         record(index, [1, 10, -10])  # a group: one prompt, eight times
-    assert not shared(index, 1, 10, -10)
-    assert shared(index, 1, 11, -11)  # the second distinct one is about to come
-    record(index, [1, 11, -11])
-    assert shared(index, 1, 10, -10)
-    record(index, [2, 12, -12])
-    assert shared(index, 1, 10, -10)  # 2 of 3
-    record(index, [2, 13, -13])
-    assert not shared(index, 1, 10, -10)  # 2 of 4
-    assert not shared(index, 2, 12, -12)
-
-
-def test_a_share_is_of_distinct_prompts() -> None:
-    index = PrefixIndex()
+    assert share(index, 1, 10, -10) == 0.0  # what only one begins with is not shared
+    assert share(index, 1, 11, -11) == 1.0  # the second one is about to come
     for keys in ([1, 10, -10], [1, 11, -11], [2, -2], [3, -3]):
         record(index, keys)
     (template, question), distinct = index.match([1, 10, -10])
@@ -216,15 +205,15 @@ def test_the_turns_of_one_conversation_are_one_prompt() -> None:
     assert [prompts for _, prompts, _ in branches(index, *range(5), -5)] == [2, 2, 1, 1, 1]
 
 
-def test_a_template_that_is_no_longer_used_is_forgotten() -> None:
+def test_what_is_no_longer_used_loses_its_share() -> None:
     index = PrefixIndex()
     for i in range(3000):
         record(index, [1, 10_000 + i, -10_000 - i])
-    assert shared(index, 1, 10_000, -10_000)
+    assert share(index, 1, 10_000, -10_000) == 1.0
     for i in range(3000):
         record(index, [2, 20_000 + i, -20_000 - i])
-    assert not shared(index, 1, 10_000, -10_000)
-    assert shared(index, 2, 20_000, -20_000)
+    assert share(index, 1, 10_000, -10_000) < 0.25
+    assert share(index, 2, 20_000, -20_000) > 0.75
 
 
 @settings(deadline=None)
