@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from torchrl_moe._errors import EngineError, NoReplicaError, StaleReplicaError
-from torchrl_moe.modules.serving.candidates import Candidates
+from torchrl_moe.modules.serving.candidates import Candidates, RosterEntry
 from torchrl_moe.modules.serving.load_balancer import Lease, LoadBalancer
 from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.states import TRANSITIONS, ReplicaState
@@ -142,6 +143,19 @@ def test_a_strategy_that_fails_is_passed_over_and_the_request_is_counted_once() 
     with pytest.warns(UserWarning, match="strategy 'broken' failed with ZeroDivisionError"):
         assert [lb.acquire().index for _ in range(4)] == [0, 1, 0, 1]
     assert inflight(lb) == [2, 2]
+
+
+def test_a_warning_that_is_an_error_counts_nothing() -> None:
+    class Forgetful(Says):
+        def placed(self, entry: RosterEntry, context: RoutingContext) -> None:
+            raise KeyError
+
+    lb = LoadBalancer(["a", "b"], Forgetful(1, "forgetful"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="strategy 'forgetful' failed to learn"):
+            lb.acquire()
+    assert inflight(lb) == [0, 0]
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------

@@ -174,8 +174,8 @@ class LoadBalancer:
             return entry.index
 
     def _lease(self, entry: RosterEntry, context: RoutingContext, group_id: str | None) -> Lease:
+        self.hierarchy.placed(entry, context)  # first: a warning may be an error, and nothing is counted yet
         self.roster.reserve(entry.index)
-        self.hierarchy.placed(entry, context)
         self._decisions[entry.index] += 1
         if group_id is not None:
             self._groups[group_id] = entry.version
