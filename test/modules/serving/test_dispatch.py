@@ -487,7 +487,7 @@ def test_the_event_loop_goes_on_and_no_thread_is_held(serve: Any) -> None:
         before = threading.active_count()
         for _ in range(10):
             await asyncio.sleep(0.01)
-        assert threading.active_count() == before
+        assert threading.active_count() <= before  # those of earlier tests may end
         assert not any(task.done() for task in tasks)
         await asyncio.to_thread(lb.roster.set_state, 0, ReplicaState.SERVING)
         return await asyncio.gather(*tasks)

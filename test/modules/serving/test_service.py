@@ -204,8 +204,8 @@ def test_requests_fan_out_evenly_call_by_call(serve: Any) -> None:
 def test_a_prompt_goes_where_it_was_and_a_group_at_once_is_spread(serve: Any) -> None:
     engine = serve(4)
     assert len({ask(engine, "again").metrics.replica for _ in range(8)}) == 1
-    # one above the mean is too many on an idle fleet: all become holders, and share
-    assert Counter(c.metrics.replica for c in ask(engine, ["group"] * 8)) == {0: 2, 1: 2, 2: 2, 3: 2}
+    # the k-th may go where the last one went if that makes no more than k / 4 + 1 there, else to the least loaded
+    assert [c.metrics.replica for c in ask(engine, ["group"] * 8)] == [1, 2, 3, 3, 0, 0, 1, 1]
 
 
 def test_eight_threads_at_once_each_get_their_own_answers(serve: Any) -> None:
@@ -299,6 +299,7 @@ def test_a_refused_request_is_named_and_the_service_goes_on(serve: Any) -> None:
 
 def test_a_death_under_a_call_marks_the_replica_and_the_others_go_on(serve: Any) -> None:
     engine = serve(3, token_seconds=slow_if("slow"))
+    engine.create_load_balancer("requests")
     call = in_thread(lambda: ask(engine, ["slow"] * 6))
     until_running(engine, [2, 2, 2])
     engine.replicas[1].die("out of memory")

@@ -64,7 +64,7 @@ def prompt_bytes(prompt: Any) -> tuple[bytes, int] | None:
 def prompt_keys(data: bytes, seed: int = 0) -> list[int]:
     """Return the keys of a prompt's prefixes of whole blocks, shortest first, and then, negative, that of all of it.
 
-    >>> prompt_keys(bytes(64))[:1] == prompt_keys(bytes(80))[:1]
+    >>> prompt_keys(bytes(128))[:1] == prompt_keys(bytes(200))[:1]
     True
     """
     spans = SPANS[: bisect_right(ENDS, len(data))]
