@@ -37,18 +37,18 @@ class Setting:
 
 
 SETTINGS: Mapping[str, Setting] = {
-    "8 replicas": Setting(spec=FleetSpec(), shape=Shape(), concurrency=32, seed=31),
+    "8 replicas": Setting(spec=FleetSpec(), shape=Shape(), concurrency=32, seed=41),
     "16 replicas, little KV, long turns": Setting(
         spec=FleetSpec(replicas=16, kv_tokens=70_000),
         shape=Shape(template=300, question=(50, 900), answer=200, group=16, turns=(4, 28), observation=(50, 900)),
         concurrency=14,
-        seed=32,
+        seed=42,
     ),
     "4 replicas, much KV, long answers": Setting(
         spec=FleetSpec(replicas=4, kv_tokens=350_000, step_per_request=0.00005),
         shape=Shape(template=2500, group=4, answer=600, spread=0.8, pause=5.0, hot=0.6),
         concurrency=56,
-        seed=33,
+        seed=43,
     ),
 }
 
