@@ -1,4 +1,4 @@
-"""How well requests are placed: throughput, prefix hits and evenness against nine rivals, on a simulated fleet.
+"""How well requests are placed: throughput, prefix hits and evenness against eight rivals, on a simulated fleet.
 
 Seeds are held out, and so are the parameters of all settings but the first: the balancer was made without them. The
 oracle knows the true contents of every cache and keeps the same load bound as ours. ``balancer_fidelity`` holds the
