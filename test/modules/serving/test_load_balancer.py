@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Sequence
+import warnings
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from hypothesis.stateful import (
 )
 
 from torchrl_moe._errors import EngineError, NoReplicaError, StaleReplicaError
+from torchrl_moe.modules.serving.candidates import Candidates, RosterEntry
 from torchrl_moe.modules.serving.load_balancer import Lease, LoadBalancer
-from torchrl_moe.modules.serving.roster import Roster, RosterEntry
+from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.states import TRANSITIONS, ReplicaState
 from torchrl_moe.modules.serving.strategies import RoutingContext
 
@@ -33,7 +35,7 @@ class Says:
         self.name = name
         self.asked: list[tuple[list[int], RoutingContext]] = []
 
-    def choose(self, candidates: Sequence[RosterEntry], context: RoutingContext) -> Any:
+    def choose(self, candidates: Candidates, context: RoutingContext) -> Any:
         self.asked.append(([entry.index for entry in candidates], context))
         return self.answer
 
@@ -84,7 +86,25 @@ def test_an_empty_hierarchy_is_refused() -> None:
         LoadBalancer(["a"], [])
 
 
+def test_torchrls_arguments_stand_where_they_stood() -> None:
+    lb = LoadBalancer(["a", "b"], ["prefix-aware", "requests"], 16, 1.5)
+    stats = lb.get_stats()
+    assert (stats["prefix_length"], stats["overload_threshold"]) == (16, 1.5)
+    with pytest.raises(ValueError, match="prefix_length must be at least 1, or None for all tokens, got 0"):
+        LoadBalancer(["a"], prefix_length=0)
+    with pytest.raises(ValueError, match=r"overload_threshold must be at least 1\.0, the mean load itself, got 0\.5"):
+        LoadBalancer(["a"], overload_threshold=0.5)
+
+
 # -- the hierarchy ----------------------------------------------------------------------------------------------------
+
+
+def test_by_default_prefixes_come_first_and_then_load() -> None:
+    lb = LoadBalancer(list("abc"))
+    assert lb.get_stats()["strategies"] == ["prefix-aware", "requests"]
+    with lb.acquire("x" * 100):
+        assert lb.acquire().index == 1
+    assert lb.acquire("x" * 100).index == 0
 
 
 def test_the_first_opinion_wins_and_the_rest_is_not_asked() -> None:
@@ -100,42 +120,42 @@ def test_without_any_opinion_the_least_loaded_is_taken() -> None:
     assert inflight(lb) == [2, 1, 1]
 
 
-def test_replica_0_is_an_opinion() -> None:
-    lb = LoadBalancer(["a", "b"], [Says(0), Says(1)])
-    assert [lb.acquire().index for _ in range(2)] == [0, 0]
-
-
-@pytest.mark.parametrize("answer", [2, -1, 7])
-def test_an_answer_that_is_no_candidate_is_an_error_and_counts_nothing(answer: int) -> None:
-    lb = LoadBalancer(list("abc"), Says(answer, "mine"))
-    lb.roster.set_state(2, ReplicaState.SYNCING)
-    with pytest.raises(ValueError, match=rf"strategy .* chose replica {answer}, not one of \[0, 1\]"):
-        lb.acquire()
-    assert inflight(lb) == [0, 0, 0]
-
-
 def test_a_strategy_sees_only_candidates_and_the_whole_request() -> None:
     ear = Says(None)
     lb = LoadBalancer(list("abcd"), ear)
     lb.roster.set_state(0, ReplicaState.SYNCING)
-    lb.roster[1].version = lb.roster[3].version = 5
+    lb.roster.set_version(1, 5)
+    lb.roster.set_version(3, 5)
     lb.acquire([1, 2], session_id="s", min_version=5, request_context={"user": 7})
     ((candidates, context),) = ear.asked
     assert candidates == [1, 3]
     assert (context.prompt, context.session_id, context.request_context) == ([1, 2], "s", {"user": 7})
 
 
-def test_an_error_inside_a_strategy_is_seen_and_counts_nothing() -> None:
+def test_a_strategy_that_fails_is_passed_over_and_the_request_is_counted_once() -> None:
     class Broken:
         name = "broken"
 
-        def choose(self, candidates: Sequence[RosterEntry], context: RoutingContext) -> int:
+        def choose(self, candidates: Candidates, context: RoutingContext) -> int:
             raise ZeroDivisionError
 
-    lb = LoadBalancer(["a"], [Broken(), "requests"])
-    with pytest.raises(ZeroDivisionError):
-        lb.acquire()
-    assert inflight(lb) == [0]
+    lb = LoadBalancer(["a", "b"], [Broken(), "requests"])
+    with pytest.warns(UserWarning, match="strategy 'broken' failed with ZeroDivisionError"):
+        assert [lb.acquire().index for _ in range(4)] == [0, 1, 0, 1]
+    assert inflight(lb) == [2, 2]
+
+
+def test_a_warning_that_is_an_error_counts_nothing() -> None:
+    class Forgetful(Says):
+        def placed(self, entry: RosterEntry, context: RoutingContext) -> None:
+            raise KeyError
+
+    lb = LoadBalancer(["a", "b"], Forgetful(1, "forgetful"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="strategy 'forgetful' failed to learn"):
+            lb.acquire()
+    assert inflight(lb) == [0, 0]
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------
@@ -143,10 +163,10 @@ def test_an_error_inside_a_strategy_is_seen_and_counts_nothing() -> None:
 
 def test_a_lease_says_where_and_which_version() -> None:
     lb = LoadBalancer(["a", "b"])
-    lb.roster[0].version = 4
+    lb.roster.set_version(0, 4)
     lease = lb.acquire()
     assert (lease.index, lease.version) == (0, 4)
-    lb.roster[0].version = 5
+    lb.roster.set_version(0, 5)
     assert lease.version == 4
     assert repr(lease) == "Lease(replica=0, version=4, held)"
     lease.release()
@@ -211,24 +231,37 @@ def test_an_error_inside_the_context_passes_and_the_place_is_given_back() -> Non
 # -- who may serve ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", [state for state in ReplicaState if state is not ReplicaState.SERVING])
+PATHS = {
+    ReplicaState.STARTING: [ReplicaState.DEAD, ReplicaState.STARTING],
+    ReplicaState.DRAINING: [ReplicaState.DRAINING],
+    ReplicaState.SYNCING: [ReplicaState.SYNCING],
+    ReplicaState.QUARANTINED: [ReplicaState.SYNCING, ReplicaState.QUARANTINED],
+    ReplicaState.DEAD: [ReplicaState.DEAD],
+}
+"""From SERVING to each other state."""
+
+
+@pytest.mark.parametrize("state", PATHS)
 def test_only_a_serving_replica_takes_requests(state: ReplicaState) -> None:
     lb = LoadBalancer(["a", "b"])
-    lb.roster[0].state = state
+    assert lb.acquire().index == 0
+    for step in PATHS[state]:
+        lb.roster.set_state(0, step)
     assert [lb.acquire().index for _ in range(3)] == [1, 1, 1]
-    lb.roster[1].state = state
+    for step in PATHS[state]:
+        lb.roster.set_state(1, step)
     with pytest.raises(NoReplicaError, match=f"no replica is serving: .*#1 {state.name}") as caught:
         lb.acquire()
     assert isinstance(caught.value, EngineError)
     with pytest.raises(NoReplicaError):
         lb.select_actor()
-    assert inflight(lb) == [0, 3]
+    assert inflight(lb) == [1, 3]
 
 
 def test_min_version_keeps_stale_replicas_out() -> None:
     lb = LoadBalancer(list("abc"))
-    for entry, version in zip(lb.roster, (3, 5, 4), strict=True):
-        entry.version = version
+    for index, version in enumerate((3, 5, 4)):
+        lb.roster.set_version(index, version)
     assert [lb.acquire(min_version=4).index for _ in range(3)] == [1, 2, 1]
     assert [lb.acquire(min_version=5).index for _ in range(2)] == [1, 1]
     with pytest.raises(StaleReplicaError, match="no serving replica holds version 6; the newest is 5"):
@@ -241,7 +274,7 @@ def test_min_version_keeps_stale_replicas_out() -> None:
 
 def test_a_replica_can_be_named() -> None:
     lb = LoadBalancer(["a", "b"])
-    lb.roster[1].version = 2
+    lb.roster.set_version(1, 2)
     assert [lb.acquire_at(1).index, lb.acquire_at(1, min_version=2).index] == [1, 1]
     assert inflight(lb) == [0, 2]
     with pytest.raises(StaleReplicaError, match="replica 1 holds version 2, asked for 3"):
@@ -258,12 +291,19 @@ def test_a_replica_can_be_named() -> None:
 
 
 def test_select_actor_answers_and_counts_nothing() -> None:
-    lb = LoadBalancer(["a", "b"])
-    assert [lb.select_actor("hi") for _ in range(3)] == [0, 0, 0]
+    lb = LoadBalancer(["a", "b"], "requests")
+    assert [lb.select_actor("hi") for _ in range(4)] == [0, 1, 0, 1]  # ties take turns
     assert inflight(lb) == [0, 0]
     assert [stats["decisions"] for stats in lb.get_stats()["actor_stats"]] == [0, 0]
-    assert lb.acquire().index == 0
-    assert lb.select_actor() == 1
+    lb.acquire_at(0)
+    assert [lb.select_actor() for _ in range(2)] == [1, 1]
+
+
+def test_select_actor_has_a_memory_for_prefixes() -> None:
+    lb = LoadBalancer(list("abcd"))
+    prompts = ["a" * 100, "b" * 100, "c" * 100]
+    assert [lb.select_actor(prompt) for prompt in prompts] == [0, 1, 2]
+    assert [lb.select_actor(prompt) for prompt in prompts[::-1]] == [2, 1, 0]
 
 
 def test_select_actor_takes_its_turn_in_round_robin_as_torchrls_does() -> None:
@@ -281,18 +321,22 @@ def test_select_actor_passes_prompt_and_context_on() -> None:
 
 def test_stats_have_torchrls_keys_where_they_have_a_meaning() -> None:
     lb = LoadBalancer(list("abc"), ["round-robin", "requests"])
-    lb.roster[1].version = 7
+    lb.roster.set_version(1, 7)
     leases = [lb.acquire() for _ in range(4)]
     leases[1].release()
+    lb.observe(2, pending_requests=9, cache_usage=0.25)
+    common = {"state": "SERVING", "cache_usage": None}
     assert lb.get_stats() == {
         "strategies": ["round-robin", "requests"],
         "primary_strategy": "round-robin",
         "num_actors": 3,
+        "prefix_length": None,
+        "overload_threshold": 1.15,
         "round_robin_index": 1,
         "actor_stats": [
-            {"actor_index": 0, "state": "SERVING", "version": 0, "pending_requests": 2, "decisions": 2},
-            {"actor_index": 1, "state": "SERVING", "version": 7, "pending_requests": 0, "decisions": 1},
-            {"actor_index": 2, "state": "SERVING", "version": 0, "pending_requests": 1, "decisions": 1},
+            {**common, "actor_index": 0, "version": 0, "pending_requests": 2, "decisions": 2},
+            {**common, "actor_index": 1, "version": 7, "pending_requests": 0, "decisions": 1},
+            {**common, "actor_index": 2, "version": 0, "pending_requests": 9, "decisions": 1, "cache_usage": 0.25},
         ],
     }
 
@@ -311,6 +355,148 @@ def test_a_balancer_prints_its_hierarchy_and_its_replicas() -> None:
     assert repr(lb) == "LoadBalancer(mine > requests, Roster(#0 SERVING v0 inflight=0))"
 
 
+# -- reports ----------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_report_counts_where_it_is_more_than_was_counted_here() -> None:
+    lb = LoadBalancer(list("ab"), "requests")
+    lb.observe(0, pending_requests=10_000)
+    assert [lb.acquire().index for _ in range(5)] == [1] * 5
+    lb.observe(0, pending_requests=2)
+    assert [lb.acquire().index for _ in range(3)] == [0] * 3  # those reported may be ours: loads 2, 2 and 3
+    assert inflight(lb) == [3, 5]
+
+
+def test_a_stale_report_counts_for_nothing_and_a_later_one_holds() -> None:
+    clock = Clock()
+    lb = LoadBalancer(list("ab"), "requests", clock=clock)
+    lb.observe(0, pending_requests=50)
+    clock.now = 4.0
+    assert lb.select_actor() == 1
+    lb.observe(0, pending_requests=40)
+    clock.now = 8.0  # the first report is too old, the second is not
+    assert lb.select_actor() == 1
+    clock.now = 9.5
+    assert lb.select_actor() == 0
+
+
+def test_a_report_says_nothing_of_a_replica_that_started_over() -> None:
+    lb = LoadBalancer(list("ab"), "requests")
+    lb.observe(0, pending_requests=50, cache_usage=0.5)
+    for state in (ReplicaState.DEAD, ReplicaState.STARTING, ReplicaState.SERVING):
+        lb.roster.set_state(0, state)
+    assert lb.select_actor() == 0
+    assert lb.get_stats()["actor_stats"][0]["cache_usage"] is None
+
+
+@pytest.mark.parametrize(
+    ("figures", "match"),
+    [
+        ({"pending_requests": -1}, "pending_requests must not be negative, got -1"),
+        ({"cache_usage": 1.5}, r"cache_usage must be a share from 0 to 1, got 1\.5"),
+        ({"cache_usage": float("nan")}, "cache_usage must be a share from 0 to 1, got nan"),
+    ],
+)
+def test_a_report_out_of_range_is_refused(figures: dict[str, Any], match: str) -> None:
+    lb = LoadBalancer(["a"])
+    with pytest.raises(ValueError, match=match):
+        lb.observe(0, **figures)
+    with pytest.raises(IndexError, match="actor index 1 out of range"):
+        lb.observe(1, pending_requests=1)
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+def versions(lb: LoadBalancer, *numbers: int) -> None:
+    for index, version in enumerate(numbers):
+        lb.roster.set_version(index, version)
+
+
+def test_a_group_stays_on_the_newest_version_that_served_when_it_began() -> None:
+    lb = LoadBalancer(list("abcd"), "requests")
+    versions(lb, 1, 2, 2, 1)
+    assert {lease.version for lease in (lb.acquire(group_id="g") for _ in range(8))} == {2}
+    assert inflight(lb) == [0, 4, 4, 0]
+    lb.roster.set_version(0, 3)
+    assert lb.acquire(group_id="g").version == 2
+    assert lb.acquire(group_id="h").version == 3
+    assert lb.acquire(group_id="g", min_version=2).version == 2
+
+
+def test_a_group_whose_version_is_gone_is_told_so() -> None:
+    lb = LoadBalancer(list("ab"), "requests")
+    lb.acquire(group_id="g")
+    versions(lb, 1, 1)
+    with pytest.raises(
+        StaleReplicaError, match=r"holds version 0, which group 'g' began on; the newest is 1\. Begin the"
+    ):
+        lb.acquire(group_id="g")
+    lb.acquire(group_id="h")
+    with pytest.raises(StaleReplicaError, match="group 'h' is on version 1, asked for 2"):
+        lb.acquire(group_id="h", min_version=2)
+    assert inflight(lb) == [1, 1]
+
+
+def test_a_named_replica_settles_a_groups_version_and_keeps_to_it() -> None:
+    lb = LoadBalancer(list("ab"), "requests")
+    versions(lb, 0, 1)
+    lb.acquire_at(0, group_id="g")
+    assert lb.acquire(group_id="g").index == 0
+    with pytest.raises(StaleReplicaError, match="replica 1 holds version 1, but group 'g' is on version 0"):
+        lb.acquire_at(1, group_id="g")
+
+
+def test_a_group_that_got_nothing_can_be_unsettled() -> None:
+    lb = LoadBalancer(list("ab"), "requests")
+    assert not lb.has_group("g")
+    lb.acquire(group_id="g").release()
+    assert lb.has_group("g")
+    lb.forget_groups(["g", "unknown"])
+    assert not lb.has_group("g")
+
+
+def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrl_moe.modules.serving.load_balancer.MOST_GROUPS", 3)
+    lb = LoadBalancer(list("ab"), "requests")
+    for i in range(10):
+        lb.acquire(group_id=f"{i}")
+    assert [lb.has_group(f"{i}") for i in range(10)] == [False] * 7 + [True] * 3
+
+
+# -- churn ------------------------------------------------------------------------------------------------------------
+
+
+def test_200_replicas_that_come_and_go_leave_no_counts_behind() -> None:
+    rng = random.Random(0)
+    lb = LoadBalancer(list(range(200)), ["session", "prefix-aware", "requests"])
+    leases: list[Lease] = []
+    for _ in range(4000):
+        what, entry = rng.random(), lb.roster[rng.randrange(200)]
+        if what < 0.6:
+            leases.append(lb.acquire([rng.randrange(50)] * 40, session_id=rng.choice([None, f"{rng.randrange(60)}"])))
+        elif what < 0.8 and leases:
+            leases.pop(rng.randrange(len(leases))).release()
+        elif what < 0.85 and leases:
+            with pytest.raises(KeyError), leases.pop():
+                raise KeyError
+        elif what < 0.9:
+            lb.roster.set_version(entry.index, entry.version + 1)
+        else:
+            lb.roster.set_state(entry.index, rng.choice(sorted(TRANSITIONS[entry.state], key=lambda s: s.name)))
+    assert sum(inflight(lb)) == len(leases) > 500
+    for lease in leases * 2:  # late, and twice; many of their replicas are gone
+        lease.release()
+    assert inflight(lb) == [0] * 200
+
+
 # -- any sequence at all ----------------------------------------------------------------------------------------------
 
 
@@ -321,7 +507,8 @@ class Leasing(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lb = LoadBalancer(list("abc"), [Says(None), "requests"])
+        self.clock = Clock()
+        self.lb = LoadBalancer(list("abc"), [Says(None), "requests"], clock=self.clock)
         self.held: dict[int, Lease] = {}
         self.given = 0
 
@@ -333,14 +520,15 @@ class Leasing(RuleBasedStateMachine):
     @rule(target=leases, min_version=st.none() | st.integers(0, 3))
     def acquire(self, min_version: int | None) -> Any:
         fit = [e.index for e in self.lb.roster if e.state is ReplicaState.SERVING and e.version >= (min_version or 0)]
-        least = min((self.lb.roster[i].inflight for i in fit), default=0)
+        self.expire()
+        least = min((self.lb.roster[i].load for i in fit), default=0)
         try:
             lease = self.lb.acquire(min_version=min_version)
         except (NoReplicaError, StaleReplicaError):
             assert not fit
             return None
         assert lease.index in fit
-        assert self.lb.roster[lease.index].inflight == least + 1
+        assert self.lb.roster[lease.index].load in (least, least + 1)  # a report may hide one more
         return self._keep(lease)
 
     @rule(target=leases, index=st.integers(0, 2))
@@ -371,7 +559,19 @@ class Leasing(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 2))
     def update_weights(self, index: int) -> None:
-        self.lb.roster[index].version += 1
+        self.lb.roster.set_version(index, self.lb.roster[index].version + 1)
+
+    @rule(index=st.integers(0, 2), pending=st.integers(0, 5))
+    def report(self, index: int, pending: int) -> None:
+        self.lb.observe(index, pending_requests=pending)
+
+    @rule(seconds=st.floats(0.0, 4.0))
+    def pass_time(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    def expire(self) -> None:
+        with self.lb.roster.changed:
+            self.lb.roster.expire(self.clock.now - 5.0)
 
     @rule()
     def ask(self) -> None:
@@ -385,6 +585,13 @@ class Leasing(RuleBasedStateMachine):
         for lease in self.held.values():
             expected[lease.index] += 1
         assert inflight(self.lb) == expected
+
+    @invariant()
+    def totals_are_the_sums_of_loads(self) -> None:
+        with self.lb.roster.changed:
+            serving = self.lb.roster.serving()
+            assert serving.total == sum(entry.load for entry in serving)
+            assert {entry.state for entry in serving} <= {ReplicaState.SERVING}
 
     @invariant()
     def decisions_are_the_leases_given(self) -> None:

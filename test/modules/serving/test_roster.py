@@ -55,6 +55,72 @@ def test_requests_are_counted_and_the_last_choice_is_remembered() -> None:
     assert [e.inflight for e in roster] == [1, 0, 1]
 
 
+def test_only_those_that_serve_a_version_in_range_are_candidates() -> None:
+    roster = Roster("abcde", ReplicaState.SERVING)
+    for index, version in enumerate((3, 5, 4, 5, 9)):
+        roster.set_version(index, version)
+    roster.set_state(4, ReplicaState.DRAINING)
+    with roster.changed:
+        found = {
+            (oldest, newest): [entry.index for entry in roster.serving(oldest, newest)]
+            for oldest, newest in [(None, None), (4, None), (None, 4), (5, 5), (6, None), (None, 2), (0, 100)]
+        }
+        assert found == {
+            (None, None): [0, 1, 2, 3],
+            (4, None): [1, 2, 3],
+            (None, 4): [0, 2],
+            (5, 5): [1, 3],
+            (6, None): [],
+            (None, 2): [],
+            (0, 100): [0, 1, 2, 3],
+        }
+        assert roster.newest_version == 5
+        assert roster.serving() is roster.serving(3)  # the same question
+    roster.set_state(4, ReplicaState.SERVING)
+    with roster.changed:
+        assert [entry.index for entry in roster.serving(6)] == [4]
+
+
+def test_candidates_are_told_of_every_change_of_load() -> None:
+    roster = Roster("abc", ReplicaState.SERVING)
+    roster.set_version(2, 1)
+    with roster.changed:
+        every, newer = roster.serving(), roster.serving(1)
+        roster.reserve(2)
+        roster.reserve(0)
+        roster.observe(1, at=0.0, pending=7)
+        assert (every.total, newer.total) == (9, 1)
+        assert (every.least_loaded().index, newer.least_loaded().index) == (2, 2)
+        roster.expire(before=1.0)
+        roster.give_back(2)
+        assert (every.total, newer.total) == (1, 0)
+        roster.touch(1)
+        assert every.least_loaded().index == 2
+
+
+def test_a_lost_cache_has_another_number() -> None:
+    roster = Roster("ab", ReplicaState.SERVING)
+    seen = {entry.cache for entry in roster}
+    assert len(seen) == 2
+
+    def lost() -> bool:
+        new = roster[1].cache not in seen
+        seen.add(roster[1].cache)
+        return new
+
+    roster.set_state(1, ReplicaState.DRAINING)
+    assert not lost()
+    roster.set_version(1, 0)  # loaded anew, whatever it is called
+    assert lost()
+    roster.forget_prefixes(1)
+    assert lost()
+    roster.mark_dead(1)
+    assert lost()
+    roster.set_state(1, ReplicaState.STARTING)
+    assert lost()
+    assert roster[0].cache == 0
+
+
 def test_counting_from_many_threads_loses_nothing() -> None:
     roster = Roster("ab", ReplicaState.SERVING)
 
@@ -124,5 +190,5 @@ def test_a_request_id_is_used_once_at_a_time() -> None:
 def test_a_roster_prints_a_line_for_each_replica() -> None:
     roster = Roster("ab", ReplicaState.SERVING)
     roster.reserve(1)
-    roster[1].version = 3
+    roster.set_version(1, 3)
     assert repr(roster) == "Roster(#0 SERVING v0 inflight=0, #1 SERVING v3 inflight=1)"

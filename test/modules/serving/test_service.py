@@ -198,7 +198,14 @@ def test_routes_can_be_left_out(serve: Any) -> None:
 
 def test_requests_fan_out_evenly_call_by_call(serve: Any) -> None:
     engine = serve(4)
-    assert Counter(ask(engine).metrics.replica for _ in range(200)) == {0: 50, 1: 50, 2: 50, 3: 50}
+    assert Counter(ask(engine, f"{i}").metrics.replica for i in range(200)) == {0: 50, 1: 50, 2: 50, 3: 50}
+
+
+def test_a_prompt_goes_where_it_was_and_a_group_at_once_is_spread(serve: Any) -> None:
+    engine = serve(4)
+    assert len({ask(engine, "again").metrics.replica for _ in range(8)}) == 1
+    # the k-th may go where the last one went if that makes no more than k / 4 + 1 there, else to the least loaded
+    assert [c.metrics.replica for c in ask(engine, ["group"] * 8)] == [1, 2, 3, 3, 0, 0, 1, 1]
 
 
 def test_eight_threads_at_once_each_get_their_own_answers(serve: Any) -> None:
@@ -240,7 +247,7 @@ def test_sessions_reach_the_strategy_and_one_name_will_do_for_one_prompt(serve: 
 
 def test_min_version_picks_fresh_replicas(serve: Any) -> None:
     engine = serve(3)
-    engine.roster[1].version = 4
+    engine.roster.set_version(1, 4)
     assert {c.metrics.replica for c in ask(engine, list("abcd"), min_version=4)} == {1}
     assert asyncio.run(engine.agenerate("a", min_version=4)).metrics.replica == 1
     with pytest.raises(StaleReplicaError, match="no serving replica holds version 5; the newest is 4"):
@@ -292,6 +299,7 @@ def test_a_refused_request_is_named_and_the_service_goes_on(serve: Any) -> None:
 
 def test_a_death_under_a_call_marks_the_replica_and_the_others_go_on(serve: Any) -> None:
     engine = serve(3, token_seconds=slow_if("slow"))
+    engine.create_load_balancer("requests")
     call = in_thread(lambda: ask(engine, ["slow"] * 6))
     until_running(engine, [2, 2, 2])
     engine.replicas[1].die("out of memory")
@@ -299,7 +307,7 @@ def test_a_death_under_a_call_marks_the_replica_and_the_others_go_on(serve: Any)
         call.result(5.0)
     assert [entry.state.name for entry in engine.roster] == ["SERVING", "DEAD", "SERVING"]
     assert engine.get_num_unfinished_requests() == [0, 0, 0]
-    assert {ask(engine).metrics.replica for _ in range(6)} == {0, 2}
+    assert {ask(engine, f"{i}").metrics.replica for i in range(6)} == {0, 2}
 
 
 def test_a_death_is_also_noted_by_a_task(serve: Any) -> None:
@@ -595,7 +603,7 @@ def test_cache_usage_is_the_engines_figure_and_nan_for_the_dead(serve: Any) -> N
 
 def test_stats_are_flat_and_true(serve: Any) -> None:
     engine = serve(2)
-    engine.roster[1].version = 3
+    engine.roster.set_version(1, 3)
     engine.generate([[1, 2], [3], [4]], {"max_tokens": 5, "n": 2}, use_tqdm=False)
     engine.replicas[1].die()
     first, second = engine.stats()
@@ -644,6 +652,72 @@ def test_a_new_balancer_is_used_from_now_on(serve: Any) -> None:
     assert engine.load_balancer is balancer
 
 
+def test_groups_reach_the_balancer_one_for_each_prompt(serve: Any) -> None:
+    engine = serve(4)
+    engine.roster.set_version(3, 1)
+    assert {c.metrics.replica for c in ask(engine, list("abcd"), group_ids=["g", "h", "g", "h"])} == {3}
+    engine.roster.set_version(2, 2)
+    assert asyncio.run(engine.agenerate("e", group_id="g")).metrics.replica == 3
+    with pytest.raises(ValueError, match="group_ids must have one entry per prompt: got 1 for 2 prompts"):
+        ask(engine, ["a", "b"], group_ids="g")
+
+
+def test_a_strategy_of_yours_is_told_what_you_said_and_the_prompts_ids(serve: Any) -> None:
+    heard = []
+
+    class Ear:
+        name = "ear"
+
+        def choose(self, candidates: Any, context: Any) -> None:
+            heard.append((context.prompt.tolist(), dict(context.request_context)))
+
+    engine = serve(2)
+    engine.create_load_balancer([Ear()])
+    ask(engine, [[1, 2], [3]], request_context={"user": 7})
+    asyncio.run(engine.agenerate([4], request_context={"user": 8}))
+    ask(engine, [[5]])
+    assert heard == [([1, 2], {"user": 7}), ([3], {"user": 7}), ([4], {"user": 8}), ([5], {})]
+
+
+def test_a_named_replica_is_remembered_for_its_prefix(serve: Any) -> None:
+    engine = serve(4)
+    ask(engine, "x" * 100, actor_index=2)
+    assert ask(engine, "x" * 100).metrics.replica == 2
+    engine.reset_prefix_cache()
+    assert ask(engine, "x" * 100).metrics.replica == 0
+    engine.pause(clear_cache=True)
+    engine.resume()
+    assert ask(engine, "x" * 100).metrics.replica == 1
+
+
+def test_figures_are_read_while_a_balancer_looks_at_them(serve: Any) -> None:
+    engine = serve(2)
+    balancer = engine.create_load_balancer(["kv-cache", "requests"])
+    deadline = time.monotonic() + 5.0
+    while any(entry.usage is None for entry in engine.roster):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert [stats["cache_usage"] for stats in balancer.get_stats()["actor_stats"]] == [0.0, 0.0]
+    poller = engine._poller
+    engine.create_load_balancer()
+    assert engine._poller is None
+    assert poller._stopped.is_set()
+    engine.create_load_balancer("kv-cache")
+    poller = engine._poller
+    engine.shutdown()
+    assert poller._stopped.is_set()
+
+
+def test_a_random_replica_is_one_that_serves(serve: Any) -> None:
+    engine = serve(4)
+    engine.roster.set_state(1, ReplicaState.DRAINING)
+    assert {engine.get_random_actor_index() for _ in range(200)} == {0, 2, 3}
+    for index in (0, 2, 3):
+        engine.roster.set_state(index, ReplicaState.SYNCING)
+    with pytest.raises(NoReplicaError, match="no replica is serving"):
+        engine.get_random_actor_index()
+
+
 def test_a_balancer_of_your_own_sees_the_same_load(serve: Any) -> None:
     engine = serve(2)
     with LoadBalancer(engine, "requests").acquire() as lease:
@@ -669,6 +743,7 @@ USES: dict[str, Callable[[GenerationService], Any]] = {
     "create_load_balancer": lambda s: s.create_load_balancer("requests"),
     "generate": lambda s: s.generate("hi"),
     "get_cache_usage": lambda s: s.get_cache_usage(),
+    "get_random_actor_index": lambda s: s.get_random_actor_index(),
     "get_num_unfinished_requests": lambda s: s.get_num_unfinished_requests(),
     "get_tokenizer": lambda s: s.get_tokenizer(),
     "pause": lambda s: s.pause(),

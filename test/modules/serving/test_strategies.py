@@ -1,21 +1,23 @@
-"""Strategies: least loaded with ties to the least recently chosen, round-robin over whoever may serve."""
+"""Strategies, each by itself: least loaded, round-robin, power of two, KV cache."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
-from torchrl_moe.modules.serving.roster import Roster, RosterEntry
+from torchrl_moe.modules.serving.candidates import Candidates
+from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.modules.serving.strategies import (
-    STRATEGIES,
+    KVCache,
     LeastRequests,
+    PowerOfTwo,
     RoundRobin,
     RoutingContext,
     Strategy,
-    make_strategy,
 )
 
 CONTEXT = RoutingContext()
@@ -32,7 +34,7 @@ def choices(strategy: Strategy, roster: Roster, allowed: Sequence[Sequence[int]]
     """Choose among each of ``allowed`` in turn; unless ``hold``, a request is over before the next one comes."""
     chosen = []
     for indices in allowed:
-        index = strategy.choose([roster[i] for i in indices], CONTEXT)
+        index = strategy.choose(Candidates(roster[i] for i in indices), CONTEXT)
         assert index is not None
         roster.reserve(index)
         if not hold:
@@ -43,9 +45,9 @@ def choices(strategy: Strategy, roster: Roster, allowed: Sequence[Sequence[int]]
 
 def test_the_least_loaded_is_chosen_wherever_it_stands() -> None:
     roster = roster_of(3, 1, 2)
-    assert LeastRequests().choose(list(roster), CONTEXT) == 1
-    assert LeastRequests().choose(list(roster)[::-1], CONTEXT) == 1
-    assert LeastRequests().choose([roster[0], roster[2]], CONTEXT) == 2
+    assert LeastRequests().choose(Candidates(roster), CONTEXT) == 1
+    assert LeastRequests().choose(Candidates(list(roster)[::-1]), CONTEXT) == 1
+    assert LeastRequests().choose(Candidates([roster[0], roster[2]]), CONTEXT) == 2
 
 
 def test_held_requests_level_the_load() -> None:
@@ -83,54 +85,73 @@ def test_round_robin_skips_whoever_is_away_and_keeps_its_turn() -> None:
     assert choices(RoundRobin(), roster_of(0, 0, 0, 0), allowed) == [0, 2, 3, 0, 1, 2, 1]
 
 
-def test_one_replica_takes_everything() -> None:
-    for name in STRATEGIES:
-        assert choices(make_strategy(name), roster_of(0), [[0]] * 3) == [0, 0, 0]
+# -- power of two -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("requests", LeastRequests),
-        ("least-loaded", LeastRequests),
-        ("least_loaded", LeastRequests),
-        ("round-robin", RoundRobin),
-        ("round_robin", RoundRobin),
-    ],
-)
-def test_a_name_with_hyphens_or_underscores_makes_a_strategy_of_its_own(name: str, kind: type) -> None:
-    made = make_strategy(name)
-    assert type(made) is kind
-    assert made is not make_strategy(name)  # a turn is not shared between balancers
+def test_of_two_drawn_the_less_loaded_is_taken_and_never_the_most_loaded_of_all() -> None:
+    strategy = PowerOfTwo(random.Random(0))
+    chosen = Counter(choices(strategy, roster_of(0, 1, 2, 9), [range(4)] * 600))
+    # of the six pairs, three hold replica 0, two more have 1 as the lesser, one has 2
+    assert chosen.keys() == {0, 1, 2}
+    assert chosen[0] == pytest.approx(300, abs=40)
+    assert chosen[1] == pytest.approx(200, abs=40)
 
 
-def test_an_unknown_name_lists_the_valid_ones() -> None:
-    with pytest.raises(ValueError, match="unknown strategy 'fastest'; valid strategies: least-loaded, requests, round"):
-        make_strategy("fastest")
+def test_of_two_replicas_both_are_drawn() -> None:
+    assert choices(PowerOfTwo(random.Random(0)), roster_of(5, 0), [range(2)] * 20) == [1] * 20
 
 
-def test_an_object_is_taken_as_it_is() -> None:
-    class Last:
-        name = "last"
-
-        def choose(self, candidates: Sequence[RosterEntry], context: RoutingContext) -> int:
-            return candidates[-1].index
-
-    mine = Last()
-    assert make_strategy(mine) is mine
+def test_the_same_random_numbers_give_the_same_choices() -> None:
+    once, again = (choices(PowerOfTwo(random.Random(3)), roster_of(*[0] * 20), [range(20)] * 50) for _ in range(2))
+    assert once == again
 
 
-class Nameless:
-    def choose(self, candidates: Sequence[RosterEntry], context: RoutingContext) -> None:
-        return None
+# -- KV cache ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", [None, 3, object(), Nameless(), RoundRobin], ids=repr)
-def test_something_else_is_refused(wrong: object) -> None:
-    with pytest.raises(
-        TypeError, match=r"a strategy is a name \(least-loaded, .*\) or an object with a name and choose"
-    ):
-        make_strategy(wrong)  # type: ignore[arg-type]
+def usage_of(roster: Roster, at: float, *shares: float | None) -> None:
+    for index, share in enumerate(shares):
+        if share is not None:
+            roster.observe(index, at, cache_usage=share)
+
+
+def kv(now: float = 0.0) -> KVCache:
+    return KVCache(clock=lambda: now)
+
+
+def test_the_emptiest_cache_is_chosen_and_not_the_fewest_requests() -> None:
+    roster = roster_of(5, 1, 9)
+    usage_of(roster, 0.0, 0.5, 0.9, 0.2)
+    assert choices(kv(), roster, [range(3)]) == [2]
+
+
+def test_equal_caches_go_by_load() -> None:
+    roster = roster_of(5, 1, 9)
+    usage_of(roster, 0.0, 0.0, 0.0, 0.0)
+    assert choices(kv(), roster, [range(3)]) == [1]
+
+
+def test_figures_move_on_with_the_requests_so_that_none_is_piled_upon() -> None:
+    roster = roster_of(10, 10)
+    usage_of(roster, 0.0, 0.4, 0.6)  # 0.05 a request: level after 4 more on the first, then in turn
+    assert choices(kv(), roster, [range(2)] * 8, hold=True) == [0] * 4 + [1, 0, 1, 0]
+
+
+def test_a_replica_without_figures_is_estimated_by_its_requests() -> None:
+    roster = roster_of(10, 10, 2)
+    usage_of(roster, 0.0, 0.4, 0.6, None)  # 2 requests at 0.05
+    assert choices(kv(), roster, [range(3)]) == [2]
+    assert choices(kv(), roster, [range(2)]) == [0]
+
+
+def test_stale_figures_are_none() -> None:
+    roster = roster_of(5, 1)
+    assert kv().choose(Candidates(roster), CONTEXT) is None
+    usage_of(roster, 10.0, 0.1, 0.9)
+    assert kv(15.0).choose(Candidates(roster), CONTEXT) == 0
+    assert kv(15.1).choose(Candidates(roster), CONTEXT) is None
+    roster.observe(1, 14.0, cache_usage=0.9)
+    assert kv(15.1).choose(Candidates(roster), CONTEXT) == 1  # 0.9 known; the other has five times its requests
 
 
 def test_a_context_is_empty_by_default() -> None:

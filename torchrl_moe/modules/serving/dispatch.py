@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -33,11 +34,16 @@ COMING_BACK = {ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SYNCIN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a call's requests may go: a replica by name, the sessions they belong to, the version they need."""
+    """Where a call's requests may go: a replica by name, the version they need; and what strategies are told.
+
+    ``session_ids`` and ``group_ids`` hold one name per request.
+    """
 
     actor_index: int | None = None
     session_ids: Sequence[str] | None = None
     min_version: int | None = None
+    group_ids: Sequence[str] | None = None
+    request_context: Mapping[str, Any] | None = None
 
 
 class _Bell:
@@ -136,6 +142,8 @@ class Dispatch:
     def _lease_all(self, wait: bool) -> list[Lease]:
         """Take a lease for every request, or none: one held while others wait would keep a replica from draining."""
         with self._roster.changed:
+            # a group that gets no lease may yet begin on a newer version
+            groups = [g for g in self._placement.group_ids or () if not self._balancer.has_group(g)]
             while True:
                 leases: list[Lease] = []
                 try:
@@ -145,19 +153,20 @@ class Dispatch:
                 except BaseException as error:
                     for lease in leases:
                         lease.release()
+                    self._balancer.forget_groups(groups)
                     known = isinstance(error, NoReplicaError | StaleReplicaError)
                     if not known or not wait or not self._is_worth_waiting():
                         raise
                 self._roster.changed.wait(self._seconds_left())
 
     def _acquire(self, position: int) -> Lease:
-        where = self._placement
-        if where.actor_index is not None:
-            return self._balancer.acquire_at(where.actor_index, where.min_version)
-        request = self._requests[position]
+        where, request = self._placement, self._requests[position]
         prompt = request.prompt if request.prompt_token_ids is None else request.prompt_token_ids
         session = None if where.session_ids is None else where.session_ids[position]
-        return self._balancer.acquire(prompt, session, where.min_version)
+        group = None if where.group_ids is None else where.group_ids[position]
+        if where.actor_index is not None:
+            return self._balancer.acquire_at(where.actor_index, where.min_version, prompt, session, group)
+        return self._balancer.acquire(prompt, session, where.min_version, where.request_context, group)
 
     def _over(self, position: int, lease: Lease) -> None:
         lease.release()

@@ -6,17 +6,23 @@ replica to come back is the service's business.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import random
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from torchrl_moe._errors import NoReplicaError, StaleReplicaError
-from torchrl_moe.modules.serving.roster import Roster, RosterEntry
+from torchrl_moe.modules.serving.candidates import Candidates, RosterEntry
+from torchrl_moe.modules.serving.hierarchy import DEFAULT_HIERARCHY, OVERLOAD_THRESHOLD, Hierarchy, Settings
+from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.states import ReplicaState
-from torchrl_moe.modules.serving.strategies import LeastRequests, RoutingContext, Strategy, make_strategy
+from torchrl_moe.modules.serving.strategies import FIGURE_SECONDS, RoutingContext, Strategy
 
 __all__ = ["Lease", "LoadBalancer"]
+
+MOST_GROUPS = 1 << 14
 
 
 class Lease:
@@ -39,7 +45,7 @@ class Lease:
         roster = self._roster
         if roster is None:
             return
-        with roster.changed:  # two threads may both have come this far
+        with roster.lock:  # two threads may both have come this far
             if self._roster is not None:
                 self._roster = None
                 roster.give_back(self.index)
@@ -61,10 +67,16 @@ class LoadBalancer:
 
     Args:
         engine_or_actors: a service, or a list of replicas (all taken to be serving).
-        strategy: a name, a strategy object, or a list of them in order of precedence.
+        strategy: a name, a strategy object, or a list of them in order of precedence; default: ``prefix-aware``, then
+            ``requests``. Names: ``prefix-aware``, ``session``, ``requests`` (``least-loaded``), ``kv-cache``,
+            ``power-of-two``, ``round-robin``, with hyphens or underscores.
+        prefix_length: leading tokens that ``prefix-aware`` looks at; ``None`` for all.
+        overload_threshold: affinity, of prefixes and sessions, ends at this times the mean load.
+        clock: seconds, for whatever ages.
+        rng: for whatever draws.
 
     Raises:
-        ValueError: an unknown name, or an empty list of strategies.
+        ValueError: an unknown name, an empty list, or a figure out of range.
 
     >>> lb = LoadBalancer(["a", "b"], "requests")
     >>> with lb.acquire() as first, lb.acquire() as second:
@@ -72,109 +84,191 @@ class LoadBalancer:
     (0, 1)
     """
 
-    def __init__(self, engine_or_actors: Any, strategy: str | Strategy | Sequence[str | Strategy] = "requests") -> None:
+    def __init__(
+        self,
+        engine_or_actors: Any,
+        strategy: str | Strategy | Sequence[str | Strategy] | None = None,
+        prefix_length: int | None = None,
+        overload_threshold: float = OVERLOAD_THRESHOLD,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
         roster = getattr(engine_or_actors, "roster", None)
         if roster is None:
             if not isinstance(engine_or_actors, Sequence) or isinstance(engine_or_actors, str) or not engine_or_actors:
                 raise ValueError(f"expected a service or a non-empty list of replicas, got {engine_or_actors!r}")
             roster = Roster(engine_or_actors, ReplicaState.SERVING)
-        names = list(strategy) if isinstance(strategy, Sequence) and not isinstance(strategy, str) else [strategy]
-        if not names:
-            raise ValueError("strategy is empty: name at least one, for example 'requests'")
         self.roster: Roster = roster
-        self.strategies: list[Strategy] = [make_strategy(item) for item in names]
-        self._last_resort = LeastRequests()
+        self.settings = Settings(
+            prefix_length=prefix_length, overload_threshold=overload_threshold, clock=clock, rng=rng
+        )
+        self.hierarchy = Hierarchy(DEFAULT_HIERARCHY if strategy is None else strategy, self.settings)
+        self._clock = clock
         self._decisions: Counter[int] = Counter()
+        self._groups: OrderedDict[str, int] = OrderedDict()  # group -> the version all of it goes to
+
+    # -- choosing ---------------------------------------------------------------------------------------------------
 
     def acquire(
         self,
         prompt: Any = None,
         session_id: str | None = None,
         min_version: int | None = None,
-        request_context: dict[str, Any] | None = None,
+        request_context: Mapping[str, Any] | None = None,
+        group_id: str | None = None,
     ) -> Lease:
         """Choose a replica and count a request on it. Never waits.
 
         Args:
-            prompt: text or token ids, for strategies that look at it.
+            prompt: text, token ids or a chat, for strategies that look at it.
             session_id: the same for all turns of one rollout.
             min_version: the oldest weight version that will do.
             request_context: anything a strategy of yours wants to know.
+            group_id: requests of one group all go to one weight version, the newest that serves when the first comes.
 
         Raises:
             NoReplicaError: no replica is serving.
-            StaleReplicaError: replicas serve, but none holds ``min_version``.
+            StaleReplicaError: replicas serve, but none holds ``min_version``, or the group's version.
         """
         context = RoutingContext(prompt=prompt, session_id=session_id, request_context=request_context or {})
-        with self.roster.changed:
-            entry = self.roster[self._choose(self._candidates(min_version), context)]
-            self.roster.reserve(entry.index)
-            self._decisions[entry.index] += 1
-            return Lease(self.roster, entry.index, entry.version)
+        with self.roster.lock:
+            candidates = self._candidates(min_version, group_id)
+            return self._lease(self.hierarchy.choose(candidates, context), context, group_id)
 
-    def acquire_at(self, index: int, min_version: int | None = None) -> Lease:
-        """Count a request on the replica that the user names.
+    def acquire_at(
+        self,
+        index: int,
+        min_version: int | None = None,
+        prompt: Any = None,
+        session_id: str | None = None,
+        group_id: str | None = None,
+    ) -> Lease:
+        """Count a request on the replica that the user names; arguments as in :meth:`acquire`.
 
         Raises:
             IndexError: there is no such replica.
             NoReplicaError: it is not serving.
-            StaleReplicaError: it does not hold ``min_version``.
+            StaleReplicaError: it does not hold ``min_version``, or not the group's version.
         """
-        with self.roster.changed:
+        with self.roster.lock:
             entry = self.roster[index]
             if entry.state is not ReplicaState.SERVING:
                 raise NoReplicaError(f"replica {index} is {entry.state.name}, not SERVING; leave actor_index out")
             if min_version is not None and entry.version < min_version:
                 raise StaleReplicaError(f"replica {index} holds version {entry.version}, asked for {min_version}")
-            self.roster.reserve(index)
-            self._decisions[index] += 1
-            return Lease(self.roster, index, entry.version)
+            if group_id is not None and self._groups.get(group_id, entry.version) != entry.version:
+                raise StaleReplicaError(
+                    f"replica {index} holds version {entry.version}, but group {group_id!r} is on version "
+                    f"{self._groups[group_id]}"
+                )
+            return self._lease(entry, RoutingContext(prompt=prompt, session_id=session_id), group_id)
 
-    def select_actor(self, prompt: Any = None, request_context: dict[str, Any] | None = None) -> int:
-        """Return the index that would be chosen now, as TorchRL's balancer does; no request is counted."""
-        with self.roster.changed:
-            return self._choose(
-                self._candidates(None), RoutingContext(prompt=prompt, request_context=request_context or {})
-            )
+    def select_actor(self, prompt: Any = None, request_context: Mapping[str, Any] | None = None) -> int:
+        """Return who takes a request, as TorchRL's balancer does. The request is not counted, for it has no end."""
+        context = RoutingContext(prompt=prompt, request_context=request_context or {})
+        with self.roster.lock:
+            entry = self.hierarchy.choose(self._candidates(None, None), context)
+            self.roster.touch(entry.index)  # so that others get their turn
+            self.hierarchy.placed(entry, context)
+            return entry.index
 
-    def _candidates(self, min_version: int | None) -> list[RosterEntry]:
-        serving = [entry for entry in self.roster if entry.state is ReplicaState.SERVING]
-        if not serving:
-            raise NoReplicaError(f"no replica is serving: {self.roster!r}")
-        if min_version is None:
+    def _lease(self, entry: RosterEntry, context: RoutingContext, group_id: str | None) -> Lease:
+        self.hierarchy.placed(entry, context)  # first: a warning may be an error, and nothing is counted yet
+        self.roster.reserve(entry.index)
+        self._decisions[entry.index] += 1
+        if group_id is not None:
+            self._groups[group_id] = entry.version
+            self._groups.move_to_end(group_id)
+            if len(self._groups) > MOST_GROUPS:
+                self._groups.popitem(last=False)
+        return Lease(self.roster, entry.index, entry.version)
+
+    def _candidates(self, min_version: int | None, group_id: str | None) -> Candidates:
+        roster = self.roster
+        if roster.reports:
+            roster.expire(self._clock() - FIGURE_SECONDS)
+        serving = roster.serving()
+        if not len(serving):
+            raise NoReplicaError(f"no replica is serving: {roster!r}")
+        if min_version is None and group_id is None:
             return serving
-        fresh = [entry for entry in serving if entry.version >= min_version]
+        if group_id is not None:
+            return self._of_version(self._groups.get(group_id, roster.newest_version), min_version, group_id)
+        fresh = roster.serving(min_version)
         if not fresh:
-            newest = max(entry.version for entry in serving)
-            raise StaleReplicaError(f"no serving replica holds version {min_version}; the newest is {newest}")
+            raise StaleReplicaError(
+                f"no serving replica holds version {min_version}; the newest is {roster.newest_version}"
+            )
         return fresh
 
-    def _choose(self, candidates: list[RosterEntry], context: RoutingContext) -> int:
-        allowed = {entry.index for entry in candidates}
-        for strategy in self.strategies:
-            index = strategy.choose(candidates, context)
-            if index is None:
-                continue
-            if index not in allowed:
-                raise ValueError(f"strategy {strategy!r} chose replica {index!r}, not one of {sorted(allowed)}")
-            return index
-        return self._last_resort.choose(candidates, context)
+    def _of_version(self, version: int, min_version: int | None, group_id: str) -> Candidates:
+        if min_version is not None and version < min_version:
+            raise StaleReplicaError(f"group {group_id!r} is on version {version}, asked for {min_version}")
+        candidates = self.roster.serving(version, version)
+        if not candidates:
+            raise StaleReplicaError(
+                f"no serving replica holds version {version}, which group {group_id!r} began on; the newest is "
+                f"{self.roster.newest_version}. Begin the group again, under another id."
+            )
+        return candidates
+
+    def has_group(self, group_id: str) -> bool:
+        """Whether a group's version is settled."""
+        return group_id in self._groups
+
+    def forget_groups(self, group_ids: Iterable[str]) -> None:
+        """Unsettle the version of groups that got nothing."""
+        with self.roster.lock:
+            for group_id in group_ids:
+                self._groups.pop(group_id, None)
+
+    def finish_session(self, session_id: str) -> None:
+        """Say that a session has had its last turn; else it counts as active until it was silent for ten minutes."""
+        with self.roster.lock:
+            self.hierarchy.finish_session(session_id)
+
+    # -- figures ----------------------------------------------------------------------------------------------------
+
+    def observe(self, index: int, pending_requests: int | None = None, cache_usage: float | None = None) -> None:
+        """Note what a replica says of itself; it holds for five seconds.
+
+        Args:
+            index: the replica.
+            pending_requests: counts where it is more than was counted here: other callers share the replica.
+            cache_usage: share of KV-cache blocks in use, 0 to 1, for ``kv-cache``.
+
+        Raises:
+            IndexError: there is no such replica.
+            ValueError: a figure out of range.
+        """
+        if pending_requests is not None and pending_requests < 0:
+            raise ValueError(f"pending_requests must not be negative, got {pending_requests}")
+        if cache_usage is not None and not 0.0 <= cache_usage <= 1.0:
+            raise ValueError(f"cache_usage must be a share from 0 to 1, got {cache_usage}")
+        with self.roster.lock:  # times must be noted in their order
+            self.roster.observe(index, self._clock(), pending_requests, cache_usage)
 
     def get_stats(self) -> dict[str, Any]:
-        """Return the balancer's own figures, under TorchRL's names where it has them; asks no replica anything."""
-        turn = next((s.next_index for s in self.strategies if hasattr(s, "next_index")), 0)
-        with self.roster.changed:
+        """Return the balancer's own figures, under TorchRL's names where it has them; asks no replica anything.
+
+        ``cache_usage`` is the last figure that was noted, or ``None``.
+        """
+        with self.roster.lock:
             return {
-                "strategies": [strategy.name for strategy in self.strategies],
-                "primary_strategy": self.strategies[0].name,
+                "strategies": [strategy.name for strategy in self.hierarchy.strategies],
+                "primary_strategy": self.hierarchy.strategies[0].name,
                 "num_actors": len(self.roster),
-                "round_robin_index": turn % len(self.roster),
+                "prefix_length": self.settings.prefix_length,
+                "overload_threshold": self.settings.overload_threshold,
+                "round_robin_index": self.hierarchy.turn % len(self.roster),
                 "actor_stats": [
                     {
                         "actor_index": entry.index,
                         "state": entry.state.name,
                         "version": entry.version,
-                        "pending_requests": entry.inflight,
+                        "pending_requests": entry.load,
+                        "cache_usage": None if entry.usage is None else entry.usage.share,
                         "decisions": self._decisions[entry.index],
                     }
                     for entry in self.roster
@@ -182,5 +276,5 @@ class LoadBalancer:
             }
 
     def __repr__(self) -> str:
-        names = " > ".join(strategy.name for strategy in self.strategies)
+        names = " > ".join(strategy.name for strategy in self.hierarchy.strategies)
         return f"LoadBalancer({names}, {self.roster!r})"

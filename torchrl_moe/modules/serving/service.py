@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import random
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
 from torchrl_moe._errors import NoReplicaError, ReplicaDiedError
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.replica import Completion, PauseMode, Replica, ReplicaInfo, ReplicaStats, Request
+from torchrl_moe.modules.backends.replica import Completion, PauseMode, Replica, ReplicaInfo, ReplicaStats
 from torchrl_moe.modules.serving.dispatch import Dispatch, Placement
 from torchrl_moe.modules.serving.load_balancer import LoadBalancer
-from torchrl_moe.modules.serving.prompts import Prompt, normalise_prompts
+from torchrl_moe.modules.serving.poller import Poller
+from torchrl_moe.modules.serving.prompts import normalise_prompts
+from torchrl_moe.modules.serving.requests import check_timeout, common_fields, make_request, one_each
 from torchrl_moe.modules.serving.roster import Roster, RosterEntry
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.modules.serving.strategies import Strategy
@@ -46,6 +49,7 @@ class GenerationService:
         self.sampling_params = DEFAULT_SAMPLING_PARAMS if sampling_params is None else sampling_params
         self.roster = Roster(replicas)
         self.load_balancer = LoadBalancer(self)
+        self._poller: Poller | None = None
         self.infos: list[ReplicaInfo] = []
         self._running = False
         self._tokenizer: Any = None
@@ -77,6 +81,7 @@ class GenerationService:
     def shutdown(self) -> None:
         """End every replica, at the same time. Idempotent; whatever still waits fails with ``ReplicaDiedError``."""
         self._running = False
+        self._stop_polling()
         for entry in self.roster:
             self.roster.mark_dead(entry.index)
         with ThreadPoolExecutor(max_workers=max(self.num_replicas, 1)) as pool:
@@ -112,6 +117,8 @@ class GenerationService:
         request_ids: str | Sequence[str] | None = None,
         priority: int = 0,
         min_version: int | None = None,
+        group_ids: str | Sequence[str] | None = None,
+        request_context: Mapping[str, Any] | None = None,
         return_routed_experts: bool = True,
     ) -> Completion | list[Completion]:
         """Generate for one prompt or many, and wait.
@@ -130,6 +137,8 @@ class GenerationService:
             request_ids: one per prompt, to :meth:`abort` by, and not in flight already; made up if not given.
             priority: vLLM's request priority.
             min_version: the oldest weight version that will do.
+            group_ids: one per prompt; requests of one group all go to one weight version.
+            request_context: what a balancing strategy of yours wants to know of the call.
             return_routed_experts: whether to bring the routes back; evaluation does not need them.
 
         Returns:
@@ -145,20 +154,21 @@ class GenerationService:
         self._check_running("generate")
         batch = normalise_prompts(prompts, prompt_token_ids)
         count = len(batch.prompts)
-        ids = _one_each(request_ids, count, "request_ids") or [self._new_id() for _ in batch.prompts]
-        common = self._request_fields(
-            sampling_params, lora_request, prompt_adapter_request, guided_options_request, priority
-        )
+        ids = one_each(request_ids, count, "request_ids") or [self._new_id() for _ in batch.prompts]
+        params = self.sampling_params if sampling_params is None else sampling_params
+        common = common_fields(params, lora_request, prompt_adapter_request, guided_options_request, priority)
         requests = [
-            _request(prompt, request_id=request_id, return_routed_experts=return_routed_experts, **common)
+            make_request(prompt, request_id=request_id, return_routed_experts=return_routed_experts, **common)
             for request_id, prompt in zip(ids, batch.prompts, strict=True)
         ]
         placement = Placement(
             actor_index=actor_index,
-            session_ids=_one_each(session_ids, count, "session_ids"),
+            session_ids=one_each(session_ids, count, "session_ids"),
             min_version=min_version,
+            group_ids=one_each(group_ids, count, "group_ids"),
+            request_context=request_context,
         )
-        dispatch = Dispatch(self.load_balancer, requests, placement, _check_timeout(timeout_seconds))
+        dispatch = Dispatch(self.load_balancer, requests, placement, check_timeout(timeout_seconds))
         with self._noting_deaths():
             dispatch.send()
             completions = dispatch.wait(use_tqdm)
@@ -180,20 +190,6 @@ class GenerationService:
     def _new_id(self) -> str:
         return f"{self._id_prefix}-{next(self._ids)}"
 
-    def _request_fields(
-        self, sampling_params: Any, lora_request: Any, prompt_adapter: Any, guided: Any, priority: int
-    ) -> dict[str, Any]:
-        if prompt_adapter is not None:
-            raise ValueError(
-                "prompt_adapter_request must be None: vLLM has dropped prompt adapters. Use a LoRA request."
-            )
-        return {
-            "sampling_params": self.sampling_params if sampling_params is None else sampling_params,
-            "lora_request": lora_request,
-            "guided_options": guided,
-            "priority": priority,
-        }
-
     async def agenerate(
         self,
         prompt: Any = None,
@@ -208,6 +204,8 @@ class GenerationService:
         request_id: str | None = None,
         priority: int = 0,
         min_version: int | None = None,
+        group_id: str | None = None,
+        request_context: Mapping[str, Any] | None = None,
         return_routed_experts: bool = True,
     ) -> Completion:
         """Generate for one prompt without blocking the event loop; arguments as in :meth:`generate`.
@@ -220,18 +218,21 @@ class GenerationService:
         if not batch.single:
             raise ValueError(f"agenerate takes one prompt, got a list of {len(batch.prompts)}: await one call for each")
         (item,) = batch.prompts
-        request = _request(
+        params = self.sampling_params if sampling_params is None else sampling_params
+        request = make_request(
             item,
             request_id=request_id or self._new_id(),
             return_routed_experts=return_routed_experts,
-            **self._request_fields(sampling_params, lora_request, None, guided_options_request, priority),
+            **common_fields(params, lora_request, None, guided_options_request, priority),
         )
         placement = Placement(
             actor_index=actor_index,
             session_ids=None if session_id is None else [session_id],
             min_version=min_version,
+            group_ids=None if group_id is None else [group_id],
+            request_context=request_context,
         )
-        dispatch = Dispatch(self.load_balancer, [request], placement, _check_timeout(timeout_seconds))
+        dispatch = Dispatch(self.load_balancer, [request], placement, check_timeout(timeout_seconds))
         with self._noting_deaths():
             await dispatch.send_async()
             return await dispatch.wait_async()
@@ -282,6 +283,8 @@ class GenerationService:
         if mode not in ("keep", "wait", "abort"):
             raise ValueError(f"mode must be 'keep', 'wait' or 'abort', got {mode!r}")
         self.call_all("pause", timeout_seconds, mode=mode, clear_cache=clear_cache)
+        if clear_cache:
+            self._forget_prefixes()
 
     def resume(self, *, timeout_seconds: float = CALL_SECONDS) -> None:
         """Go on scheduling on all replicas."""
@@ -289,7 +292,13 @@ class GenerationService:
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; false if some replica could not, because requests are running."""
-        return all(self.call_all("reset_prefix_cache"))
+        done = all(self.call_all("reset_prefix_cache"))
+        self._forget_prefixes()
+        return done
+
+    def _forget_prefixes(self) -> None:
+        for entry in self.roster:
+            self.roster.forget_prefixes(entry.index)
 
     def collective_rpc(
         self, method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None
@@ -350,33 +359,35 @@ class GenerationService:
             self._tokenizer = self._alive()[0].replica.call("tokenizer", CALL_SECONDS)
         return self._tokenizer
 
+    def get_random_actor_index(self) -> int:
+        """Return the index of some replica that serves, for ``actor_index``.
+
+        Raises:
+            NoReplicaError: none does.
+        """
+        self._check_running("get_random_actor_index")
+        with self.roster.lock:
+            serving = self.roster.serving()
+            if not serving:
+                raise NoReplicaError(f"no replica is serving: {self.roster!r}")
+            return serving[random.randrange(len(serving))].index
+
     def create_load_balancer(
-        self, strategy: str | Strategy | Sequence[str | Strategy] = "requests", **kwargs: Any
+        self, strategy: str | Strategy | Sequence[str | Strategy] | None = None, **kwargs: Any
     ) -> LoadBalancer:
-        """Make a balancer for this service, and use it from now on."""
+        """Make a balancer for this service, and use it from now on; arguments as in :class:`LoadBalancer`.
+
+        If a strategy looks at the replicas' own figures, a thread reads them twice a second.
+        """
         self._check_running("create_load_balancer")
-        self.load_balancer = LoadBalancer(self, strategy, **kwargs)
-        return self.load_balancer
+        self.load_balancer = balancer = LoadBalancer(self, strategy, **kwargs)
+        self._stop_polling()
+        if balancer.hierarchy.reads_figures:
+            self._poller = Poller(balancer)
+            self._poller.start()
+        return balancer
 
-
-def _request(prompt: Prompt, **fields: Any) -> Request:
-    if isinstance(prompt, str):
-        return Request(prompt=prompt, **fields)
-    return Request(prompt_token_ids=prompt, **fields)
-
-
-def _one_each(values: str | Sequence[str] | None, count: int, name: str) -> list[str] | None:
-    if values is None:
-        return None
-    listed = [values] if isinstance(values, str) else list(values)
-    if len(listed) != count:
-        raise ValueError(f"{name} must have one entry per prompt: got {len(listed)} for {count} prompts")
-    if name == "request_ids" and len(set(listed)) != count:
-        raise ValueError("request_ids must differ from each other: an abort names a request by its id")
-    return listed
-
-
-def _check_timeout(seconds: float | None) -> float | None:
-    if seconds is not None and seconds <= 0:
-        raise ValueError(f"timeout_seconds must be positive or None, got {seconds:g}")
-    return seconds
+    def _stop_polling(self) -> None:
+        if self._poller is not None:
+            self._poller.stop()
+            self._poller = None

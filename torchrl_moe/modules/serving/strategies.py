@@ -1,23 +1,35 @@
 """Strategies: who should take the next request. Pure objects that answer a replica, or ``None`` for no opinion.
 
 A strategy sees the candidates (the replicas that may take the request) and the request's context; it does no I/O and
-needs no lock, since the balancer asks one question at a time.
+needs no lock, since the balancer asks one question at a time. Clock and random numbers come from outside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from torchrl_moe.modules.serving.roster import RosterEntry
+from torchrl_moe.modules.serving.candidates import Candidates, RosterEntry
 
-__all__ = ["STRATEGIES", "LeastRequests", "RoundRobin", "RoutingContext", "Strategy", "make_strategy"]
+__all__ = [
+    "KVCache",
+    "Learner",
+    "LeastRequests",
+    "PowerOfTwo",
+    "RoundRobin",
+    "RoutingContext",
+    "Strategy",
+]
+
+FIGURE_SECONDS = 5.0  # how long a replica's own figures hold
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RoutingContext:
-    """What is known of a request when it is placed: prompt (text or token ids), session, the user's own words."""
+    """What is known of a request when it is placed: prompt (text, token ids, a chat), session, the user's own words."""
 
     prompt: Any = None
     session_id: str | None = None
@@ -29,22 +41,27 @@ class Strategy(Protocol):
 
     name: str
 
-    def choose(self, candidates: Sequence[RosterEntry], context: RoutingContext) -> int | None:
+    def choose(self, candidates: Candidates, context: RoutingContext) -> int | None:
         """Return the index of one of the candidates (there is at least one), or ``None``."""
 
 
-class LeastRequests:
-    """The replica with the fewest requests in flight; among equals, the one that was chosen longest ago.
+@runtime_checkable
+class Learner(Protocol):
+    """A strategy that wants to know where requests went, whoever chose."""
 
-    Ties by position would pile everything onto the first replica, or starve it whenever candidates come and go.
-    """
+    def placed(self, entry: RosterEntry, context: RoutingContext) -> None:
+        """Learn that a request went to a replica."""
+
+
+class LeastRequests:
+    """The replica with the fewest requests in flight; among equals, the one that was chosen longest ago."""
 
     name = "requests"
 
-    def choose(self, candidates: Sequence[RosterEntry], context: RoutingContext) -> int:
+    def choose(self, candidates: Candidates, context: RoutingContext) -> int:
         """Return the least loaded candidate."""
         del context
-        return min(candidates, key=lambda entry: (entry.inflight, entry.chosen, entry.index)).index
+        return candidates.least_loaded().index
 
 
 class RoundRobin:
@@ -55,7 +72,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self.next_index = 0
 
-    def choose(self, candidates: Sequence[RosterEntry], context: RoutingContext) -> int:
+    def choose(self, candidates: Candidates, context: RoutingContext) -> int:
         """Return the next candidate at or after the turn, wrapping around."""
         del context
         indices = sorted(entry.index for entry in candidates)
@@ -64,29 +81,61 @@ class RoundRobin:
         return index
 
 
-STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
-    "requests": LeastRequests,
-    "least-loaded": LeastRequests,
-    "round-robin": RoundRobin,
-}
+class PowerOfTwo:
+    """Of two candidates drawn at random, the less loaded one.
 
-
-def make_strategy(strategy: str | Strategy) -> Strategy:
-    """Return a strategy by name (hyphens or underscores), or the object as it is.
-
-    Raises:
-        ValueError: the name is not one of ours.
-        TypeError: neither a name nor an object with ``name`` and ``choose``.
+    Args:
+        rng: draws them.
     """
-    if isinstance(strategy, str):
-        maker = STRATEGIES.get(strategy.replace("_", "-"))
-        if maker is None:
-            raise ValueError(f"unknown strategy {strategy!r}; valid strategies: {', '.join(sorted(STRATEGIES))}")
-        return maker()
-    is_strategy = callable(getattr(strategy, "choose", None)) and isinstance(getattr(strategy, "name", None), str)
-    if isinstance(strategy, type) or not is_strategy:
-        raise TypeError(
-            f"a strategy is a name ({', '.join(sorted(STRATEGIES))}) or an object with a name and "
-            f"choose(candidates, context), got {strategy!r}"
-        )
-    return strategy
+
+    name = "power-of-two"
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random()
+
+    def choose(self, candidates: Candidates, context: RoutingContext) -> int:
+        """Return the less loaded of two."""
+        del context
+        first = self._rng.randrange(len(candidates))
+        if len(candidates) == 1:
+            return candidates[0].index
+        second = self._rng.randrange(len(candidates) - 1)
+        second += second >= first  # two different ones
+        return min((candidates[first], candidates[second]), key=lambda entry: entry.load).index
+
+
+class KVCache:
+    """The replica with the smallest share of its KV cache in use.
+
+    Figures are the replicas' own, so they lag: each is moved on by the requests that came and went here since, at the
+    mean share of one request; else everything would pile onto one replica until the next figures. A replica without
+    fresh figures is estimated by its requests alone. No opinion if no figures are fresh.
+
+    Args:
+        clock: seconds, the clock by which figures were noted.
+        max_age: seconds that figures hold.
+    """
+
+    name = "kv-cache"
+    reads_figures = True
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, max_age: float = FIGURE_SECONDS) -> None:
+        self._clock = clock
+        self.max_age = max_age
+
+    def choose(self, candidates: Candidates, context: RoutingContext) -> int | None:
+        """Return the candidate of least estimated usage; of equals, the least loaded."""
+        del context
+        oldest = self._clock() - self.max_age
+        fresh = {e.index: e.usage for e in candidates if e.usage is not None and e.usage.at >= oldest}
+        if not fresh:
+            return None
+        requests = sum(usage.inflight for usage in fresh.values())
+        share = sum(usage.share for usage in fresh.values()) / requests if requests else 0.0
+
+        def estimate(entry: RosterEntry) -> tuple[float, int, int]:
+            usage = fresh.get(entry.index)
+            known = 0.0 if usage is None else usage.share - share * usage.inflight
+            return known + share * entry.inflight, entry.load, entry.chosen
+
+        return min(candidates, key=estimate).index

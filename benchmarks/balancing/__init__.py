@@ -1,0 +1,1 @@
+"""What the balancing benchmarks share: simulated replicas, workloads, rivals."""

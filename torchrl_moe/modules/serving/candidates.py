@@ -1,0 +1,117 @@
+"""The replicas that may take a request, as a strategy sees them: live figures, and the least loaded at once.
+
+A fleet may have a thousand replicas, and every request asks for the least loaded of them. So their order is kept in a
+heap that is told of each change, instead of being found anew; entries that later changes made obsolete are dropped as
+they surface.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_moe.modules.serving.states import ReplicaState
+
+__all__ = ["CacheUsage", "Candidates", "RosterEntry", "load_bound"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUsage:
+    """A replica's own figure: the share of KV blocks in use, 0 to 1; when it was read; requests in flight then."""
+
+    share: float
+    at: float
+    inflight: int
+
+
+@dataclass(slots=True, eq=False)
+class RosterEntry:
+    """One line of the roster. Read it anywhere; only the roster changes it, since others keep count of the changes."""
+
+    index: int
+    replica: Any
+    state: ReplicaState = ReplicaState.STARTING
+    version: int = 0
+    inflight: int = 0  # what was handed out here and did not come back
+    polled: int = 0  # what the replica itself reported, while that is fresh
+    polled_at: float = 0.0
+    chosen: int = -1  # when it was last chosen, on the roster's own clock
+    cache: int = -1  # a number of its own, another one whenever the replica loses its cached prefixes
+    usage: CacheUsage | None = None
+
+    @property
+    def load(self) -> int:
+        """Requests in flight, at least: a report can only add to what was counted here."""
+        return self.inflight if self.inflight >= self.polled else self.polled
+
+    def __repr__(self) -> str:
+        return f"#{self.index} {self.state.name} v{self.version} inflight={self.inflight}"
+
+
+class Candidates:
+    """Roster entries that may take a request; a sequence, as far as ``len``, iteration and ``[position]`` go.
+
+    Attributes:
+        total: sum of their loads.
+    """
+
+    def __init__(self, entries: Iterable[RosterEntry]) -> None:
+        self._by_index = {entry.index: entry for entry in entries}
+        self._by_cache = {entry.cache: entry for entry in self._by_index.values()}
+        self._entries = list(self._by_index.values())
+        self._queue: list[tuple[int, int, int]] | None = None  # (load, chosen, index)
+        self.total = sum(entry.load for entry in self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[RosterEntry]:
+        return iter(self._entries)
+
+    def __getitem__(self, position: int) -> RosterEntry:
+        return self._entries[position]
+
+    def find(self, index: int) -> RosterEntry | None:
+        """Return a candidate by its replica's index, or ``None``."""
+        return self._by_index.get(index)
+
+    def with_cache(self, cache: int) -> RosterEntry | None:
+        """Return the candidate whose cache has this number, or ``None``."""
+        return self._by_cache.get(cache)
+
+    def least_loaded(self) -> RosterEntry:
+        """Return the candidate of least load; among equals, the one that was chosen longest ago.
+
+        Ties by position would pile everything onto the first replica, or starve it whenever candidates come and go.
+        """
+        if self._queue is None:
+            self._queue = [(entry.load, entry.chosen, entry.index) for entry in self._entries]
+            heapq.heapify(self._queue)
+        while True:
+            load, chosen, index = self._queue[0]
+            entry = self._by_index[index]
+            if entry.chosen == chosen and entry.load == load:
+                return entry
+            heapq.heappop(self._queue)
+
+    def moved(self, entry: RosterEntry, change: int) -> None:
+        """Note that a replica was chosen, or that its load changed by so much."""
+        if entry.index not in self._by_index:
+            return
+        self.total += change
+        if self._queue is not None:
+            heapq.heappush(self._queue, (entry.load, entry.chosen, entry.index))
+            if len(self._queue) > 4 * len(self._entries) + 64:
+                self._queue = None  # mostly obsolete: made anew when next asked for
+
+
+def load_bound(candidates: Candidates, threshold: float, margin: float) -> float:
+    """Return the load that no candidate may exceed with one more request, for reasons other than load.
+
+    The larger of ``threshold`` times the mean and ``margin`` above it, the new request counted (consistent hashing
+    with bounded loads, arXiv 1608.01350, with a floor for small means).
+    """
+    mean = (candidates.total + 1) / len(candidates)
+    return max(threshold * mean, mean + margin)
