@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING
 from torchrl_moe._lazy import attach
 
 if TYPE_CHECKING:
+    from torchrl_moe._errors import ReplayError as ReplayError
+    from torchrl_moe._errors import RouteShapeError as RouteShapeError
+    from torchrl_moe._errors import RouteValueError as RouteValueError
     from torchrl_moe._errors import UnsupportedRouterError as UnsupportedRouterError
     from torchrl_moe.modules.policies.probe import probe_replay as probe_replay
     from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper as TransformersWrapper
     from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper as vLLMWrapper
+    from torchrl_moe.modules.replay.freezing import freeze_routers as freeze_routers
+    from torchrl_moe.modules.replay.incoming import Packing as Packing
     from torchrl_moe.modules.replay.router_replay import RouterReplay as RouterReplay
     from torchrl_moe.modules.serving.async_vllm import AsyncVLLM as AsyncVLLM
     from torchrl_moe.modules.serving.async_vllm import make_async_vllm_engine as make_async_vllm_engine
@@ -25,9 +30,14 @@ else:
             "AsyncVLLM": ".serving.async_vllm",
             "Lease": ".serving.load_balancer",
             "LoadBalancer": ".serving.load_balancer",
+            "Packing": ".replay.incoming",
+            "ReplayError": ".._errors",
+            "RouteShapeError": ".._errors",
+            "RouteValueError": ".._errors",
             "RouterReplay": ".replay.router_replay",
             "TransformersWrapper": ".policies.transformers_wrapper",
             "UnsupportedRouterError": ".._errors",
+            "freeze_routers": ".replay.freezing",
             "make_async_vllm_engine": ".serving.async_vllm",
             "probe_replay": ".policies.probe",
             "vLLMWrapper": ".policies.vllm_wrapper",

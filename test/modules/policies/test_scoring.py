@@ -44,13 +44,31 @@ def test_dense_rows_keep_their_own_pads() -> None:
     assert batch.ids.tolist() == [[9, 5, 6, 9], [7, 8, 1, 2]]
     assert batch.lengths == (4, 4)
     assert batch.scored.int().tolist() == [[0, 0, 1, 0], [0, 1, 1, 1]]
-    assert batch.padded().inputs["position_ids"].tolist() == [[0, 0, 1, 1], [0, 1, 2, 3]]
-    assert batch.padded().inputs["attention_mask"].dtype == torch.int64
+    padded = batch.padded()  # the model's input is padded on the right
+    assert padded.inputs["input_ids"].tolist() == [[5, 6, 0, 0], [7, 8, 1, 2]]
+    assert padded.inputs["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert padded.inputs["position_ids"].tolist() == [[0, 1, 2, 3]] * 2
+    assert padded.index[0, 1:3].tolist() == [0, 1]
+
+
+def test_columns_of_pads_alone_are_left_out() -> None:
+    td = lazy_stack([sample([9, 5, 6, 9], [0, 1, 1, 0]), sample([9, 9, 7, 9], [0, 0, 1, 0])])
+    padded = read_batch(td, TOKENS, MASK).padded()
+    assert padded.inputs["input_ids"].tolist() == [[5, 6], [7, 0]]
+    nothing = read_batch(lazy_stack([sample([9, 9], [0, 0])]), TOKENS, MASK).padded()
+    assert nothing.inputs["attention_mask"].tolist() == [[0]]
+
+
+def test_tokens_that_are_no_integers_are_refused() -> None:
+    td = lazy_stack([sample([5, 6])])
+    td[TOKENS] = td[TOKENS].float()
+    with pytest.raises(ValueError, match=r"\('tokens', 'full'\) of sample 0"):
+        read_batch(td, TOKENS, MASK)
 
 
 def test_positions_start_at_each_sequence_padded_or_packed() -> None:
     batch = read_batch(ragged(), TOKENS, MASK)
-    assert batch.padded().inputs["position_ids"].tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+    assert batch.padded().inputs["position_ids"].tolist() == [[0, 1, 2, 3]] * 2
     packed = batch.packed().inputs
     assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10]]
     assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
@@ -72,26 +90,25 @@ def test_sequences_share_rows_where_they_fit() -> None:
 @pytest.mark.parametrize("td", [ragged(), dense()])
 @pytest.mark.parametrize("width", [None, 4, 5])
 @pytest.mark.parametrize("trailing", [(), (2,), (2, 3)])
-def test_reading_undoes_placing_with_gradients(
+def test_reading_finds_every_token_with_gradients(
     td: TensorDictBase, width: int | None, trailing: tuple[int, ...]
 ) -> None:
     batch = read_batch(td, TOKENS, MASK)
     for layout in (batch.padded(), batch.packed(width)):
-        assert torch.equal(layout.read(layout.inputs["input_ids"]), batch.ids.masked_fill(~batch.mask, 0))
+        assert torch.equal(layout.read(layout.inputs["input_ids"].flatten()), batch.ids.masked_fill(~batch.mask, 0))
+        used = torch.zeros(layout.shape.numel(), dtype=torch.bool)
+        used[layout.index[batch.mask]] = True
+        assert used.sum() == batch.mask.sum()
         values = torch.randn(2, 4, *trailing)
-        placed = layout.place(values, 7.0)
-        assert placed.shape == (*layout.shape, *trailing)
-        others = torch.ones(layout.shape.numel(), dtype=torch.bool)
-        others[layout.index[batch.mask]] = False
-        assert (placed.flatten(0, 1)[others] == 7).all()
+        placed = torch.full((layout.shape.numel(), *trailing), 7.0)
+        placed[layout.index[batch.mask]] = values[batch.mask]
         placed.requires_grad_()
         out = layout.read(placed)
         assert torch.equal(out[batch.mask], values[batch.mask])
         assert not out[~batch.mask].any()
-        assert torch.equal(out, layout.read(placed.flatten(0, 1)))
         out.sum().backward()
-        assert torch.equal(placed.grad.flatten(0, 1)[others], torch.zeros_like(placed.flatten(0, 1)[others]))
-        assert (placed.grad.flatten(0, 1)[~others] == 1).all()
+        assert not placed.grad[~used].any()
+        assert (placed.grad[used] == 1).all()
 
 
 def test_without_a_mask_all_are_real() -> None:

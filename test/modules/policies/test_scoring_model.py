@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from modules.replay.cases import gradients
+from modules.replay.families import build
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.testing import make_tiny_moe
 
@@ -300,10 +301,19 @@ def test_sequences_in_one_row_do_not_see_each_other(family: str) -> None:
     assert ScoringModel(make_tiny_moe(family, num_hidden_layers=2)).packs
 
 
-def test_a_model_that_lets_them_see_each_other_is_found() -> None:
-    """A convolution over the row, as state space models have."""
+@pytest.mark.parametrize("strength", [1.0, 1e-4])
+def test_a_model_that_lets_them_see_each_other_is_found(strength: float) -> None:
+    """A convolution over the row, as state space models have; a weak one is as wrong as a strong one."""
     model = make_tiny_moe(num_hidden_layers=2)
-    model.model.embed_tokens.register_forward_hook(lambda _, __, out: out + out.roll(1, 1))
+    model.model.embed_tokens.register_forward_hook(lambda _, __, out: out + strength * out.roll(1, 1))
+    assert not ScoringModel(model).packs
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba", "minimax"])
+def test_state_space_and_linear_attention_models_do_not_pack(family: str) -> None:
+    model = build(family)
+    torch.manual_seed(0)
+    model.apply(model._init_weights)  # transformers' own weights are small, and so is what leaks
     assert not ScoringModel(model).packs
 
 

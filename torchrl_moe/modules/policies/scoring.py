@@ -17,6 +17,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
+from torchrl_moe import _checks
+
 __all__ = [
     "Layout",
     "ScoringBatch",
@@ -57,11 +59,19 @@ class ScoringBatch:
         return self.mask & before
 
     def padded(self) -> Layout:
-        """Return the layout with a row for each sequence."""
-        positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
-        inputs = {"input_ids": self.ids, "attention_mask": self.mask.long(), "position_ids": positions}
-        index = torch.arange(self.ids.numel(), device=self.ids.device).view_as(self.ids)
-        return Layout(inputs, index, self.mask)
+        """Return the layout with a row for each sequence, padded on the right.
+
+        On the left, pads would stand before the tokens: linear attention and sparse attention do not look past them.
+        """
+        width = max(1, int(self.mask.sum(-1).max()))
+        places = (self.mask.cumsum(-1) - 1).clamp(min=0)
+        first = torch.arange(len(self.ids), device=self.ids.device)[:, None] * width
+        index = (first + places).masked_fill(~self.mask, 0)
+        columns = torch.arange(width, device=self.ids.device).expand(len(self.ids), -1)
+        ids = columns.new_zeros(columns.shape)
+        ids.view(-1)[index[self.mask]] = self.ids[self.mask]
+        attended = (columns < self.mask.sum(-1, keepdim=True)).long()
+        return Layout({"input_ids": ids, "attention_mask": attended, "position_ids": columns}, index, self.mask)
 
     def packed(self, width: int | None = None) -> Layout:
         """Return a layout with several sequences in a row; positions that start over separate them.
@@ -100,17 +110,10 @@ class Layout:
         """``[R, W]``."""
         return self.inputs["input_ids"].shape
 
-    def place(self, values: Tensor, fill: float) -> Tensor:
-        """Return ``[B, T, ...]`` as the input is laid out, ``[R, W, ...]``."""
-        out = values.new_full((self.shape.numel(), *values.shape[2:]), fill)
-        out[self.index[self.mask]] = values[self.mask]
-        return out.view(*self.shape, *values.shape[2:])
-
     def read(self, values: Tensor) -> Tensor:
-        """Return ``[R, W, ...]`` or ``[R * W, ...]`` as ``[B, T, ...]``, zero on pads."""
-        flat = values if len(values) == self.shape.numel() else values.flatten(0, 1)
-        mask = self.mask.view(*self.mask.shape, *[1] * (flat.ndim - 1))
-        return flat[self.index].masked_fill(~mask, 0)
+        """Return values ``[R * W, ...]`` of the flat input as ``[B, T, ...]``, zero on pads."""
+        mask = self.mask.view(*self.mask.shape, *[1] * (values.ndim - 1))
+        return values[self.index].masked_fill(~mask, 0)
 
 
 def _first_fit(lengths: Sequence[int], width: int) -> tuple[list[int], list[int]]:
@@ -187,7 +190,8 @@ def read_batch(td: TensorDictBase, tokens_key: Any, mask_key: Any) -> ScoringBat
 
     Raises:
         KeyError: there are no tokens at ``tokens_key``.
-        ValueError: another batch size than ``[B]``, or an attention mask of another length than its tokens.
+        ValueError: another batch size than ``[B]``, tokens that are no integers, or an attention mask of another length
+            than its tokens.
     """
     if td.batch_dims != 1 or not len(td):
         raise ValueError(
@@ -197,6 +201,8 @@ def read_batch(td: TensorDictBase, tokens_key: Any, mask_key: Any) -> ScoringBat
     rows = _all_samples(td, tokens_key)
     if rows is None:
         raise missing(td, tokens_key)
+    for i, row in enumerate(rows):
+        _checks.check_integer(f"{tokens_key!r} of sample {i}", row)
     lengths = tuple(len(row) for row in rows)
     mask = read_rows(td, mask_key, False, lengths)
     if mask is None:

@@ -131,6 +131,7 @@ class TransformersWrapper(DenseDistributions):
         new = type(self)(**{**self._arguments, **({} if same else {"router_replay": None}), **kwargs})
         if same:
             new.scoring_model = self.scoring_model
+            self._arguments["router_replay"] = new.router_replay  # a model has one, whichever version made it
         return new
 
     def reference(self, model: Any = None, *, replay: bool = False) -> TransformersWrapper:
@@ -142,8 +143,10 @@ class TransformersWrapper(DenseDistributions):
                 wrapper has recorded), instead of choosing its own. It records none.
 
         Raises:
-            ValueError: ``replay`` of a wrapper that does not replay.
+            ValueError: ``replay`` of a wrapper that does not replay, or this wrapper's own model.
         """
+        if model is self.model:
+            raise ValueError("reference(model=...) freezes its model, and this one is trained: leave it out for a copy")
         if replay and self.replay == "none":
             raise ValueError("reference(replay=True) follows the routes of this wrapper, which has replay='none'")
         frozen = copy.deepcopy(self.model) if model is None else _model_of(model)
@@ -199,11 +202,19 @@ class TransformersWrapper(DenseDistributions):
         return read_batch(td, self.input_key, (self.masks_key, "all_attention_mask")).to(self.device)
 
     def _layout(self, batch: ScoringBatch) -> Layout:
-        if self.pad_model_input is not None:
-            return batch.padded() if self.pad_model_input else batch.packed()
-        if not self.scoring_model.packs:  # asked first: under FSDP all ranks find out together, whatever their batches
+        if self.pad_model_input:
             return batch.padded()
-        longest = int(batch.mask.sum(-1).max())
+        packs = self.scoring_model.packs  # asked first: under FSDP all ranks find out together, whatever their batches
+        if self.pad_model_input is False:
+            if not packs:
+                raise ValueError(
+                    f"pad_model_input=False: sequences in one row see each other in {type(self.model).__name__}. Leave "
+                    "it at None."
+                )
+            return batch.packed()
+        if not packs:
+            return batch.padded()
+        longest = max(1, int(batch.mask.sum(-1).max()))
         packed = batch.packed(None if self.scoring_model.packs_in_one_row else longest)
         return packed if packed.shape.numel() < batch.ids.numel() else batch.padded()
 
@@ -215,7 +226,7 @@ class TransformersWrapper(DenseDistributions):
         elif self.replay == "R2" and not torch.is_grad_enabled():
             with self.router_replay.record() as recording:
                 yield
-            write_recorded(td, batch, layout.read(recording.routed_experts))
+            write_recorded(td, batch, layout.read(recording.routed_experts.flatten(0, 1)))
         else:
             routes = self._routes(td, batch)
             packing = Packing(layout.index, (layout.shape[0], layout.shape[1]))
@@ -224,11 +235,10 @@ class TransformersWrapper(DenseDistributions):
             note_routing(td, batch, routes, self.router_replay.report(), self.router_replay.refused)
 
     def _token_logits(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor:
-        layout = batch.packed() if self.pad_model_input is False else batch.padded()
+        layout = self._layout(batch) if self.pad_model_input is False else batch.padded()
         with self._routed(td, batch, layout):
             output, _ = self.scoring_model.run(layout.inputs)
-        logits = layout.read(output.logits) if self.pad_model_input is False else output.logits
-        return align(logits, self.temperature)
+        return align(layout.read(output.logits.flatten(0, 1)), self.temperature)
 
     def _routes(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor:
         assert self.router_replay is not None
@@ -249,6 +259,10 @@ class TransformersWrapper(DenseDistributions):
     def _router_logits(self, given: tuple[Tensor, ...] | None, layout: Layout) -> Tensor:
         if not given:
             raise UnsupportedRouterError(f"{type(self.model).__name__} returns no router logits: score without them")
+        if bool(((given[0].float().sum(-1) - 1).abs() < 1e-3).all()):
+            raise UnsupportedRouterError(
+                f"{type(self.model).__name__} returns its routers' probabilities as their logits: score without them"
+            )
         out = given[0].new_zeros(*layout.mask.shape, number_of_layers(self.model), given[0].shape[-1])
         for layer, logits in zip(self._router_layers, given, strict=True):
             out[:, :, layer] = layout.read(logits.reshape(layout.shape.numel(), -1))
@@ -311,4 +325,6 @@ def _model_of(model: Any) -> nn.Module:
         return AutoModelForCausalLM.from_pretrained(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a transformers model, a folder or a hub name, got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise TypeError(f"{type(model).__name__} hides its model: give its module, and use fully_shard for ranks")
     return model
