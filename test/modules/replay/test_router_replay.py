@@ -219,6 +219,9 @@ def test_bad_samples_run_live_if_asked_to_and_are_counted(family: str) -> None:
     torch.testing.assert_close(logits[1], good, atol=1e-5, rtol=0)
     assert replay.refused == (0,)
     assert replay.report()[2] == {"replayed": 6, "live": 6, "refused": 6, "agreement": None}
+    with pytest.raises(RouteValueError), replay.replay(routes):
+        model(IDS)
+    assert (replay.refused, replay.report()) == ((), {})
 
 
 # errors
@@ -283,7 +286,7 @@ def test_an_error_inside_the_forward_leaves_nothing_behind() -> None:
     native, routes = model(IDS).logits, random_routes(replay)
     with replay.replay(routes):
         wanted = model(IDS).logits
-    report = replay.report()
+    assert replay.report()
 
     def fail(*_: object) -> None:
         raise KeyError("out of memory, say")
@@ -293,7 +296,7 @@ def test_an_error_inside_the_forward_leaves_nothing_behind() -> None:
         model(IDS)
     hook.remove()
     assert torch.equal(model(IDS).logits, native)
-    assert replay.report() == report
+    assert replay.report() == {}
     with replay.replay(routes):
         assert torch.equal(model(IDS).logits, wanted)
 
@@ -400,6 +403,25 @@ def test_a_model_whose_self_test_fails_is_refused_and_left_alone(router: type[nn
     with pytest.raises(UnsupportedRouterError, match=f"ToyMoE failed the self-test: .*{message}"):
         RouterReplay(model)
     assert [set(vars(module)) for module in model.modules()] == before
+
+
+class KeywordMoE(ToyMoE):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor]:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden=hidden)
+        return (hidden,)
+
+
+class FlatMoE(ToyMoE):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor]:
+        return (super().forward(input_ids.flatten())[0].view(*input_ids.shape, -1),)
+
+
+@pytest.mark.parametrize(("kind", "got"), [(KeywordMoE, r"keywords \['hidden'\]"), (FlatMoE, r"shape \[7, 16\]")])
+def test_layers_that_do_not_show_the_batch_are_refused(kind: type[ToyMoE], got: str) -> None:
+    with pytest.raises(UnsupportedRouterError, match=rf"\(ToyLayer\) must be called with .*\[B, T, H\].* got {got}"):
+        RouterReplay(kind())
 
 
 def test_weights_that_cannot_be_seen_are_judged_by_the_output() -> None:

@@ -115,6 +115,7 @@ class RouterReplay:
         Raises:
             ReplayError: not exactly one forward pass ran, or a context of this model is open already.
         """
+        self._last, self._refused = {}, ()
         recording = Recording(self.num_layers, self.top_k)
         with self._opened(Binding(layers=self.layers, recording=recording)):
             yield recording
@@ -149,6 +150,7 @@ class RouterReplay:
             ReplayError: the routes are not laid out as the batch, a router did not use them, not exactly one forward
                 pass ran, or a context of this model is open already.
         """
+        self._last, self._refused = {}, ()
         binding = bind_routes(
             routes,
             self.sites,
@@ -173,7 +175,7 @@ class RouterReplay:
     # -- what happened ----------------------------------------------------------------------------------------------
 
     def report(self) -> dict[int, dict[str, Any]]:
-        """Return what the last context's forward did, by layer.
+        """Return what the last context's forward did, by layer; nothing if it failed.
 
         Returns:
             ``replayed`` and ``live``: numbers of rows; ``refused``: how many of the live ones had bad routes in their
@@ -217,6 +219,7 @@ class RouterReplay:
         except RoutingError as error:
             raise UnsupportedRouterError(f"{type(self.model).__name__} failed the self-test: {error}") from error
         self._last = {}
+        self._state.used = False
 
     def _compare(self, native: Tensor, replayed: Tensor, changed: Tensor) -> None:
         """Check the outputs without routes, with the model's own, and with others."""
