@@ -156,6 +156,48 @@ class RenumberingRouter(ToyRouter):
         return weights, (experts + 1) % 8
 
 
+class GroupedRouter(ToyRouter):
+    """Zeroes the experts outside two of four groups, by group scores ``[B, T, G]``."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        scores = (hidden @ self.weight.T).softmax(-1)
+        groups = scores.unflatten(-1, (4, 2)).amax(-1)
+        allowed = torch.zeros_like(groups).scatter(-1, groups.topk(2).indices, 1).repeat_interleave(2, -1)
+        weights, experts = (scores * allowed).topk(2)
+        return weights.flatten(0, 1), experts.flatten(0, 1)
+
+
+class MaskingRouter(ToyRouter):
+    """Masks groups by sorting, and takes a softmax of what is left: 0 for a masked expert, nan for two."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.scores(hidden)
+        groups = scores.unflatten(-1, (4, 2)).amax(-1)
+        least = groups.sort(-1, descending=True).values[:, 1:2]
+        weights, experts = scores.masked_fill((groups < least).repeat_interleave(2, -1), -torch.inf).topk(2)
+        return weights.softmax(-1), experts
+
+
+class ThresholdRouter(ToyRouter):
+    """Takes the least chosen score for a threshold under which a weight is 0."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.scores(hidden)
+        chosen, experts = scores.topk(2)
+        return scores.masked_fill(scores < chosen[:, -1:], 0).gather(1, experts), experts
+
+
+class StubbornRouter(ToyRouter):
+    """Drops a chosen expert that is not among its own four best."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.scores(hidden)
+        order = scores.argsort(-1, descending=True)
+        weights, experts = scores.topk(2)
+        fit = (experts[..., None] == order[:, None, :4]).any(-1)
+        return weights, torch.where(fit, experts, order[:, :2])
+
+
 class PhimoeTopKRouter(ToyRouter):
     """Only the name is real."""
 

@@ -86,7 +86,7 @@ def test_a_recording_is_unset_on_dense_layers_and_in_missing_columns() -> None:
     recording.shape = (2, 3)
     routes = recording.routed_experts
     assert routes.shape == (2, 3, 3, 2)
-    assert routes.dtype == torch.int16
+    assert {routes.dtype, *(kept.dtype for kept in recording.by_layer.values())} == {torch.int16}
     assert (routes[:, :, 0] == U).all()
     assert routes[:, :, 1].flatten(0, 1).tolist() == own().indices.tolist()
     assert routes[:, :, 2].flatten(0, 1).tolist() == [[i, U] for i in SCORES.argmax(-1).tolist()]

@@ -5,6 +5,8 @@ Without the capture this is silently wrong (reentrant) or a CheckpointError, see
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -145,16 +147,51 @@ def test_selective_checkpointing_equals_no_checkpointing(measure: bool) -> None:
     assert_same(gradients(model), wanted)
 
 
-@REENTRANT
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_checkpoint_that_nobody_told_us_of_is_an_error(reentrant: bool, inside: bool) -> None:
-    """Reentrant, its second run would silently choose other experts."""
-    model, replay = pair(use_cache=False)
+def checkpoint_by_hand(model: nn.Module, reentrant: bool) -> None:
     for layer in model.train().model.layers:
         forward = layer.forward
         layer.forward = lambda hidden, forward=forward, **kwargs: checkpoint(
             partial(forward, **kwargs), hidden, use_reentrant=reentrant
         )
+
+
+def test_it_is_an_error_too_where_gradients_are_switched_on_inside_the_context() -> None:
+    model, replay = pair(use_cache=False)
+    checkpoint_by_hand(model, True)
+    loss_of(model(BATCHES[0]).logits).backward()  # there was no context that it could belong to
+    with torch.no_grad(), replay.replay(random_routes(replay)), torch.enable_grad():
+        value = loss_of(model(BATCHES[0]).logits)
+    with pytest.raises(ReplayError, match=r"inside backward\(\)"):
+        value.backward()
+
+
+@REENTRANT
+def test_two_backward_passes_may_run_in_two_threads(reentrant: bool) -> None:
+    """As autograd's own threads do, of which each device has one."""
+    model, replay = pair()
+    routes = routes_of(replay)
+    wanted = two_losses(model.train(), replay, routes)
+    checkpoint_layers(model, reentrant)
+    losses = [loss(model, replay, ids, given) for ids, given in zip(BATCHES, routes, strict=True)]
+    barrier = threading.Barrier(2)
+
+    def meet(*_: object) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            barrier.wait(60)  # both are in their second run of this layer
+
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(meet)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(torch.Tensor.backward, losses))
+    assert_same(gradients(model), wanted, atol=1e-6)
+
+
+@REENTRANT
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_checkpoint_that_nobody_told_us_of_is_an_error(reentrant: bool, inside: bool) -> None:
+    """Reentrant, its second run would silently choose other experts."""
+    model, replay = pair(use_cache=False)
+    checkpoint_by_hand(model, reentrant)
     message = r"inside backward\(\).*gradient_checkpointing_enable"
     if inside:
         with pytest.raises(ReplayError, match=message), replay.replay(random_routes(replay)):

@@ -192,6 +192,30 @@ def test_a_packed_input_gets_the_rows_where_its_tokens_stand() -> None:
         bound(routes, mask, packing=Packing(index.T, (2, 3)))
 
 
+@pytest.mark.parametrize(
+    ("index", "error", "message"),
+    [
+        (torch.tensor([[0, 1, 2], [3, 4, 4]]), RouteValueError, "holds 4, which is out of range or there twice"),
+        (torch.tensor([[0, 1, 2], [3, 4, -1]]), RouteValueError, "holds -1, which"),
+        (torch.tensor([[0, 1, 2], [3, 4, 6]]), RouteValueError, r"holds 6, .* from 0 to 5 for an input of \[1, 6\]"),
+        (torch.arange(6).view(2, 3).to(torch.uint8), RouteValueError, "must have dtype torch.int64, got torch.uint8"),
+        (torch.ones(2, 3, dtype=torch.bool), RouteValueError, "must have dtype torch.int64, got torch.bool"),
+        (torch.arange(6)[None], RouteShapeError, r"packing.index must have shape \[2, 3\], got \[1, 6\]"),
+    ],
+    ids=["twice", "negative", "beyond", "uint8", "bool", "shape"],
+)
+def test_places_that_no_packed_input_has_are_refused(index: Tensor, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        bound(packing=Packing(index, (1, 6)))
+
+
+def test_places_of_pads_do_not_count() -> None:
+    index, mask = torch.tensor([[3, 1, 0], [2, 0, 0]]), torch.tensor([[1, 1, 0], [1, 1, 0]])
+    assert bound(mask=mask, packing=Packing(index, (1, 4))).replayed == (0, 4, 4)
+    with pytest.raises(RouteValueError, match=r"holds 0, .*Give the attention_mask"):
+        bound(packing=Packing(index, (1, 4)))
+
+
 def test_jagged_routes_of_another_shape_are_refused() -> None:
     with pytest.raises(RouteShapeError, match=r"routes of sample 0 must have shape \[T, 3, 2\], got \[2, 3\]"):
         bound(jagged(ROUTES[0, :2, :, 0], ROUTES[1, :, :, 0]))

@@ -16,8 +16,12 @@ from torch import Tensor, nn
 from modules.replay.cases import (
     FAMILIES,
     DeafRouter,
+    GroupedRouter,
+    MaskingRouter,
     NoisyRouter,
     RegroupingRouter,
+    StubbornRouter,
+    ThresholdRouter,
     ToyMoE,
     TwiceRouter,
     U,
@@ -56,13 +60,15 @@ def test_a_recording_holds_what_reached_the_experts(family: str) -> None:
     assert torch.equal(recorded(model, replay), routes)  # without gradients
 
 
-def test_routes_recorded_in_one_model_replay_in_another_of_the_same_weights() -> None:
-    model, replay = pair()
+def test_routes_recorded_in_one_model_replay_in_another_that_chooses_otherwise() -> None:
+    model, replay = pair("deepseek_v3")
     routes = recorded(model, replay)
-    other, other_replay = pair()
+    other, other_replay = pair("deepseek_v3")
     with torch.no_grad():
         for site in other_replay.sites:
-            other.get_submodule(site.name).weight.roll(1, 0)
+            bias = other.get_submodule(site.name).e_score_correction_bias
+            bias.copy_(bias.roll(1, 0) + torch.arange(16) % 3)  # steers the choice, and no weight
+    assert not torch.equal(other(IDS).logits, model(IDS).logits)
     with other_replay.replay(routes):
         assert torch.equal(other(IDS).logits, model(IDS).logits)
 
@@ -213,6 +219,9 @@ def test_bad_samples_run_live_if_asked_to_and_are_counted(family: str) -> None:
     torch.testing.assert_close(logits[1], good, atol=1e-5, rtol=0)
     assert replay.refused == (0,)
     assert replay.report()[2] == {"replayed": 6, "live": 6, "refused": 6, "agreement": None}
+    with pytest.raises(RouteValueError), replay.replay(routes):
+        model(IDS)
+    assert (replay.refused, replay.report()) == ((), {})
 
 
 # errors
@@ -277,7 +286,7 @@ def test_an_error_inside_the_forward_leaves_nothing_behind() -> None:
     native, routes = model(IDS).logits, random_routes(replay)
     with replay.replay(routes):
         wanted = model(IDS).logits
-    report = replay.report()
+    assert replay.report()
 
     def fail(*_: object) -> None:
         raise KeyError("out of memory, say")
@@ -287,7 +296,7 @@ def test_an_error_inside_the_forward_leaves_nothing_behind() -> None:
         model(IDS)
     hook.remove()
     assert torch.equal(model(IDS).logits, native)
-    assert replay.report() == report
+    assert replay.report() == {}
     with replay.replay(routes):
         assert torch.equal(model(IDS).logits, wanted)
 
@@ -382,6 +391,10 @@ def test_the_report_counts_rows_and_agreement() -> None:
         (NoisyRouter, "replaying its own routes changes its output by up to"),
         (TwiceRouter, "layer 0 ran 2 times, layer 1 ran 2 times"),
         (DeafRouter, "replaying other routes changes nothing"),
+        (GroupedRouter, "weight that is 0 or not finite"),
+        (MaskingRouter, "replaying other routes makes its output infinite"),
+        (ThresholdRouter, "weight that is 0 or not finite"),
+        (StubbornRouter, "other ids reach its experts"),
     ],
 )
 def test_a_model_whose_self_test_fails_is_refused_and_left_alone(router: type[nn.Module], message: str) -> None:
@@ -390,6 +403,43 @@ def test_a_model_whose_self_test_fails_is_refused_and_left_alone(router: type[nn
     with pytest.raises(UnsupportedRouterError, match=f"ToyMoE failed the self-test: .*{message}"):
         RouterReplay(model)
     assert [set(vars(module)) for module in model.modules()] == before
+
+
+class KeywordMoE(ToyMoE):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor]:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden=hidden)
+        return (hidden,)
+
+
+class FlatMoE(ToyMoE):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor]:
+        return (super().forward(input_ids.flatten())[0].view(*input_ids.shape, -1),)
+
+
+@pytest.mark.parametrize(("kind", "got"), [(KeywordMoE, r"keywords \['hidden'\]"), (FlatMoE, r"shape \[7, 16\]")])
+def test_layers_that_do_not_show_the_batch_are_refused(kind: type[ToyMoE], got: str) -> None:
+    with pytest.raises(UnsupportedRouterError, match=rf"\(ToyLayer\) must be called with .*\[B, T, H\].* got {got}"):
+        RouterReplay(kind())
+
+
+def test_weights_that_cannot_be_seen_are_judged_by_the_output() -> None:
+    model = ToyMoE(MaskingRouter)
+    for layer in model.layers:
+        layer.mixture = layer.__dict__["_modules"].pop("experts")
+        layer.__dict__["experts"] = layer.mixture.forward  # called, but not as a module of that name
+    with pytest.raises(UnsupportedRouterError, match="replaying other routes makes its output infinite"):
+        RouterReplay(model)
+
+
+def test_the_self_test_looks_at_the_logits_and_at_no_loss() -> None:
+    config = {"num_hidden_layers": 1, "output_router_logits": True}  # the output then begins with a loss
+    assert RouterReplay(make_tiny_moe("mixtral", **config)).layers == (0,)
+    noisy = make_tiny_moe("mixtral", **config)
+    noisy.lm_head.register_forward_hook(lambda _, __, logits: logits + torch.rand(1))
+    with pytest.raises(UnsupportedRouterError, match="replaying its own routes changes its output"):
+        RouterReplay(noisy)
 
 
 @pytest.mark.parametrize("config", [{}, {"text_config": type("Config", (), {"num_local_experts": 8})()}])

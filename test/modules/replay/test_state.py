@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -58,17 +59,37 @@ def test_a_copied_state_has_no_binding_and_no_owner() -> None:
                 pass
 
 
-def test_threads_that_run_one_model_at_once_leave_no_binding_behind() -> None:
-    """One opens a context, another recomputes; the first to leave puts back what was there before the second."""
+def test_recomputes_in_two_threads_at_once_see_their_own_bindings() -> None:
+    """As in the backward of a model on two devices; and neither is seen by a third, that opens a context."""
+    state, barrier = ReplayState(owned=True), threading.Barrier(3)
+    bindings = [Binding(layers=(i,)) for i in range(3)]
+
+    def recompute(i: int) -> tuple[Binding | None, bool]:
+        with state.recomputing(bindings[i], again=True):
+            barrier.wait(60)
+            seen = state.binding, state.recompute
+            barrier.wait(60)
+        assert not state.recompute
+        return seen
+
+    with ThreadPoolExecutor(2) as pool:
+        recomputing = [pool.submit(recompute, i) for i in range(2)]
+        barrier.wait(60)
+        assert state.binding is None
+        with state.opened(bindings[2]):
+            barrier.wait(60)
+            seen = [run.result() for run in recomputing]
+            assert (state.binding, state.recompute) == (bindings[2], False)
+    for got, wanted in zip(seen, bindings, strict=False):
+        assert got[0] is wanted
+        assert got[1]
+    assert state.binding is None
+
+
+def test_no_context_opens_inside_a_checkpointed_layer() -> None:
     state = ReplayState(owned=True)
-    first, second = state.opened(bound()), state.recomputing(bound(), again=True)
-    first.__enter__()
-    second.__enter__()  # by another thread, say
-    for context in (first, second):
-        with pytest.raises(ReplayError, match="another thread"):
-            context.__exit__(None, None, None)
-    assert not state.is_open
-    with state.opened(bound()):
+    inside = state.recomputing(None, again=False)
+    with inside, pytest.raises(ReplayError, match="open already"), state.opened(bound()):
         pass
 
 

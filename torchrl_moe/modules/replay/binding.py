@@ -42,7 +42,7 @@ class Recording:
         first = next(iter(self.by_layer.values()))
         routes = torch.full((len(first), self._num_layers, self._top_k), UNSET, dtype=torch.int16, device=first.device)
         for layer, chosen in self.by_layer.items():
-            routes[:, layer, : chosen.shape[1]] = chosen.to(torch.int16)
+            routes[:, layer, : chosen.shape[1]] = chosen
         return routes.view(*self.shape, self._num_layers, self._top_k)
 
 
@@ -109,10 +109,13 @@ class Binding:
         """
         layer = site.layer
         if self.routes is None:
-            chosen = own().indices.reshape(len(scores), site.top_k)
+            assert self.recording is not None
+            kept = own().indices.reshape(len(scores), site.top_k).to(torch.int16)
             if recompute:  # kernels may break a tie another way the second time
-                assert self.recording is not None
-                chosen = self.recording.by_layer[layer]
+                kept = self.recording.by_layer[layer]
+            else:
+                self.recording.by_layer[layer] = kept
+            chosen = kept.long()
         else:
             chosen = self._experts(site, scores)
             if not self.complete[layer]:
@@ -120,8 +123,6 @@ class Binding:
                 chosen = torch.where(self._known(layer, scores), chosen, ours)
         if not recompute:
             self.calls[layer] = self.calls.get(layer, 0) + 1
-            if self.recording is not None:
-                self.recording.by_layer[layer] = chosen
         return chosen
 
     def groups(self, site: RouterSite, scores: Tensor, own: Callable[[], TopK]) -> Tensor:

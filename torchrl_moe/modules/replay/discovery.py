@@ -9,7 +9,7 @@ Letters: N rows of a batch, E experts, K experts per row.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.modules.replay.interception import TopKObserver
 from torchrl_moe.modules.replay.scoring import OWN_CODE, ScoreTracer, describe_scoring
 
-__all__ = ["RouterSite", "discover", "dry_inputs", "number_of_layers"]
+__all__ = ["RouterSite", "arriving", "check_replayed", "discover", "dry_inputs", "number_of_layers"]
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -104,11 +104,12 @@ def _pop(stack: list[str]) -> None:
 
 
 @contextmanager
-def _arriving(model: nn.Module, arrived: dict[int, list[Tensor]]) -> Iterator[None]:
-    """Keep the integer tensors that each layer's experts are called with."""
+def arriving(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
+    """Keep the tensors that each layer's experts are called with."""
+    arrived: dict[int, list[Tensor]] = {}
 
     def keep(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        values = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dtype == torch.long]
+        values = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         arrived.setdefault(layer, []).extend(x.clone() for x in values)
 
     with ExitStack() as stack:
@@ -117,7 +118,7 @@ def _arriving(model: nn.Module, arrived: dict[int, list[Tensor]]) -> Iterator[No
                 lambda _, args, kwargs, layer=layer: keep(layer, args, kwargs), with_kwargs=True
             )
             stack.callback(hook.remove)
-        yield
+        yield arrived
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
@@ -150,14 +151,13 @@ def discover(model: nn.Module) -> list[RouterSite]:
     inputs = dry_inputs(model)
     running: list[str] = []
     rankings: list[_Ranking] = []
-    arrived: dict[int, list[Tensor]] = {}
     tracer = ScoreTracer(counts, running)
 
     def tell(x: Tensor, chosen: Tensor) -> None:
         if running and x.shape[-1] in counts and x.numel() // x.shape[-1] == inputs["input_ids"].numel():
             rankings.append(_Ranking(running[-1], x.shape[-1], x.ndim, tracer.steps(x), chosen.flatten(0, -2)))
 
-    with torch.no_grad(), _running(model, running), _arriving(model, arrived), tracer, TopKObserver(tell):
+    with torch.no_grad(), _running(model, running), arriving(model) as arrived, tracer, TopKObserver(tell):
         model(**inputs)
     routers: dict[int, _Ranking] = {}
     for ranking in rankings:
@@ -213,15 +213,60 @@ def _check_all_found(model: nn.Module, routers: dict[int, _Ranking]) -> None:
         raise UnsupportedRouterError(f"{type(model).__name__}: no module ranks experts with topk in a forward pass")
 
 
+def _ids(arrived: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+    """Return what may be ids ``[N, K]``; none where the experts are not called with ids."""
+    same = [x for x in arrived if x.dtype == torch.long and x.numel() == like.numel()]
+    return [x.reshape(like.shape).to(like.device) for x in same]
+
+
+def _rewritten(router: nn.Module) -> bool:
+    """Whether a hook changes what a router returns, as expert parallelism does: to a rank's own ids."""
+    return bool(router._forward_hooks)
+
+
 def _check_arrived(model: nn.Module, routers: dict[int, _Ranking], arrived: dict[int, list[Tensor]]) -> None:
     """Refuse a model whose experts are called with other ids than ``topk`` chose, where ids can be seen at all."""
     for layer, router in routers.items():
-        chosen = router.chosen
-        ids = [x.reshape(chosen.shape).to(chosen.device) for x in arrived.get(layer, ()) if x.numel() == chosen.numel()]
+        ids = _ids(arrived.get(layer, ()), router.chosen)
         module = model.get_submodule(router.name)
-        rewritten = bool(module._forward_hooks)  # by expert parallelism, to a rank's own ids
-        if ids and not rewritten and not any(torch.equal(x, chosen) for x in ids):
+        if ids and not _rewritten(module) and not any(torch.equal(x, router.chosen) for x in ids):
             raise UnsupportedRouterError(
                 f"{router.name} ({type(module).__name__}): other ids reach the experts of layer {layer} than its topk "
                 "chose, so routes cannot be put in the place of that choice"
             )
+
+
+def check_replayed(
+    model: nn.Module, sites: Sequence[RouterSite], arrived: dict[int, list[Tensor]], routes: Tensor
+) -> None:
+    """Check what reached the experts in a replay, where that can be seen at all: in any order, the ids that were given.
+
+    And each with a weight: a router that masks experts, in a way that is not known here, gives 0 or NaN to a replayed
+    expert that it would not have chosen.
+
+    Args:
+        model: the model that ran.
+        sites: its routers.
+        arrived: what :func:`arriving` kept.
+        routes: ``[N, L, K]``, what was replayed.
+
+    Raises:
+        UnsupportedRouterError: other ids, or a weight that is 0 or not finite.
+    """
+    for site in sites:
+        module = model.get_submodule(site.name)
+        given = routes[:, site.layer, : site.top_k].long()
+        tensors = arrived.get(site.layer, [])
+        ids = _ids(tensors, given)
+        if not ids or _rewritten(module):
+            continue
+        where = f"{site.name} ({type(module).__name__}), layer {site.layer}"
+        if not any(torch.equal(x.sort(-1).values, given.sort(-1).values) for x in ids):
+            raise UnsupportedRouterError(f"{where}: under a replay, other ids reach its experts than were given")
+        for weights in tensors:
+            beside = weights.is_floating_point() and weights.numel() == given.numel()
+            if beside and not bool((weights.isfinite() & (weights != 0)).all()):
+                raise UnsupportedRouterError(
+                    f"{where}: under a replay, experts get a weight that is 0 or not finite if the router would not "
+                    "have chosen them. It masks scores, by groups or by a threshold, in a way that cannot be opened."
+                )

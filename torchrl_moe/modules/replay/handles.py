@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from torchrl_moe._errors import ReplayError
 from torchrl_moe.modules.replay.binding import Binding
 from torchrl_moe.modules.replay.checkpointing import release_checkpoints
 from torchrl_moe.modules.replay.discovery import RouterSite
@@ -89,7 +90,13 @@ class _LayerHandle(_Handle):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         binding: Binding | None = self.state.binding
         if binding is not None:
-            hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            if not isinstance(hidden, Tensor) or hidden.ndim < 3:
+                got = f"shape {list(hidden.shape)}" if isinstance(hidden, Tensor) else f"keywords {sorted(kwargs)}"
+                raise ReplayError(
+                    f"a decoder layer ({type(self.module).__name__}) must be called with hidden states [B, T, H], "
+                    f"first or as hidden_states, got {got}: the batch that routes are laid out for cannot be seen"
+                )
             binding.see_batch(tuple(hidden.shape[:2]))
         return self.forward(*args, **kwargs)
 

@@ -123,9 +123,27 @@ def _read(routes: Any, mask: Tensor | None, tail: tuple[int, int], device: torch
 def _packed(incoming: _Incoming, packing: Packing) -> _Incoming:
     """Return the same rows, for an input that holds their tokens elsewhere."""
     shape = incoming.shape
-    _checks.check_shape("packing.index", packing.index.shape, shape, hint="A place for each token of [B, T].")
+    hint = "A place for each token of [B, T]."
+    _checks.check_shape("packing.index", packing.index.shape, shape, error=RouteShapeError, hint=hint)
+    if packing.index.dtype != torch.int64:
+        raise RouteValueError(f"packing.index must have dtype torch.int64, got {packing.index.dtype}")
     places = packing.index.flatten().to(incoming.rows.device)
-    return replace(incoming, shape=packing.shape, places=places if incoming.places is None else places[incoming.places])
+    places = places if incoming.places is None else places[incoming.places]
+    _check_places(places, packing.shape)
+    return replace(incoming, shape=packing.shape, places=places)
+
+
+def _check_places(places: Tensor, shape: tuple[int, int]) -> None:
+    """Check that real tokens stand in the input, each in a place of its own."""
+    ordered = places.sort().values
+    wrong = (ordered < 0) | (ordered >= shape[0] * shape[1])
+    wrong[1:] |= ordered[1:] == ordered[:-1]
+    if bool(wrong.any()):
+        raise RouteValueError(
+            f"packing.index holds {int(ordered[wrong][0])}, which is out of range or there twice; the places of real "
+            f"tokens are distinct, from 0 to {shape[0] * shape[1] - 1} for an input of {list(shape)}. Give the "
+            "attention_mask if some are placeholders of pads."
+        )
 
 
 def _read_jagged(

@@ -19,7 +19,7 @@ from torchrl_moe._errors import ReplayError, RoutingError, UnsupportedRouterErro
 from torchrl_moe.modules.replay import handles
 from torchrl_moe.modules.replay.binding import Binding, LayerReport, Recording
 from torchrl_moe.modules.replay.checkpointing import wrap_checkpoints
-from torchrl_moe.modules.replay.discovery import discover, dry_inputs, number_of_layers
+from torchrl_moe.modules.replay.discovery import arriving, check_replayed, discover, dry_inputs, number_of_layers
 from torchrl_moe.modules.replay.incoming import OnBadRoutes, Packing, bind_routes
 from torchrl_moe.modules.replay.state import ReplayState
 
@@ -115,6 +115,7 @@ class RouterReplay:
         Raises:
             ReplayError: not exactly one forward pass ran, or a context of this model is open already.
         """
+        self._last, self._refused = {}, ()
         recording = Recording(self.num_layers, self.top_k)
         with self._opened(Binding(layers=self.layers, recording=recording)):
             yield recording
@@ -149,6 +150,7 @@ class RouterReplay:
             ReplayError: the routes are not laid out as the batch, a router did not use them, not exactly one forward
                 pass ran, or a context of this model is open already.
         """
+        self._last, self._refused = {}, ()
         binding = bind_routes(
             routes,
             self.sites,
@@ -173,7 +175,7 @@ class RouterReplay:
     # -- what happened ----------------------------------------------------------------------------------------------
 
     def report(self) -> dict[int, dict[str, Any]]:
-        """Return what the last context's forward did, by layer.
+        """Return what the last context's forward did, by layer; nothing if it failed.
 
         Returns:
             ``replayed`` and ``live``: numbers of rows; ``refused``: how many of the live ones had bad routes in their
@@ -206,25 +208,36 @@ class RouterReplay:
         inputs = dry_inputs(self.model)
         try:
             with self.record() as recording:
-                native = self.model(**inputs)[0]
+                native = _output(self.model(**inputs))
             with self.replay(recording.routed_experts):
-                replayed = self.model(**inputs)[0]
-            with self.replay(self._others(recording.routed_experts)):
-                changed = self.model(**inputs)[0]
+                replayed = _output(self.model(**inputs))
+            others = self._others(recording.routed_experts)
+            with self.replay(others), arriving(self.model) as arrived:
+                changed = _output(self.model(**inputs))
+            self._compare(native, replayed, changed)
+            check_replayed(self.model, self.sites, arrived, others.flatten(0, 1))
         except RoutingError as error:
             raise UnsupportedRouterError(f"{type(self.model).__name__} failed the self-test: {error}") from error
+        self._last = {}
+        self._state.used = False
+
+    def _compare(self, native: Tensor, replayed: Tensor, changed: Tensor) -> None:
+        """Check the outputs without routes, with the model's own, and with others."""
         if not torch.equal(native, replayed):
             worst = (native - replayed).abs().max().item()
             raise UnsupportedRouterError(
-                f"{type(self.model).__name__} failed the self-test: replaying its own routes changes its output by up "
-                f"to {worst:.1e}. Its routing is more than the choice that topk makes."
+                f"replaying its own routes changes its output by up to {worst:.1e}. Its routing is more than the "
+                "choice that topk makes."
             )
         if torch.equal(native, changed) and any(site.top_k < site.num_experts for site in self.sites):
             raise UnsupportedRouterError(
-                f"{type(self.model).__name__} failed the self-test: replaying other routes changes nothing. Its "
-                "routers do not use the choice that topk makes."
+                "replaying other routes changes nothing. Its routers do not use the choice that topk makes."
             )
-        self._last = {}
+        if bool((native.isfinite() & ~changed.isfinite()).any()):
+            raise UnsupportedRouterError(
+                "replaying other routes makes its output infinite or nan. It masks experts that its routers would not "
+                "have chosen, in a way that cannot be opened."
+            )
 
     def _others(self, routes: Tensor) -> Tensor:
         """Return routes in which every row holds other experts."""
@@ -233,6 +246,13 @@ class RouterReplay:
             own = routes[:, :, site.layer, : site.top_k]
             others[:, :, site.layer, : site.top_k] = (own + 1) % site.num_experts
         return others
+
+
+def _output(result: Any) -> Tensor:
+    """Return the logits, which may stand behind a loss; of other models, the first output."""
+    logits = getattr(result, "logits", None)
+    output: Tensor = result[0] if logits is None else logits
+    return output
 
 
 @contextmanager

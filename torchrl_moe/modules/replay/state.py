@@ -1,4 +1,4 @@
-"""Which binding is in force on a model, and for which thread: contexts, and the second runs of checkpointed layers."""
+"""Which binding is in force on a model, and in which thread: contexts, and the runs of checkpointed layers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,25 @@ from torchrl_moe.modules.replay.binding import Binding
 
 __all__ = ["ReplayState"]
 
-_TWO_THREADS = "another thread has a context of this model open, or runs its backward: one thread at a time"
+_TWO_THREADS = "another thread has a context of this model open: one thread at a time"
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The binding in force, and the thread it is for; ``recompute``: in a checkpointed layer's second run."""
+    """A binding in force; ``recompute``: in a checkpointed layer's second run."""
 
     binding: Binding | None = None
     recompute: bool = False
-    thread: int | None = None
+
+
+class _Layer(threading.local):
+    """What the checkpointed layer that runs in this thread goes by; ``None`` outside of one.
+
+    Of each thread by itself: autograd runs the backward of each device in a thread of its own.
+    """
+
+    def __init__(self) -> None:
+        self.held: _Held | None = None  # set in every thread, so that a compiled graph can look at it
 
 
 class ReplayState:
@@ -36,8 +45,11 @@ class ReplayState:
 
     def __init__(self, owned: bool = False) -> None:
         self.owned = owned
-        self._held = _Held()
-        self._trains = False  # a context with gradients was opened
+        self.used = False
+        """Whether a context was opened, whose forward pass may have a backward still to come."""
+        self._open = _Held()
+        self._thread: int | None = None
+        self._layer = _Layer()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -46,12 +58,12 @@ class ReplayState:
     @property
     def is_open(self) -> bool:
         """Whether a context is open."""
-        return self._held.binding is not None
+        return self._open.binding is not None
 
     @property
     def recompute(self) -> bool:
-        """Whether a checkpointed layer is in its second run."""
-        return self._held.recompute
+        """Whether this thread is in a checkpointed layer's second run."""
+        return self._layer.held is not None and self._layer.held.recompute
 
     @property
     def binding(self) -> Binding | None:
@@ -60,16 +72,16 @@ class ReplayState:
         Raises:
             ReplayError: it is another thread's, or this is a recompute that nobody told us of.
         """
-        held = self._held
+        held = self._open if self._layer.held is None else self._layer.held
         if torch.compiler.is_compiling():
             return held.binding
-        if self._trains and not held.recompute and torch._C._current_graph_task_id() != -1:
+        if self.used and not held.recompute and torch._C._current_graph_task_id() != -1:
             raise ReplayError(
                 "a router runs inside backward(), in a recompute whose routes are not known: checkpoint the layers "
                 "with model.gradient_checkpointing_enable() or torch's checkpoint_wrapper, and not with a "
                 "torch.utils.checkpoint call of your own"
             )
-        if held.binding is not None and held.thread != threading.get_ident():
+        if held is self._open and held.binding is not None and self._thread != threading.get_ident():
             raise ReplayError(_TWO_THREADS)
         return held.binding
 
@@ -83,38 +95,29 @@ class ReplayState:
         with self._lock:
             if not self.owned:
                 raise ReplayError("this RouterReplay was removed from its model: make a new one")
-            if self._held.thread not in (None, threading.get_ident()):
+            if self.is_open and self._thread != threading.get_ident():
                 raise ReplayError(_TWO_THREADS)
-            if self.is_open:
+            if self.is_open or self._layer.held is not None:
                 raise ReplayError("a context of this model is open already: close it first, they do not nest")
-            self._trains |= torch.is_grad_enabled()
-            held = _Held(binding, False, threading.get_ident())
-            before, self._held = self._held, held
+            # without gradients too: they may be switched on inside
+            self.used = True
+            self._open, self._thread = _Held(binding), threading.get_ident()
         try:
             yield
         finally:
-            self._release(held, before)
+            with self._lock:
+                self._open, self._thread = _Held(), None
 
     @contextmanager
     def recomputing(self, binding: Binding | None, again: bool) -> Iterator[None]:
-        """Run a checkpointed layer with the binding of its forward pass, and put back what was there.
+        """Run a checkpointed layer in this thread with the binding of its forward pass, and put back what was there.
 
         Args:
             binding: the one captured; ``None``: the layer ran natively.
             again: whether this is its second run or a later one.
         """
-        held = _Held(binding, again, threading.get_ident())
-        with self._lock:
-            before, self._held = self._held, held
+        before, self._layer.held = self._layer.held, _Held(binding, again)
         try:
             yield
         finally:
-            self._release(held, before)
-
-    def _release(self, held: _Held, before: _Held) -> None:
-        """Put ``before`` back. Threads that ran at once would put back each other's: then nothing is left active."""
-        with self._lock:
-            mine = self._held is held
-            self._held = before if mine else _Held()
-        if not mine:
-            raise ReplayError(_TWO_THREADS)
+            self._layer.held = before
