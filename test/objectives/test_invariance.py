@@ -124,17 +124,13 @@ def test_log_probs_that_are_not_finite_drop_their_tokens_with_a_count(name: str)
         token = td[0]["tokens", "full"][3]
         actor.logits[td[0]["tokens", "full"][2], token] = float("-inf")
     td[1]["prox_log_prob"][3] = float("nan")
-    td[2]["log_probs", "full"][3] = float("inf")  # not counted: nothing says that it was sampled
+    td[2]["log_probs", "full"][3] = float("inf")
+    assert loss.denominators(td)["num_valid_tokens"] == 7
     whole = loss(td)
-    assert whole.num_dropped_tokens.item() == 1 + (loss.proximal_policy == "recomputed")
-    assert all(torch.isfinite(value).all() for value in numbers_of(whole))
+    assert whole.num_dropped_tokens.item() == 2 + (loss.proximal_policy == "recomputed")
+    assert all(torch.isfinite(value).all() for value in whole.values())
     for key, number in loss.denominators(td).items():
         td[key] = torch.full(td.batch_size, number, dtype=torch.float64)
     parts = [loss(part) for part in td.split(1)]
-    for key in (key for key in whole.keys() if key.startswith("loss_") and key != "loss_entropy"):  # noqa: SIM118
+    for key in (key for key in whole.keys() if key.startswith("loss_")):  # noqa: SIM118
         torch.testing.assert_close(sum(part.get(key) for part in parts), whole.get(key))
-
-
-def numbers_of(out: Any) -> list[torch.Tensor]:
-    """All but the entropy, which a distribution with a certain token makes NaN in the actor of these tests."""
-    return [value for key, value in out.items() if "entropy" not in key]
