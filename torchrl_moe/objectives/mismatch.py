@@ -76,8 +76,8 @@ class MismatchMetrics:
     ``mismatch/chi2``               ``mean r^2 - 1``, estimates ``χ²(π || μ)``
     ``mismatch/ess``                ``(Σ r)^2 / (n Σ r^2)``, effective sample size
     ``mismatch/extreme_fraction``   F(τ): share of tokens with ``max(r, 1 / r) > τ`` (arXiv 2510.11370)
-    ``mismatch/dropped_fraction``   share of tokens whose ``log π``, or ``log μ`` unless ``"generic"``, is NaN or infinite:
-                                    they are in no other figure
+    ``mismatch/dropped_fraction``   share of tokens whose ``log π`` is NaN or infinite, or whose ``log μ`` is unless the
+                                    strategy is ``"generic"``: they are in no other figure
     ``mismatch/masked_fraction``,   share of tokens, and of sequences as a whole, that ``kept`` leaves out
     ``masked_sequence_fraction``
     ``mismatch/age_mean``           mean of ``version`` less the version that sampled the token
