@@ -15,7 +15,8 @@ from torchrl_moe.objectives import CISPOLoss, DPPOLoss, GRPOLoss, GSPOLoss, SAPO
 
 WIDE = Thresholds(icepop=(0.7, 1.4), seq_mis=1.5, geo=(0.8, 1.3), k3=0.2, opsm=0.05, staleness_mask=3)
 """Such that some tokens of the samples are left out and some are not."""
-PENALTIES: dict[str, Any] = {"kl_to_ref_coeff": 0.3, "kl_to_inference_coeff": 0.2, "kl_mask_threshold": 0.4}
+KL: dict[str, Any] = {"kl_to_ref_coeff": 0.3, "kl_to_inference_coeff": 0.2}
+PENALTIES: dict[str, Any] = {**KL, "kl_mask_threshold": 0.4}
 LOSSES: dict[str, tuple[type[GRPOLoss], dict[str, Any]]] = {
     "grpo": (GRPOLoss, {**PENALTIES, "clip_epsilon": (0.2, 0.28), "dual_clip": 3.0}),
     "grpo, masks": (GRPOLoss, {"correction": ["icepop", "opsm", "staleness_mask"], "aggregation": "sequence_mean"}),
@@ -29,7 +30,7 @@ LOSSES: dict[str, tuple[type[GRPOLoss], dict[str, Any]]] = {
         {"correction": ["tis", "k3", "staleness_weight"], "proximal_policy": "interpolated", "kl_off_policy": True},
     ),
     "dr_grpo": (GRPOLoss, {"aggregation": "fixed_length", "fixed_length": 5}),
-    "gspo": (GSPOLoss, {**PENALTIES, "clip_epsilon": 0.3}),
+    "gspo": (GSPOLoss, {**KL, "clip_epsilon": 0.3, "correction": "geo"}),
     "gspo-token": (GSPOLoss, {"level": "token", "clip_epsilon": 0.3, "correction": "seq_mis"}),
     "cispo": (CISPOLoss, {**PENALTIES, "kl_estimator": "k2"}),
     "dppo-tv": (DPPOLoss, {"clip_epsilon": 0.05, "correction": "k3"}),
