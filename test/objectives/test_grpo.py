@@ -688,6 +688,27 @@ def sum_of(out: Any) -> Tensor:
     return sum(value.squeeze() for key, value in out.items() if key.startswith("loss_"))
 
 
+def test_torchrls_kl_in_the_reward() -> None:
+    """The call of the docs: it runs with our wrapper, and its reference is found by the loss."""
+    from torchrl.envs.llm.transforms import RetrieveKL
+
+    from torchrl_moe.modules import TransformersWrapper
+    from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
+
+    actor = TransformersWrapper(make_tiny_moe(), tokenizer=ByteTokenizer(), replay="none")
+    reference = actor.reference(make_tiny_moe(seed=1)).get_new_version(log_probs_key="ref_log_probs")
+    rollouts = [one.apply(lambda x: x.float() if x.is_floating_point() else x) for one in samples([(2, 3), (1, 2)])]
+    for rollout in rollouts:
+        rollout["next"] = {"reward": torch.zeros(len(rollout["tokens", "full"]), 1)}
+    with torch.no_grad():
+        td = RetrieveKL(actor, reference, assistant_only=False, add_to_reward=True, coeff=0.1)(ragged(rollouts))
+    for row in td.unbind(0):
+        gap = row["next", "log_probs", "full"] - row[REF]
+        torch.testing.assert_close(row["next", "reward"][:, 0], -0.1 * gap)  # at prompt positions too
+        assert row["next", "reward"][1:].abs().min() > 0
+    assert GRPOLoss(actor, kl_to_ref_coeff=0.1)(td).kl_to_ref.item() > 0
+
+
 class Rollouts:
     """A collector: the actor answers 32 one-token prompts with three tokens; an even token is worth a point."""
 

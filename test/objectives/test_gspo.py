@@ -92,7 +92,9 @@ def test_a_token_left_out_has_no_gradient() -> None:
 
 
 def test_weights_need_a_proximal_policy() -> None:
-    with pytest.raises(ValueError, match="correction='seq_tis' is an importance weight.* mean over a sequence in GSPO"):
+    with pytest.raises(
+        ValueError, match=r"correction='seq_tis' is an importance weight.* mean over a sequence in GSPO"
+    ):
         GSPOLoss(BigramActor(), correction="seq_tis")
 
 
