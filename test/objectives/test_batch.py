@@ -130,6 +130,7 @@ def test_a_batch_moves_to_a_device() -> None:
     batch = TokenBatch(
         tokens=ones,
         mask=ones,
+        unsampled=ones,
         advantage=ones,
         sample_log_probs=ones,
         ref_log_probs=None,
@@ -255,3 +256,10 @@ def test_versions_that_make_no_sense_are_refused(versions: list[Any], told: str)
 def test_the_current_version_must_be_known() -> None:
     with pytest.raises(ValueError, match=r"no 'trained': the version of the weights being trained.*torch.full"):
         reader().staleness(VERSIONS, "trained", COUNTED)
+
+
+def test_tokens_that_are_no_integers_are_refused() -> None:
+    td = ragged(samples([(2, 3)]))
+    td[0]["tokens", "full"] = torch.tensor([1.0, 2.0, 3.0, 4.5, 5.0])
+    with pytest.raises(ValueError, match=r"\('tokens', 'full'\) must have an integer dtype, got torch.float32"):
+        TokenReader(td, ("tokens", "full"))

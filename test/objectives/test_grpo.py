@@ -30,7 +30,17 @@ from objectives.rollouts import (
     samples,
     total,
 )
-from torchrl_moe.objectives import DAPO, CISPOLoss, DPPOLoss, GRPOLoss, GRPOLossOutput, GSPOLoss, SAPOLoss, Thresholds
+from torchrl_moe.objectives import (
+    DAPO,
+    CISPOLoss,
+    DPPOLoss,
+    GRPOLoss,
+    GRPOLossOutput,
+    GSPOLoss,
+    MismatchMetrics,
+    SAPOLoss,
+    Thresholds,
+)
 
 LN2 = math.log(2)
 SHAPES = [(2, 3), (1, 4), (3, 1)]
@@ -358,8 +368,10 @@ def test_unknown_sample_log_probs_drop_their_tokens() -> None:
         per_sample = {("advantage",), ("current_version",)}
         cut[i] = TensorDict({key: value if key in per_sample else value[:-1] for key, value in _leaves(cut[i])})
         cut[i]["tokens", "prompt"] = rollouts[i]["tokens", "prompt"]
-    loss = GRPOLoss(BigramActor(), **EVERYTHING)
-    assert numbers(loss(ragged(rollouts))) == pytest.approx(numbers(loss(ragged(cut))))
+    for strategy, dropped in (("sft", 2), ("rlhf", 2), ("generic", 0)):  # generic names prompts, which nobody sampled
+        loss = GRPOLoss(BigramActor(), masking_strategy=strategy, **EVERYTHING)
+        expected = {**numbers(loss(ragged(cut))), "num_dropped_tokens": dropped}
+        assert numbers(loss(ragged(rollouts))) == pytest.approx(expected)
 
 
 def _leaves(td: TensorDict) -> list[tuple[tuple[str, ...], Tensor]]:
@@ -378,6 +390,42 @@ def test_a_log_prob_of_the_actor_that_is_not_finite_is_dropped_and_counted() -> 
     total(out).backward()
     assert actor.log_probs.grad is not None
     assert actor.log_probs.grad.isfinite().all()
+
+
+def test_an_entropy_that_is_not_finite_is_dropped_and_counted() -> None:
+    td, actor = by_hand()
+    assert actor.entropy is not None
+    actor.entropy[0, 2] = float("nan")
+    out = GRPOLoss(actor, clip_epsilon=(0.2, 0.28))(td)
+    assert out.num_dropped_tokens.item() == 1
+    assert out.loss_objective.item() == pytest.approx((-2.56 - 2 + 0.8) / 3)  # its log-prob is known
+    mean = (actor.entropy[0, 1] + actor.entropy[1, 2]).item() / 2
+    assert out.entropy.item() == pytest.approx(mean)
+    assert out.loss_entropy.item() == pytest.approx(-0.01 * 2 * mean / 3)
+    total(out).backward()
+    assert actor.log_probs.grad is not None
+    assert actor.log_probs.grad.isfinite().all()
+
+
+def test_an_advantage_that_is_not_finite_is_refused() -> None:
+    td, actor = by_hand()
+    td[1]["advantage"] = torch.tensor([[float("nan")]], dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"'advantage' must be finite where a token counts, got nan in sample 1"):
+        GRPOLoss(actor)(td)
+
+
+@pytest.mark.parametrize("arguments", [{"kl_mask_threshold": 0.5}, {"correction": "icepop", "thresholds": WIDE}])
+def test_kept_is_what_corrections_leave(arguments: dict[str, Any]) -> None:
+    """As test_golden_objectives and test_golden_corrections have it."""
+    td, actor = by_hand()
+    first = "kl_mask_threshold" in arguments
+    kept = GRPOLoss(actor, **arguments).kept(td, actor.log_probs)
+    assert kept.tolist() == [[False, first, True], [False, False, False]]
+    metrics = MismatchMetrics(thresholds=None)
+    metrics.update(td, actor.log_probs, kept=kept)
+    assert metrics.compute()["mismatch/masked_fraction"] == pytest.approx((1 if first else 2) / 3)
+    with pytest.raises(ValueError, match=r"log_probs and tokens must have the same shape"):
+        GRPOLoss(actor).kept(td, actor.log_probs[:, 1:])
 
 
 def test_nan_advantages_of_tokens_that_do_not_count_are_harmless() -> None:
@@ -511,7 +559,8 @@ def test_the_input_is_left_as_it_was() -> None:
 
 def test_low_precision_log_probs_are_computed_with_in_float32() -> None:
     td, actor = by_hand()
-    out = GRPOLoss(GivenActor(actor.log_probs.detach().bfloat16(), actor.entropy), entropy_bonus=False)(td.float())
+    low = lazy_stack([one.apply(lambda x: x.float() if x.is_floating_point() else x) for one in td])
+    out = GRPOLoss(GivenActor(actor.log_probs.detach().bfloat16(), actor.entropy), entropy_bonus=False)(low)
     assert out.loss_objective.dtype == torch.float32
 
 
@@ -637,6 +686,27 @@ def test_torchrl_agrees_where_it_is_right(torchrl_actor: Any, strategy: Any, agg
 
 def sum_of(out: Any) -> Tensor:
     return sum(value.squeeze() for key, value in out.items() if key.startswith("loss_"))
+
+
+def test_torchrls_kl_in_the_reward() -> None:
+    """The call of the docs: it runs with our wrapper, and its reference is found by the loss."""
+    from torchrl.envs.llm.transforms import RetrieveKL
+
+    from torchrl_moe.modules import TransformersWrapper
+    from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
+
+    actor = TransformersWrapper(make_tiny_moe(), tokenizer=ByteTokenizer(), replay="none")
+    reference = actor.reference(make_tiny_moe(seed=1)).get_new_version(log_probs_key="ref_log_probs")
+    rollouts = [one.apply(lambda x: x.float() if x.is_floating_point() else x) for one in samples([(2, 3), (1, 2)])]
+    for rollout in rollouts:
+        rollout["next"] = {"reward": torch.zeros(len(rollout["tokens", "full"]), 1)}
+    with torch.no_grad():
+        td = RetrieveKL(actor, reference, assistant_only=False, add_to_reward=True, coeff=0.1)(ragged(rollouts))
+    for row in td.unbind(0):
+        gap = row["next", "log_probs", "full"] - row[REF]
+        torch.testing.assert_close(row["next", "reward"][:, 0], -0.1 * gap)  # at prompt positions too
+        assert row["next", "reward"][1:].abs().min() > 0
+    assert GRPOLoss(actor, kl_to_ref_coeff=0.1)(td).kl_to_ref.item() > 0
 
 
 class Rollouts:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from objectives.naive import Answer, check_against, clip, prompt_mean
 from objectives.rollouts import BigramActor, by_hand, ragged, samples, total
-from torchrl_moe.objectives import GSPOLoss
+from torchrl_moe.objectives import GSPOLoss, Thresholds
 
 
 @pytest.mark.parametrize("level", ["sequence", "token"])
@@ -62,6 +62,40 @@ def test_both_levels_agree_where_a_sequence_shares_its_advantage() -> None:
     losses = [total(GSPOLoss(actor, level=level, clip_epsilon=0.9)(td)) for level in ("sequence", "token")]
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(*(torch.autograd.grad(loss, actor.logits)[0] for loss in losses))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"correction": "mis"}, "mis"),
+        ({"correction": ["icepop", "geo"]}, "icepop"),
+        ({"correction": "staleness_mask"}, "staleness_mask"),
+        ({"kl_mask_threshold": 0.5}, "kl_mask_threshold"),
+    ],
+)
+def test_masks_of_tokens_are_for_the_token_level(arguments: dict[str, Any], told: str) -> None:
+    actor = BigramActor()
+    with pytest.raises(ValueError, match=rf"takes no mask of tokens, got {told}: .* would keep its gradient"):
+        GSPOLoss(actor, **arguments)
+    GSPOLoss(actor, level="token", **arguments)
+
+
+def test_a_token_left_out_has_no_gradient() -> None:
+    """The first one, of ratio 1.5."""
+    td, actor = by_hand()
+    cuts = Thresholds(icepop=(0.6, 1.4))
+    arguments: dict[str, Any] = {"clip_epsilon": 0.9, "entropy_bonus": False, "thresholds": cuts}
+    total(GSPOLoss(actor, level="token", correction="icepop", **arguments)(td)).backward()
+    assert actor.log_probs.grad is not None
+    assert actor.log_probs.grad[0].tolist()[:2] == [0, 0]
+    assert actor.log_probs.grad[0, 2] != 0
+
+
+def test_weights_need_a_proximal_policy() -> None:
+    with pytest.raises(
+        ValueError, match=r"correction='seq_tis' is an importance weight.* mean over a sequence in GSPO"
+    ):
+        GSPOLoss(BigramActor(), correction="seq_tis")
 
 
 def test_an_unknown_level_is_refused() -> None:

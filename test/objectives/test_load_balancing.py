@@ -36,13 +36,21 @@ def random(seed: int, *shape: int) -> tuple[Tensor, Tensor]:
 
 def test_pads_dense_layers_and_broken_rows_are_no_rows() -> None:
     logits = torch.ones(1, 4, 3, 4)
-    logits[:, :, 0] = NAN  # a dense layer
+    logits[:, :, 0] = 0  # a dense layer
     logits[:, 1:, 1] = 0  # another one: what its pads hold says nothing
     logits[0, 1, 2, 2] = INF
     logits[0, 3, 2] = 0  # one token's logits may be 0
     rows = balance.known_rows(logits, torch.tensor([[False, True, True, True]]))
     assert not rows[..., :2].any()
     assert rows[0, :, 2].tolist() == [False, False, True, True]
+
+
+def test_a_layer_of_nan_has_a_router_and_no_row() -> None:
+    logits = torch.ones(1, 2, 3, 4)
+    logits[:, :, 0], logits[:, :, 1] = NAN, 0
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    assert balance.router_layers(logits, mask).tolist() == [True, False, True]
+    assert balance.known_rows(logits, mask)[0].tolist() == [[False, False, True]] * 2
 
 
 def test_choices_are_counted_per_sequence_and_layer() -> None:
@@ -179,9 +187,9 @@ def test_pads_order_and_split_change_nothing(seed: int, per_sequence: bool, left
         padded = torch.nn.functional.pad(part, (0, 0, 0, 0, left, right), value=NAN)
         rows = balance.known_rows(padded, torch.nn.functional.pad(keep, (left, right)))
         even = balance.load_balancing_loss(
-            padded, rows, 2, per_sequence=per_sequence, share=totals.get("share"), num_tokens=totals.get("divisor")
+            padded, rows, 2, per_sequence=per_sequence, share=totals.get("share"), num_rows=totals.get("divisor")
         )
-        return torch.stack([even, balance.z_loss(padded, rows, totals.get("tokens"))])
+        return torch.stack([even, balance.z_loss(padded, rows, totals.get("rows"))])
 
     rows = balance.known_rows(logits, mask)
     plain = torch.stack(
@@ -190,14 +198,18 @@ def test_pads_order_and_split_change_nothing(seed: int, per_sequence: bool, left
     torch.testing.assert_close(losses(slice(None)), plain, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(losses(torch.randperm(5)), plain, rtol=1e-6, atol=1e-6)
     share = None if per_sequence else balance.load_share(balance.choice_counts(logits, rows, 2).sum(0))
-    totals = {"share": share, "tokens": mask.sum(), "divisor": 5 if per_sequence else mask.sum()}
+    divisor = torch.full((2,), 5) if per_sequence else rows.sum((0, 1))
+    totals = {"share": share, "rows": rows.sum((0, 1)), "divisor": divisor}
     parts = sum(losses(at, **totals) for at in (slice(0, 2), slice(2, 5)))
     torch.testing.assert_close(parts, plain, rtol=1e-6, atol=1e-6)
 
 
 def test_without_the_whole_batchs_load_parts_are_balanced_one_by_one() -> None:
     logits = torch.cat([logits_of((LN3, 0), (LN3, 0)), logits_of((0, LN3), (0, LN3))])
-    parts = [balance.load_balancing_loss(logits[i : i + 1], every(logits[:1]), 1, num_tokens=4) for i in range(2)]
+    parts = [
+        balance.load_balancing_loss(logits[i : i + 1], every(logits[:1]), 1, num_rows=torch.tensor([4]))
+        for i in range(2)
+    ]
     assert sum(parts).item() == pytest.approx(1.5)  # 1 for the whole batch
 
 
@@ -223,6 +235,7 @@ def test_without_the_whole_batchs_load_parts_are_balanced_one_by_one() -> None:
             "leave it out with per_sequence=True",
         ),
         (lambda x, r: balance.z_loss(x, r[..., 0]), "rows must have shape"),
+        (lambda x, r: balance.z_loss(x, r, torch.tensor(2)), r"num_rows must have shape \[1\], got \[\]"),
     ],
 )
 def test_bad_input_is_refused(call: Any, told: str) -> None:

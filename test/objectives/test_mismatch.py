@@ -103,6 +103,17 @@ def test_broken_log_probs_are_dropped_and_counted() -> None:
     assert figures(td, log_probs) == {"mismatch/tokens": 0, "mismatch/dropped_fraction": 1}
 
 
+@pytest.mark.parametrize(("strategy", "share"), [("sft", 0.25), ("rlhf", 0.25), ("generic", 0)])
+def test_responses_without_a_sample_log_prob_are_dropped_and_counted(strategy: Any, share: float) -> None:
+    td, log_probs = by_hand()
+    td[0][LOG_PROBS][3] = -float("inf")
+    metrics = MismatchMetrics(masking_strategy=strategy)
+    metrics.update(td, log_probs)
+    found = metrics.compute()
+    assert found["mismatch/dropped_fraction"] == share
+    assert found["mismatch/tokens"] == 3
+
+
 def test_nothing_at_all_is_no_figure() -> None:
     assert MismatchMetrics().compute() == {"mismatch/tokens": 0}
     td = ragged([sample(2, 0)])

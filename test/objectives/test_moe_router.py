@@ -33,7 +33,7 @@ class RouterActor(nn.Module):
         ids = td.get(("tokens", "full"), as_padded_tensor=True, padding_side="left", padding_value=PAD)
         logits = self.table[ids]
         dense_layer = torch.tensor([False, True, False])[:, None]
-        return torch.zeros(ids.shape), None, logits.masked_fill(dense_layer, NAN)
+        return torch.zeros(ids.shape), None, logits.masked_fill(dense_layer, 0)
 
 
 def numbers(out: MoERouterLossOutput) -> dict[str, Any]:
@@ -101,15 +101,53 @@ def test_the_parts_of_a_batch_sum_to_it_gradients_included(per_sequence: bool) -
     (wanted,) = torch.autograd.grad(whole, actor.table)
     parts = [ragged(rollouts[:2]), ragged(rollouts[2:])]
     totals = loss.totals(parts)
-    assert totals["num_router_tokens"] == sum(map(sum, [*SHAPES, (4, 2), (1, 1)]))
-    assert totals["num_router_sequences"] == 5
-    assert totals["expert_load"].shape == (LAYERS, EXPERTS)
-    for key, value in totals.items():
-        for part in parts:
-            part[key] = value.expand(len(part), *value.shape)
+    choices = TOP_K * sum(map(sum, [*SHAPES, (4, 2), (1, 1)]))
+    assert totals["expert_counts"].sum(-1).tolist() == [choices, 0, choices]
+    assert totals["num_router_sequences"].tolist() == [5, 0, 5]
+    store(totals, parts)
     got = sum(total(loss(part)) for part in parts)
     torch.testing.assert_close(got, whole, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(torch.autograd.grad(got, actor.table)[0], wanted, rtol=1e-6, atol=1e-7)
+
+
+def store(totals: Any, parts: list[TensorDictBase]) -> None:
+    for key, value in totals.items():
+        for part in parts:
+            part[key] = value.expand(len(part), *value.shape)
+
+
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_a_layer_of_which_a_part_has_no_row_counts_all_the_same(per_sequence: bool) -> None:
+    """Token 3 has no row in layer 0, and is all that the first sample has."""
+    actor = RouterActor()
+    with torch.no_grad():
+        actor.table[3, 0] = NAN
+    loss = MoERouterLoss(actor, top_k=TOP_K, per_sequence=per_sequence)
+    rollouts = samples([(1, 1), (1, 1), (2, 1)])
+    for rollout, tokens in zip(rollouts, ([3, 3], [4, 5], [3, 1, 2]), strict=True):
+        rollout["tokens", "full"][:] = torch.tensor(tokens)
+    whole, parts = loss(ragged(rollouts)), [ragged([rollout]) for rollout in rollouts]
+    assert whole.num_dropped_rows.item() == 3
+    store(loss.totals(parts), parts)
+    outs = [loss(part) for part in parts]
+    torch.testing.assert_close(sum(map(total, outs)), total(whole), rtol=1e-6, atol=1e-8)
+    assert [out.num_dropped_rows.item() for out in outs] == [2, 0, 1]
+
+
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_gradients_averaged_over_ranks_are_those_of_the_batch(per_sequence: bool) -> None:
+    """As sum_over_ranks does it: the counts of both ranks, divided by two."""
+    actor = RouterActor()
+    loss = MoERouterLoss(actor, top_k=TOP_K, per_sequence=per_sequence)
+    rollouts = samples([*SHAPES, (4, 2), (1, 1)])
+    whole = total(loss(ragged(rollouts)))
+    ranks = [ragged(rollouts[:2]), ragged(rollouts[2:])]
+    first, second = (loss.totals([rank]) for rank in ranks)
+    store({key: (value + second[key]) / 2 for key, value in first.items()}, ranks)
+    average = sum(total(loss(rank)) for rank in ranks) / 2
+    torch.testing.assert_close(average, whole, rtol=1e-6, atol=1e-7)
+    gradients = (torch.autograd.grad(one, actor.table)[0] for one in (average, whole))
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-7)
 
 
 def test_totals_leave_the_parts_as_they_were() -> None:
@@ -129,6 +167,31 @@ def test_broken_rows_are_dropped_and_counted() -> None:
     out = MoERouterLoss(actor, top_k=TOP_K)(ragged(rollouts))
     assert out.num_dropped_rows.item() == 2
     assert total(out).isfinite()
+
+
+def test_a_layer_of_nan_alone_is_dropped_and_counted() -> None:
+    actor = RouterActor()
+    with torch.no_grad():
+        actor.table[:, 2] = NAN
+    out = MoERouterLoss(actor, top_k=TOP_K)(ragged(samples([(2, 3), (1, 1)])))
+    assert out.num_dropped_rows.item() == 7
+    assert total(out).isfinite()
+    assert out.max_load.isnan().tolist() == [False, True, True]
+
+
+def test_the_head_is_not_run_where_the_actor_knows_a_mask() -> None:
+    class MaskedActor(RouterActor):
+        masks: list[Tensor]
+
+        def score(self, td: TensorDictBase, mask: Tensor | None = None, **asked: bool) -> tuple[Any, None, Any]:  # type: ignore[override]
+            assert mask is not None
+            self.masks = [mask]
+            return super().score(td, **asked)
+
+    actor = MaskedActor()
+    MoERouterLoss(actor, top_k=TOP_K)(ragged(samples(SHAPES)))
+    assert actor.masks[0].shape == (3, 5)
+    assert not actor.masks[0].any()
 
 
 def test_set_keys() -> None:
@@ -198,8 +261,11 @@ def test_router_logits_and_loads_of_another_shape_are_refused() -> None:
     td = ragged(samples(SHAPES))
     actor = RouterActor()
     loss = MoERouterLoss(actor, top_k=TOP_K)
-    td["expert_load"] = torch.ones(3, EXPERTS)
-    with pytest.raises(ValueError, match=r"'expert_load' must have shape \[3, 3, 6\], got \[3, 6\].*totals"):
+    td["expert_counts"] = torch.ones(3, LAYERS, EXPERTS)
+    with pytest.raises(ValueError, match=r"'expert_counts' and 'num_router_sequences' go together.*totals"):
+        loss(td)
+    td["expert_counts"] = torch.ones(3, EXPERTS)
+    with pytest.raises(ValueError, match=r"'expert_counts' must have shape \[3, 3, 6\], got \[3, 6\].*totals"):
         loss(td)
     full = actor.score
     actor.score = lambda td, **kwargs: (None, None, full(td, **kwargs)[2][:, 1:])  # type: ignore[method-assign]

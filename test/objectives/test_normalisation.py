@@ -41,6 +41,9 @@ for aggregation in ("token_mean", "prompt_mean", "sequence_mean"):
         part = gradient(rows, sum_over_ranks(own, gradients_are_averaged=averaged), aggregation)
         distributed.all_reduce(part)
         torch.testing.assert_close(part / (2 if averaged else 1), whole, rtol=1e-9, atol=1e-12)
+tensors = {"flat": torch.arange(3) + rank, "square": torch.ones(2, 2)}
+sums = sum_over_ranks(tensors)
+assert sums["flat"].tolist() == [0.5, 1.5, 2.5] and sums["square"].tolist() == [[1, 1], [1, 1]], sums
 print(sum_over_ranks({"a": 1.0 + rank, ("b", "c"): 0.5}, gradients_are_averaged=False))
 distributed.destroy_process_group()
 """

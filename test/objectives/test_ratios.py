@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from objectives.rollouts import by_hand
+from objectives.rollouts import by_hand, ragged, samples
+from torchrl_moe.objectives import GRPOLoss, Thresholds
 from torchrl_moe.objectives.inputs import LossInputs, LossKeys
 from torchrl_moe.objectives.ratios import PolicyRatios, Proximal, policy_ratios
 
@@ -78,3 +79,29 @@ def test_what_is_not_known() -> None:
     got = ratios("interpolated", trained=NAN)
     assert got.mask.tolist() == got.rho_mask.tolist() == dropped
     assert all(values.isfinite().all() for values in (got.log_probs, got.old_log_probs, got.log_ratio, got.log_rho))
+
+
+@pytest.mark.parametrize("replay", ["none", "R3"])
+def test_the_actor_scores_its_own_proximal_policy(replay: Any) -> None:
+    """The recipe of the docs, on a real MoE and a ragged batch: before a step r is 1, and the weight is prox/μ."""
+    from modules.replay.cases import random_routes
+    from torchrl_moe.modules import TransformersWrapper
+    from torchrl_moe.testing import make_tiny_moe
+
+    actor = TransformersWrapper(make_tiny_moe("qwen3_moe"), replay=replay)
+    rollouts = [one.apply(lambda x: x.float() if x.is_floating_point() else x) for one in samples([(2, 3), (1, 4)])]
+    for i, rollout in enumerate(rollouts if replay == "R3" else []):
+        routes = random_routes(actor.router_replay, 1, len(rollout["tokens", "full"]), seed=i)[0]
+        rollout["routed_experts", "full"] = routes
+    td = ragged([rollout.exclude("prox_log_prob") for rollout in rollouts])
+    with torch.no_grad():
+        actor.get_new_version(log_probs_key="prox")(td)
+    loss = GRPOLoss(actor, proximal_policy="recomputed", correction="mis", thresholds=Thresholds(mis=1e9))
+    loss.set_keys(prox_log_prob=("prox", "full"))
+    out = loss(td)
+    weighted = [(row["prox", "full"] - row["log_probs", "full"]).exp() * row["advantage"][0] for row in td.unbind(0)]
+    torch.testing.assert_close(out.loss_objective.detach(), -torch.cat(weighted).nansum() / 7, rtol=1e-4, atol=1e-6)
+    assert out.clip_fraction.item() == out.num_dropped_tokens.item() == 0
+    out.loss_objective.backward()
+    gate = actor.model.get_submodule("model.layers.1.mlp.gate").weight
+    assert gate.grad.abs().max() > 0

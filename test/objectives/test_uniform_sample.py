@@ -32,6 +32,16 @@ def test_every_number_is_as_likely_as_any_other() -> None:
     assert abs(seen[:120].mean() - 100) < 2  # neither stream is preferred
 
 
+def test_samples_that_merge_have_priorities_of_their_own() -> None:
+    """With shared ones, number i of one stream would be kept if and only if number i of the other is."""
+    first, second = UniformSample(50), UniformSample(50)
+    first.add(np.arange(1000))
+    second.add(np.arange(1000, 2000))
+    first.merge(second)
+    kept = set(first.values.astype(int))
+    assert sum(i + 1000 in kept for i in kept) < 15  # 1.25 are expected; 25 of 25 if they were shared
+
+
 def test_its_randomness_is_its_own() -> None:
     np.random.seed(0)
     before = np.random.get_state()[1].copy()

@@ -76,6 +76,45 @@ def test_large_logits_neither_overflow_nor_vanish() -> None:
     assert scores.entropy.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("elements", [1, 5, 10_000])
+@pytest.mark.parametrize("outer", [1.0, 3.0])
+def test_words_of_a_bias_of_minus_infinity_are_words_of_probability_zero(elements: int, outer: float) -> None:
+    """Values and gradients are those of a dense float64 distribution without these words."""
+    padded = [0, 3, 4, 12]
+    words = [word for word in range(WORDS) if word not in padded]
+    bias = BIAS.clone()
+    bias[padded] = -math.inf
+    tokens = torch.tensor([1, 2, 5, 6, 5, 7, 11])
+    hidden = HIDDEN.clone().requires_grad_()
+    probabilities = (outer * (hidden @ WEIGHT[words].T + BIAS[words])).softmax(-1)
+    entropy = torch.special.entr(probabilities).sum(-1)
+    chosen = probabilities[torch.arange(ROWS), [words.index(int(token)) for token in tokens]].log()
+    one = head(outer, bias=bias)
+    scores = forward_tiles(one, tokens, True, elements)
+    torch.testing.assert_close(scores.entropy, entropy.detach())
+    torch.testing.assert_close(scores.chosen - scores.log_sum, chosen.detach())
+    grads = (torch.arange(ROWS, dtype=torch.float64), torch.linspace(0, 7, ROWS, dtype=torch.float64))
+    (wanted,) = torch.autograd.grad((chosen * grads[0] + entropy * grads[1]).sum(), hidden)
+    got = backward_tiles(one, tokens, scores, grads, [True, True, True], elements)
+    torch.testing.assert_close(got.hiddens[0], wanted)
+    assert got.weights[0] is not None
+    assert got.bias is not None
+    assert not got.weights[0][padded].any()
+    assert not got.bias[padded].any()
+    assert got.bias.isfinite().all()
+    no_entropy = forward_tiles(one, tokens, False, elements)
+    plain = backward_tiles(one, tokens, no_entropy, grads, [True, False, False], elements).hiddens[0]
+    assert plain is not None
+    assert plain.isfinite().all()
+
+
+def test_a_chosen_word_of_probability_zero_says_so() -> None:
+    one = LinearHead([torch.ones(1, 1)], [torch.zeros(2, 1)], torch.tensor([0.0, -math.inf]), 1.0, 0.0)
+    scores = forward_tiles(one, torch.tensor([1]), True, 2)
+    assert (scores.chosen - scores.log_sum).item() == -math.inf
+    assert scores.entropy.item() == 0
+
+
 def test_a_row_that_is_nan_stays_alone() -> None:
     hidden = torch.stack([torch.tensor([torch.nan]), torch.tensor([1.0])])
     one = LinearHead([hidden], [torch.tensor([[1.0], [2.0]])], None, 1.0, 0.0)

@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING
 from torchrl_moe._lazy import attach
 
 if TYPE_CHECKING:
+    from torchrl_moe.objectives.actors import ScoringActor as ScoringActor
     from torchrl_moe.objectives.advantages import DrGRPOAdvantage as DrGRPOAdvantage
+    from torchrl_moe.objectives.advantages import GroupAdvantage as GroupAdvantage
     from torchrl_moe.objectives.advantages import ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage
     from torchrl_moe.objectives.advantages import RLOOAdvantage as RLOOAdvantage
     from torchrl_moe.objectives.cispo import CISPOLoss as CISPOLoss
+    from torchrl_moe.objectives.corrections import Correction as Correction
     from torchrl_moe.objectives.corrections import Thresholds as Thresholds
     from torchrl_moe.objectives.dapo import DAPO as DAPO
     from torchrl_moe.objectives.dppo import DPPOLoss as DPPOLoss
     from torchrl_moe.objectives.grpo import GRPOLoss as GRPOLoss
     from torchrl_moe.objectives.gspo import GSPOLoss as GSPOLoss
+    from torchrl_moe.objectives.inputs import LossKeys as LossKeys
     from torchrl_moe.objectives.mismatch import CollapseThresholds as CollapseThresholds
     from torchrl_moe.objectives.mismatch import MismatchKeys as MismatchKeys
     from torchrl_moe.objectives.mismatch import MismatchMetrics as MismatchMetrics
@@ -33,11 +37,14 @@ else:
             "DAPO": ".dapo",
             "CISPOLoss": ".cispo",
             "CollapseThresholds": ".mismatch",
+            "Correction": ".corrections",
             "DPPOLoss": ".dppo",
             "DrGRPOAdvantage": ".advantages",
             "GRPOLoss": ".grpo",
             "GRPOLossOutput": ".output",
             "GSPOLoss": ".gspo",
+            "GroupAdvantage": ".advantages",
+            "LossKeys": ".inputs",
             "MismatchKeys": ".mismatch",
             "MismatchMetrics": ".mismatch",
             "MoERouterLoss": ".moe_router",
@@ -45,6 +52,7 @@ else:
             "RLOOAdvantage": ".advantages",
             "ReinforcePlusPlusAdvantage": ".advantages",
             "SAPOLoss": ".sapo",
+            "ScoringActor": ".actors",
             "Thresholds": ".corrections",
             "sum_over_ranks": ".normalisation",
         },

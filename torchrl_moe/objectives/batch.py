@@ -32,6 +32,8 @@ class TokenBatch:
     """int64 ``[B, T]``."""
     mask: Tensor
     """bool ``[B, T]``: the tokens to train on, of which the sample log-prob is known."""
+    unsampled: Tensor
+    """bool ``[B, T]``: the tokens to train on, of which it should be known and is not."""
     advantage: Tensor
     """``[B, T]``."""
     sample_log_probs: Tensor
@@ -63,7 +65,8 @@ class TokenReader:
         tokens_key: the entry that says how many tokens each sample has.
 
     Raises:
-        ValueError: another batch size, an entry that is missing or has another number of tokens.
+        ValueError: another batch size, tokens that are no integers, an entry that is missing or has another number of
+            tokens.
     """
 
     def __init__(self, tensordict: TensorDictBase, tokens_key: NestedKey) -> None:
@@ -77,6 +80,7 @@ class TokenReader:
         rows = self._rows(tokens_key, "the token ids of prompt and response")
         self.lengths = [len(row) for row in rows]
         self.tokens = _pad_left(rows, 0)
+        _checks.check_integer(repr(tokens_key), self.tokens)
 
     def per_token(self, key: NestedKey, meaning: str, fill: float = 0.0) -> Tensor:
         """Return the ``[T_i]`` rows of ``key`` as ``[B, T]``, with ``fill`` on the left."""

@@ -29,13 +29,16 @@ Liu et al., "When Speed Kills Stability", richardli.xyz/rl-collapse.
 What goes with what:
 
 - **An importance weight needs the decoupled objective.** Coupled, the surrogate's ratio is π/μ and holds ``ρ`` already:
-  a weight would count it twice. ``tis``, ``seq_tis`` and ``snis`` are refused there; ``mis``, ``icepop`` and
-  ``seq_mis`` only leave out, and keep their meaning, since the ratio is their weight.
+  a weight would count it twice. (GSPO's is ``(π/μ)^(1/|y|)``, which does not hold ``ρ(y)``; but a weight of π/μ would
+  move with each update there too.) ``tis``, ``seq_tis`` and ``snis`` are refused; ``mis``, ``icepop`` and ``seq_mis``
+  only leave out, and keep their meaning, since the ratio is their weight.
+- **A mask of tokens needs a ratio of tokens.** ``mis``, ``icepop`` and ``staleness_mask`` are refused with
+  ``GSPOLoss(level="sequence")``.
 - **One importance weight.** ``tis``, ``mis`` and ``icepop`` share ``ρ``, ``seq_tis`` and ``seq_mis`` share ``ρ(y)``:
   each set combines freely. One of each is refused in the decoupled objective, as ``ρ`` is a factor of ``ρ(y)``.
 - ``snis`` needs one of those weights, and not the interpolated proximal policy, whose weights depend on π: their mean
   over a batch is not known before each of its parts has been through the model.
-- ``geo``, ``k3``, ``opsm`` and the two of staleness go with everything.
+- ``geo``, ``k3``, ``opsm`` and ``staleness_weight`` go with everything.
 
 What is left out contributes 0 to every loss term, and still counts in what the losses are divided by: that number
 follows from the data alone, and is the same however a batch is split.
@@ -208,9 +211,10 @@ def _check_names(names: tuple[str, ...], proximal: Proximal | None) -> None:
         for name in names:
             if name in _WEIGHTS_ONLY:
                 raise ValueError(
-                    f"correction={name!r} is an importance weight, and the ratio of the coupled objective, π/μ, holds "
-                    "that weight already: it would count twice. Set proximal_policy, so that the ratio is against the "
-                    "proximal policy; or use a mask: mis, icepop, seq_mis, geo, k3 or opsm."
+                    f"correction={name!r} is an importance weight, and the ratio of the coupled objective corrects for "
+                    "the same policies: π/μ, which holds ρ, or its mean over a sequence in GSPOLoss. A weight of π/μ "
+                    "on top would move with each update. Set proximal_policy, so that the weight is prox/μ; or use a "
+                    "mask: mis, icepop, seq_mis, geo, k3 or opsm."
                 )
     elif token and sequence:
         raise ValueError(

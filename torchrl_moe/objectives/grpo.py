@@ -16,6 +16,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.objectives import LossModule
 
+from torchrl_moe import _checks
 from torchrl_moe.objectives import functional as F
 from torchrl_moe.objectives.actors import TokenScores, check_actor, score_reference, score_tokens
 from torchrl_moe.objectives.arguments import (
@@ -53,9 +54,10 @@ class GRPOLoss(LossModule):
       does ``samples_mc_entropy``: the actor gives exact entropies.
 
     A token counts if ``masking_strategy`` names it and its sample log-prob is finite (TorchRL writes NaN where nothing
-    was sampled). What a counting token contributes may be 0: its log-prob by the actor is not finite (then it is in
-    ``num_dropped_tokens``), or a mask stops it. What the losses are divided by follows from the tokens that count, so
-    from the data alone.
+    was sampled). What a counting token contributes may be 0: its log-prob by the actor is not finite, or a mask stops
+    it. What the losses are divided by follows from the tokens that count, so from the data alone.
+    ``num_dropped_tokens`` says how many tokens were lost to a number that is not finite: a log-prob or an entropy, or,
+    with ``"sft"`` and ``"rlhf"``, the sample log-prob of a token that the strategy names.
 
     Args:
         actor_network: π: anything with ``score`` (:class:`~torchrl_moe.objectives.actors.ScoringActor`), or TorchRL's
@@ -193,31 +195,27 @@ class GRPOLoss(LossModule):
             tensordict: batch size ``[B]``, ragged (a lazy stack) or dense. The loss writes nothing to it; an actor may.
 
         Raises:
-            ValueError: a key is missing, or an entry does not fit the tokens.
+            ValueError: a key is missing, an entry does not fit the tokens, or an advantage is not finite.
         """
-        batch = self.inputs.read(tensordict, self.tensor_keys, self._user_mask)
-        mean_weight = self._mean_weight(batch)
+        batch, mean_weight = self._read(tensordict)
         ask = (tensordict, batch.tokens, self.tensor_keys.attention_mask)
-        if self._needs_reference and self.reference == "adapter":
-            batch = replace(batch, ref_log_probs=score_reference(self.actor_network, *ask, batch.mask))
         scores = score_tokens(self.actor_network, *ask, self.entropy_bonus, batch.mask)
         batch = batch.to(scores.log_probs.device)
         ratios = policy_ratios(scores.log_probs, batch, self.proximal_policy)
         advantage = torch.where(ratios.mask, batch.advantage, 0)  # NaN may stand where no token counts
         surrogate, clipped = self._surrogate(ratios, advantage)
-        kept, metrics = ratios.mask, {}
+        weight, within, kept = self._correct(scores.log_probs, batch, ratios, mean_weight)
+        metrics = {}
         if self.corrections:
-            weight, within = self.corrections(ratios, advantage, batch.staleness, mean_weight)
-            surrogate, kept = surrogate * weight, kept & within
+            surrogate = surrogate * weight
             metrics = {
                 "masked_fraction": _mean((~within).to(weight.dtype), ratios.mask),
                 "mean_weight": _mean(weight * within, ratios.mask),
             }
-        if self.kl_mask_threshold is not None and batch.ref_log_probs is not None:
-            kept = kept & F.trust_region(scores.log_probs, batch.ref_log_probs, ratios.mask, self.kl_mask_threshold)
         terms = {"objective": _Term(surrogate, None, ratios.mask), **self._penalties(batch, scores, ratios)}
         losses = {f"loss_{name}": self._aggregate(term.loss, kept & term.mask, batch) for name, term in terms.items()}
         means = {name: _mean(term.metric, term.mask) for name, term in terms.items() if term.metric is not None}
+        finite = ratios.mask if scores.entropy is None else ratios.mask & scores.entropy.isfinite()
         return GRPOLossOutput(
             **losses,
             **means,
@@ -225,8 +223,44 @@ class GRPOLoss(LossModule):
             clip_fraction=_mean(clipped.to(ratios.log_ratio.dtype), ratios.mask),
             kl_approx=_mean(-ratios.sample_log_ratio, ratios.mask),
             ESS=F.effective_sample_size(ratios.sample_log_ratio, ratios.mask),
-            num_dropped_tokens=(batch.mask & ~ratios.mask).sum().to(ratios.log_ratio.dtype),
+            num_dropped_tokens=(batch.unsampled | batch.mask & ~finite).sum().to(ratios.log_ratio.dtype),
         )
+
+    @torch.no_grad()
+    def kept(self, tensordict: TensorDictBase, log_probs: Tensor) -> Tensor:
+        """Return the tokens that corrections and ``kl_mask_threshold`` leave in the loss, bool ``[B, T]``.
+
+        Args:
+            tensordict: as for :meth:`forward`.
+            log_probs: of the actor, ``[B, T]``, padded on the left: what ``score`` returns.
+        """
+        batch, mean_weight = self._read(tensordict)
+        _checks.check_same_shape({"log_probs": log_probs, "tokens": batch.tokens})
+        batch = batch.to(log_probs.device)
+        ratios = policy_ratios(log_probs, batch, self.proximal_policy)
+        return self._correct(log_probs, batch, ratios, mean_weight)[2]
+
+    def _read(self, tensordict: TensorDictBase) -> tuple[TokenBatch, Tensor | None]:
+        """Return the batch, and the mean importance weight of the whole."""
+        batch = self.inputs.read(tensordict, self.tensor_keys, self._user_mask)
+        mean_weight = self._mean_weight(batch)
+        if self._needs_reference and self.reference == "adapter":
+            ask = (tensordict, batch.tokens, self.tensor_keys.attention_mask)
+            batch = replace(batch, ref_log_probs=score_reference(self.actor_network, *ask, batch.mask))
+        return batch, mean_weight
+
+    def _correct(
+        self, log_probs: Tensor, batch: TokenBatch, ratios: PolicyRatios, mean_weight: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return weights, the tokens inside the bounds of corrections, and those of them that are in the loss."""
+        weight, within, kept = torch.ones_like(ratios.log_rho), torch.ones_like(ratios.mask), ratios.mask
+        if self.corrections:
+            advantage = torch.where(ratios.mask, batch.advantage, 0)
+            weight, within = self.corrections(ratios, advantage, batch.staleness, mean_weight)
+            kept = kept & within
+        if self.kl_mask_threshold is not None and batch.ref_log_probs is not None:
+            kept = kept & F.trust_region(log_probs, batch.ref_log_probs, ratios.mask, self.kl_mask_threshold)
+        return weight, within, kept
 
     def _surrogate(self, ratios: PolicyRatios, advantage: Tensor) -> tuple[Tensor, Tensor]:
         """Return the policy's loss per token, and the tokens that it clips: what another loss replaces."""
@@ -238,7 +272,8 @@ class GRPOLoss(LossModule):
         """Return the other summands of the loss, by the name that follows ``loss_``."""
         terms = {}
         if scores.entropy is not None:
-            terms["entropy"] = _Term(F.entropy_bonus(scores.entropy, self.entropy_coeff), scores.entropy, ratios.mask)
+            known = ratios.mask & scores.entropy.isfinite()
+            terms["entropy"] = _Term(F.entropy_bonus(scores.entropy, self.entropy_coeff), scores.entropy, known)
         others = {
             "kl_to_ref": (batch.ref_log_probs, self.kl_to_ref_coeff or None),
             "kl_to_inference": (batch.sample_log_probs, self.kl_to_inference_coeff),
@@ -281,7 +316,7 @@ class GRPOLoss(LossModule):
         """
         keys = self.tensor_keys
         reader = TokenReader(tensordict, keys.action)
-        mask, sample_log_probs = self.inputs.mask(reader, keys, self._user_mask)
+        mask, _, sample_log_probs = self.inputs.mask(reader, keys, self._user_mask)
         numbers = {
             keys.num_valid_tokens: float(mask.sum()),
             keys.num_sequences: float(F.sequence_count(mask, self.aggregation)),

@@ -13,6 +13,8 @@ from torchrl_moe.objectives.ratios import PolicyRatios
 
 __all__ = ["GSPOLoss"]
 
+_TOKEN_MASKS = ("mis", "icepop", "staleness_mask")
+
 
 class GSPOLoss(GRPOLoss):
     """GSPO: ``-min(s A, clip(s, 1 - low, 1 + high) A)`` per sequence, ``s = (π(y) / μ(y))^(1/|y|)``.
@@ -22,12 +24,18 @@ class GSPOLoss(GRPOLoss):
     ``s_t = sg(s) π / sg(π)``, equal in value, and in gradient too as long as all tokens of a sequence share their
     advantage; it lets them differ.
 
+    At the level of sequences s holds every token, so leaving one out would not take its gradient away: the masks of
+    tokens (``mis``, ``icepop``, ``staleness_mask``, ``kl_mask_threshold``) are refused there.
+
     Args:
         actor_network: π, as for :class:`~torchrl_moe.objectives.GRPOLoss`.
         level: ``"sequence"`` or ``"token"``.
         clip_epsilon: ``low`` and ``high``; default: the paper's.
         aggregation: the paper's is the mean of sequences' means.
         **arguments: the others of :class:`~torchrl_moe.objectives.GRPOLoss`.
+
+    Raises:
+        ValueError: as :class:`~torchrl_moe.objectives.GRPOLoss`, and a mask of tokens with ``level="sequence"``.
     """
 
     def __init__(
@@ -42,6 +50,14 @@ class GSPOLoss(GRPOLoss):
         check_choice("level", level, ("sequence", "token"))
         super().__init__(actor_network, clip_epsilon=clip_epsilon, aggregation=aggregation, **arguments)
         self.level = level
+        masks = [name for name in self.corrections.names if name in _TOKEN_MASKS]
+        masks += [] if self.kl_mask_threshold is None else ["kl_mask_threshold"]
+        if level == "sequence" and masks:
+            raise ValueError(
+                f"GSPOLoss(level='sequence') takes no mask of tokens, got {', '.join(masks)}: the ratio of a sequence "
+                "holds all of its tokens, and a token left out would keep its gradient. Use level='token', or a mask "
+                "of sequences: seq_mis, geo or k3."
+            )
 
     def _surrogate(self, ratios: PolicyRatios, advantage: Tensor) -> tuple[Tensor, Tensor]:
         log_ratio = F.sequence_log_ratio(ratios.log_ratio, ratios.mask, self.level == "token")

@@ -65,15 +65,18 @@ class LossInputs:
         """Return the batch, aligned.
 
         Raises:
-            ValueError: a key is missing, or an entry does not fit the tokens.
+            ValueError: a key is missing, an entry does not fit the tokens, or an advantage is not finite.
         """
         reader = TokenReader(tensordict, names.action)
-        mask, sample_log_probs = self.mask(reader, names, loss_mask)
+        mask, unsampled, sample_log_probs = self.mask(reader, names, loss_mask)
+        advantage = reader.advantage(names.advantage)
+        _check_finite(names.advantage, advantage, mask)
         ref = (names.ref_log_probs, self.ref_side, self.ref_fill)
         return TokenBatch(
             tokens=reader.tokens,
             mask=mask,
-            advantage=reader.advantage(names.advantage),
+            unsampled=unsampled,
+            advantage=advantage,
             sample_log_probs=sample_log_probs,
             ref_log_probs=reader.ref_log_probs(*ref) if self.reference else None,
             prox_log_probs=self.prox_log_probs(reader, names),
@@ -87,13 +90,25 @@ class LossInputs:
         """Return the log-probs of the proximal policy, if it is asked for."""
         return reader.constant_log_probs(names.prox_log_prob, "the proximal policy") if self.proximal else None
 
-    def mask(self, reader: TokenReader, names: LossKeys, loss_mask: NestedKey | None) -> tuple[Tensor, Tensor]:
-        """Return the tokens to train on, and the sample log-probs that say so.
+    def mask(self, reader: TokenReader, names: LossKeys, loss_mask: NestedKey | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tokens to train on, those that have no sample log-prob and should, and the sample log-probs.
 
+        ``"generic"`` names prompts too, which nobody sampled: there no token should.
         ``loss_mask`` names a mask of the user's, ``[T]`` per sample.
         """
         mask = reader.mask(self.masking, names.prompt, names.attention_mask, names.assistant_mask)
         if loss_mask is not None:
             mask = mask & reader.per_token(loss_mask, "the mask named by loss_mask_key").bool()
         log_probs = reader.constant_log_probs(names.sample_log_prob, "the policy that generated the tokens")
-        return mask & log_probs.isfinite(), log_probs
+        known = log_probs.isfinite()
+        return mask & known, mask & ~known & (self.masking != "generic"), log_probs
+
+
+def _check_finite(key: NestedKey, advantage: Tensor, mask: Tensor) -> None:
+    broken = (mask & ~advantage.isfinite()).nonzero()
+    if len(broken):
+        sample, token = broken[0].tolist()
+        raise ValueError(
+            f"{key!r} must be finite where a token counts, got {advantage[sample, token].item()} in sample {sample}: "
+            "look at the rewards of its group (one sample alone has no standard deviation), or leave the sample out."
+        )

@@ -1,8 +1,7 @@
 """How evenly routers spread tokens over experts, and the auxiliary losses that even it out. Pure functions, torch only.
 
 A *row* is a token in a layer. Its logits are what the live router gave, before any softmax or sigmoid. A layer whose
-logits are all 0, or all NaN, has no router, and so no rows; a token with a logit that is NaN or infinite has no row in
-that layer.
+logits are all 0 has no router, and so no rows; a token with a logit that is NaN or infinite has no row in that layer.
 
 Letters: B sequences, T tokens of the longest, L decoder layers, E experts, K experts per token.
 """
@@ -25,6 +24,7 @@ __all__ = [
     "load_entropy",
     "load_share",
     "max_load",
+    "router_layers",
     "z_loss",
 ]
 
@@ -45,12 +45,16 @@ def known_rows(router_logits: Tensor, mask: Tensor) -> Tensor:
     >>> known_rows(logits, torch.tensor([[True]]))
     tensor([[[ True, False]]])
     """
+    routed = router_layers(router_logits, mask)
+    return mask[..., None] & routed & router_logits.isfinite().all(-1)
+
+
+def router_layers(router_logits: Tensor, mask: Tensor) -> Tensor:
+    """Return which layers have a router, bool ``[L]``: those with a logit other than 0 in ``mask``. As known_rows()."""
     _checks.check_rank("mask", mask, 2, hint="It is [B, T].")
     _checks.check_shape("router_logits", router_logits.shape, (*mask.shape, "L", "E"))
     _checks.check_floating("router_logits", router_logits)
-    mask = mask[..., None]
-    no_router = ((router_logits == 0).all(-1) | ~mask).all(0).all(0)
-    return mask & ~no_router & router_logits.isfinite().all(-1)
+    return ((router_logits != 0).any(-1) & mask[..., None]).any(0).any(0)
 
 
 def choice_counts(router_logits: Tensor, rows: Tensor, top_k: int) -> Tensor:
@@ -79,7 +83,7 @@ def load_share(counts: Tensor) -> Tensor:
     tensor([[0.2500, 0.2500, 0.5000],
             [0.0000, 0.0000, 0.0000]])
     """
-    return counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    return counts / _or_one(counts.sum(-1, keepdim=True))
 
 
 def load_entropy(share: Tensor) -> Tensor:
@@ -109,7 +113,7 @@ def load_balancing_loss(
     scoring: Scoring = "softmax",
     per_sequence: bool = False,
     share: Tensor | None = None,
-    num_tokens: Tensor | float | None = None,
+    num_rows: Tensor | None = None,
 ) -> Tensor:
     """Return the mean over layers of ``E Σ_e f_e P_e``: 1 if load and scores are even, up to ``E / K`` if not.
 
@@ -120,8 +124,8 @@ def load_balancing_loss(
     (DeepSeek-V3, arXiv 2412.19437, eq. 17-20, where ``scoring`` is ``"sigmoid"``).
 
     A product of two means is not additive: the losses of micro-batches balance each micro-batch. They sum to the loss
-    of the whole batch, gradients included, if each is given the whole batch's ``share`` and ``num_tokens`` (as global
-    batch balancing does, arXiv 2501.11873). Per sequence, the number of sequences is enough.
+    of the whole batch, gradients included, if each is given the whole batch's ``share`` and ``num_rows`` (as global
+    batch balancing does, arXiv 2501.11873). Per sequence, the numbers of sequences are enough.
 
     Args:
         router_logits: ``[B, T, L, E]``.
@@ -130,8 +134,8 @@ def load_balancing_loss(
         scoring: how a logit becomes a score; sigmoid scores are divided by their sum.
         per_sequence: whether sequences are balanced one by one.
         share: f of the whole batch, ``[L, E]``. Default: that of ``rows``. Not with ``per_sequence``.
-        num_tokens: what P divides by: tokens of the whole batch, or its sequences with ``per_sequence``. Default:
-            those of ``rows``.
+        num_rows: ``[L]``, what P divides by: rows of the whole batch, or sequences with a row if ``per_sequence``.
+            Layers with 0 are left out of the mean. Default: those of ``rows``.
 
     >>> logits = torch.tensor([[[[0.0, 0.0]], [[0.0, 0.0]]]])
     >>> load_balancing_loss(logits, torch.ones(1, 2, 1, dtype=torch.bool), top_k=2)
@@ -149,28 +153,28 @@ def load_balancing_loss(
     experts = router_logits.shape[-1]
     if per_sequence:
         balance = experts * (load_share(counts) * scores).sum(-1) / sizes.clamp(min=1)
-        divisor = (sizes > 0).sum(0) if num_tokens is None else num_tokens
+        divisor = (sizes > 0).sum(0) if num_rows is None else num_rows
     else:
         if share is None:
             share = load_share(counts.sum(0))
         _checks.check_shape("share", share.shape, tuple(counts.shape[1:]), hint="It is [L, E].")
         balance = experts * (share.to(scores) * scores).sum(-1)
-        divisor = sizes.sum(0) if num_tokens is None else num_tokens
-    return _layer_mean(balance.sum(0), rows, divisor)
+        divisor = sizes.sum(0) if num_rows is None else num_rows
+    return _layer_mean(balance.sum(0), divisor)
 
 
-def z_loss(router_logits: Tensor, rows: Tensor, num_tokens: Tensor | float | None = None) -> Tensor:
+def z_loss(router_logits: Tensor, rows: Tensor, num_rows: Tensor | None = None) -> Tensor:
     """Return the mean over rows of ``(log Σ_e exp x_e)^2``: it keeps logits small, where low precision is exact.
 
-    ST-MoE's router z-loss (arXiv 2202.08906, eq. 5), the mean over layers. Additive: with ``num_tokens`` of the whole
-    batch, the losses of its parts sum to that of the whole.
+    ST-MoE's router z-loss (arXiv 2202.08906, eq. 5), the mean over layers. With ``num_rows`` of the whole batch
+    (``[L]``, as for :func:`load_balancing_loss`), the losses of its parts sum to that of the whole.
 
     >>> z_loss(torch.tensor([[[[0.0, 0.0]]]]), torch.ones(1, 1, 1, dtype=torch.bool))  # log(2)^2
     tensor(0.4805)
     """
     _check_rows(router_logits, rows)
     squares = _finite(router_logits, rows).float().logsumexp(-1).square() * rows
-    return _layer_mean(squares.sum((0, 1)), rows, rows.sum((0, 1)) if num_tokens is None else num_tokens)
+    return _layer_mean(squares.sum((0, 1)), rows.sum((0, 1)) if num_rows is None else num_rows)
 
 
 def _check_rows(router_logits: Tensor, rows: Tensor) -> None:
@@ -183,11 +187,15 @@ def _finite(router_logits: Tensor, rows: Tensor) -> Tensor:
     return torch.where(rows[..., None], router_logits, router_logits.new_zeros(()))
 
 
-def _layer_mean(total: Tensor, rows: Tensor, divisor: Tensor | float) -> Tensor:
-    """Return the mean over the layers that have a row of ``total / divisor``; all ``[L]``."""
-    live = rows.any((0, 1)) if rows.numel() else torch.zeros_like(total, dtype=torch.bool)
-    per_layer = total / torch.as_tensor(divisor, device=total.device).clamp(min=1)
-    return masked_mean(per_layer, live, live.sum())
+def _layer_mean(total: Tensor, divisor: Tensor) -> Tensor:
+    """Return the mean of ``total / divisor`` over the layers whose divisor is not 0; all ``[L]``."""
+    _checks.check_shape("num_rows", divisor.shape, tuple(total.shape), hint="It is [L], a number per layer.")
+    divisor = divisor.to(total)
+    return masked_mean(total / _or_one(divisor), divisor > 0, (divisor > 0).sum())
+
+
+def _or_one(divisor: Tensor) -> Tensor:
+    return divisor.masked_fill(divisor == 0, 1)
 
 
 def _or_nan(value: Tensor, share: Tensor) -> Tensor:

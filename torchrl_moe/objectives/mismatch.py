@@ -41,7 +41,7 @@ class CollapseThresholds:
     ess: float | None = 0.5
     """Least effective sample size: below it, half of the tokens of a batch are as good as not there."""
     dropped_fraction: float | None = 0.0
-    """Greatest share of tokens whose log-prob by the trainer is NaN or infinite."""
+    """Greatest share of tokens with a log-prob that is NaN or infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,8 @@ class MismatchMetrics:
     ``mismatch/chi2``               ``mean r^2 - 1``, estimates ``χ²(π || μ)``
     ``mismatch/ess``                ``(Σ r)^2 / (n Σ r^2)``, effective sample size
     ``mismatch/extreme_fraction``   F(τ): share of tokens with ``max(r, 1 / r) > τ`` (arXiv 2510.11370)
-    ``mismatch/dropped_fraction``   share of tokens whose ``log π`` is NaN or infinite: they are in no other figure
+    ``mismatch/dropped_fraction``   share of tokens whose ``log π`` is NaN or infinite, or whose ``log μ`` is unless the
+                                    strategy is ``"generic"``: they are in no other figure
     ``mismatch/masked_fraction``,   share of tokens, and of sequences as a whole, that ``kept`` leaves out
     ``masked_sequence_fraction``
     ``mismatch/age_mean``           mean of ``version`` less the version that sampled the token
@@ -163,8 +164,9 @@ class MismatchMetrics:
         trained = log_probs.detach().cpu().double()
         _checks.check_same_shape({"log_probs": trained, repr(keys.sample_log_prob): sampled})
         mask = reader.mask(self.masking_strategy, keys.prompt, keys.attention_mask, keys.assistant_mask).cpu()
-        mask = mask & sampled.isfinite()
-        known = mask & trained.isfinite()
+        if self.masking_strategy == "generic":  # it names prompts too, which nobody sampled
+            mask = mask & sampled.isfinite()
+        known = mask & sampled.isfinite() & trained.isfinite()
         self._sums["dropped"] += int((mask & ~known).sum())
         self._add_tokens(trained, sampled, known)
         if kept is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from inspect import signature
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from tensordict import NestedKey, TensorClass, TensorDictBase
@@ -35,11 +36,11 @@ class MoERouterLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] 
 
 
 class _Routing(NamedTuple):
-    """Live logits ``[B, T, L, E]``, and the rows ``[B, T, L]`` and tokens ``[B, T]`` that count."""
+    """Live logits ``[B, T, L, E]``, the rows ``[B, T, L]`` that count, and how many ``[]`` were dropped."""
 
     logits: Tensor
     rows: Tensor
-    tokens: Tensor
+    dropped: Tensor
 
 
 class MoERouterLoss(LossModule):
@@ -51,7 +52,8 @@ class MoERouterLoss(LossModule):
     forward pass follows the engine's experts. Every attended token counts, prompts included, since a router routes
     them all; pads do not, nor do layers without a router.
 
-    It runs a forward pass of its own: ``actor.score(td, router_logits=True)``.
+    It runs a forward pass of its own, of the layers but not of the head: ``actor.score(td, router_logits=True)``, with
+    a ``mask`` that names no token if ``score`` takes one.
 
     Args:
         actor_network: anything with ``score`` (:class:`~torchrl_moe.objectives.actors.ScoringActor`) that knows
@@ -62,23 +64,22 @@ class MoERouterLoss(LossModule):
         scoring: how the router makes scores of its logits: ``"softmax"``, or ``"sigmoid"`` (DeepSeek-V3).
         per_sequence: balance each sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20) instead of the batch.
 
-    Keys, for :meth:`set_keys`: ``action``, ``attention_mask``, and three that may be absent and are of the whole batch
-    of which the input is a part, see :meth:`totals`: ``num_router_tokens``, ``num_router_sequences``, ``expert_load``.
+    Keys, for :meth:`set_keys`: ``action``, ``attention_mask``, and two that may be absent and are of the whole batch of
+    which the input is a part, see :meth:`totals`: ``expert_counts``, ``num_router_sequences``.
 
     Example::
 
         router_loss = MoERouterLoss(actor, top_k=model.config.num_experts_per_tok)
-        out, aux = loss(td), router_loss(td)
-        (out.loss_objective + aux.loss_load_balancing + aux.loss_z).backward()
+        terms = [*loss(td).items(), *router_loss(td).items()]
+        sum(value for key, value in terms if key.startswith("loss_")).backward()
     """
 
     @dataclass
     class _AcceptedKeys(LossModule._AcceptedKeys):
         action: NestedKey = ("tokens", "full")
         attention_mask: NestedKey = ("masks", "all_attention_mask")
-        num_router_tokens: NestedKey = "num_router_tokens"
+        expert_counts: NestedKey = "expert_counts"
         num_router_sequences: NestedKey = "num_router_sequences"
-        expert_load: NestedKey = "expert_load"
 
     def __init__(
         self,
@@ -129,32 +130,42 @@ class MoERouterLoss(LossModule):
         keys = self.tensor_keys
         reader = TokenReader(tensordict, keys.action)
         routing = self._route(tensordict, reader)
-        share = self._shared_load(tensordict, routing.logits)
-        tokens, sequences = reader.total(keys.num_router_tokens), reader.total(keys.num_router_sequences)
+        layers, experts = routing.logits.shape[2:]
+        whole = self._of_batch(tensordict, keys.expert_counts, layers, experts)
+        sequences = self._of_batch(tensordict, keys.num_router_sequences, layers)
+        if (whole is None) != (sequences is None):
+            raise ValueError(
+                f"{keys.expert_counts!r} and {keys.num_router_sequences!r} go together, got only one of them: store "
+                "all that totals() returns in each part."
+            )
+        num_rows = None if whole is None else whole.sum(-1) / self.top_k
         balancing = balance.load_balancing_loss(
             routing.logits,
             routing.rows,
             self.top_k,
             scoring=self.scoring,
             per_sequence=self.per_sequence,
-            share=share,
-            num_tokens=sequences if self.per_sequence else tokens,
+            share=None if whole is None or self.per_sequence else balance.load_share(whole),
+            num_rows=sequences if self.per_sequence else num_rows,
         )
         counts = balance.choice_counts(routing.logits, routing.rows, self.top_k).sum(0)
-        own, live = balance.load_share(counts), routing.rows.any((0, 1))
+        own, live = balance.load_share(counts), counts.any(-1)
         return MoERouterLossOutput(
             loss_load_balancing=self.load_balancing_coeff * balancing,
-            loss_z=self.z_coeff * balance.z_loss(routing.logits, routing.rows, tokens),
+            loss_z=self.z_coeff * balance.z_loss(routing.logits, routing.rows, num_rows),
             expert_load=own.masked_fill(~live[:, None], float("nan")),
             load_entropy=balance.load_entropy(own),
             max_load=balance.max_load(own),
-            num_dropped_rows=(routing.tokens[..., None] & live & ~routing.rows).sum().to(counts.dtype),
+            num_dropped_rows=routing.dropped.to(counts.dtype),
         )
 
     def _route(self, tensordict: TensorDictBase, reader: TokenReader) -> _Routing:
         """Return the live logits, and what of them counts."""
         mask = reader.per_token(self.tensor_keys.attention_mask, "the mask of all tokens that are no pads").bool()
-        _, _, logits = self.actor_network.score(tensordict, router_logits=True, entropy=False)
+        asked: dict[str, Any] = {"router_logits": True, "entropy": False}
+        if "mask" in signature(self.actor_network.score).parameters:
+            asked["mask"] = torch.zeros_like(mask)
+        _, _, logits = self.actor_network.score(tensordict, **asked)
         if logits is None:
             raise ValueError(
                 "the actor's score(td, router_logits=True) returned None for the router logits: the model must be a "
@@ -163,49 +174,53 @@ class MoERouterLoss(LossModule):
         hint = "An actor gives logits for each token of the input, padded on the left to the longest sequence."
         _checks.check_shape("router logits of the actor", logits.shape, (*mask.shape, "L", "E"), hint=hint)
         mask = mask.to(logits.device)
-        return _Routing(logits, balance.known_rows(logits, mask), mask)
+        rows = balance.known_rows(logits, mask)
+        dropped = mask[..., None] & balance.router_layers(logits, mask) & ~rows
+        return _Routing(logits, rows, dropped.sum())
 
-    def _shared_load(self, tensordict: TensorDictBase, logits: Tensor) -> Tensor | None:
-        """Return the whole batch's load ``[L, E]``, which each sample of a part holds; ``None`` if it is absent."""
-        load: Any = tensordict.get(self.tensor_keys.expert_load, None)
-        if load is None or self.per_sequence:
+    def _of_batch(self, tensordict: TensorDictBase, key: NestedKey, *shape: int) -> Tensor | None:
+        """Return a number of the whole batch, which each sample of a part holds; ``None`` if it is absent."""
+        value: Any = tensordict.get(key, None)
+        if value is None:
             return None
         hint = "It is that of the whole batch, the same for each sample: see MoERouterLoss.totals."
-        wanted = (len(tensordict), *logits.shape[2:])
-        _checks.check_shape(repr(self.tensor_keys.expert_load), load.shape, wanted, hint=hint)
-        return load[0].to(logits.device)
+        _checks.check_shape(repr(key), value.shape, (len(tensordict), *shape), hint=hint)
+        return cast(Tensor, value)[0]
 
     @torch.no_grad()
     def totals(self, parts: Iterable[TensorDictBase]) -> dict[NestedKey, Tensor]:
-        """Return what the whole batch divides by, and its load: to be stored in each of its parts.
+        """Return the choices of the whole batch: to be stored in each of its parts.
 
         With these entries the loss terms of the parts sum to those of the batch, however it is split; without them
-        each part is balanced by itself. The load is that of the routers as they are now: this runs a forward pass per
-        part, without a gradient. Over ranks, sum ``num_router_*``, and average the load by ``num_router_tokens``.
+        each part is balanced by itself, and both terms are divided by its own rows. The choices are those of the
+        routers as they are now: this runs a forward pass per part, without a gradient.
+
+        They are counts. Ranks that share a batch add theirs up first, with
+        :func:`torchrl_moe.objectives.sum_over_ranks`; where gradients are averaged (DDP, FSDP), that of the whole batch
+        comes out.
 
         Args:
-            parts: micro-batches that make up the batch.
+            parts: micro-batches that make up the batch, or this rank's share of it.
 
         Returns:
-            ``num_router_tokens`` and ``num_router_sequences`` ``[]``, ``expert_load`` ``[L, E]``.
+            ``expert_counts`` ``[L, E]``, rows that chose each expert; ``num_router_sequences`` ``[L]``, sequences with
+            a row. On the CPU.
 
         Example::
 
             parts = td.split(4)
-            for key, value in router_loss.totals(parts).items():
+            for key, value in sum_over_ranks(router_loss.totals(parts)).items():  # on one process without it
                 for part in parts:
                     part[key] = value.expand(len(part), *value.shape)
         """
-        counts, tokens, sequences = [], 0, 0
+        counts, sequences = [], []
         for part in parts:
             routing = self._route(part.copy(), TokenReader(part, self.tensor_keys.action))
-            counts.append(balance.choice_counts(routing.logits, routing.rows, self.top_k).sum(0))
-            tokens += int(routing.tokens.sum())
-            sequences += int(routing.tokens.any(-1).sum())
+            counts.append(balance.choice_counts(routing.logits, routing.rows, self.top_k).sum(0).double().cpu())
+            sequences.append(routing.rows.any(1).sum(0).double().cpu())
         if not counts:
             raise ValueError("totals() needs a part at least, got none.")
         return {
-            self.tensor_keys.num_router_tokens: torch.tensor(float(tokens)),
-            self.tensor_keys.num_router_sequences: torch.tensor(float(sequences)),
-            self.tensor_keys.expert_load: balance.load_share(torch.stack(counts).sum(0)).cpu(),
+            self.tensor_keys.expert_counts: torch.stack(counts).sum(0),
+            self.tensor_keys.num_router_sequences: torch.stack(sequences).sum(0),
         }

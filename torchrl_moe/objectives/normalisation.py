@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 __all__ = ["sum_over_ranks"]
 
 Key = TypeVar("Key")
+Number = TypeVar("Number", float, Tensor)
 
 
 def sum_over_ranks(
-    denominators: Mapping[Key, float],
+    denominators: Mapping[Key, Number],
     group: distributed.ProcessGroup | None = None,
     *,
     gradients_are_averaged: bool = True,
     device: torch.device | str = "cpu",
-) -> dict[Key, float]:
+) -> dict[Key, Number]:
     """Add up what each rank's part of a batch divides by: a collective, one message for all numbers.
 
     With the result in each part, the gradients that data parallel training puts together are those of the whole batch,
     whatever was split how.
 
     Args:
-        denominators: of this rank's part, see :meth:`torchrl_moe.objectives.GRPOLoss.denominators`; the same keys on
-            each rank, in the same order.
+        denominators: of this rank's part, see :meth:`torchrl_moe.objectives.GRPOLoss.denominators` and
+            :meth:`torchrl_moe.objectives.MoERouterLoss.totals`; numbers, or tensors of counts. The same keys and shapes
+            on each rank, in the same order.
         group: the ranks that share the batch; default: all.
         gradients_are_averaged: as DDP and FSDP do; the numbers are then divided by how many ranks there are. ``False``
             if gradients are summed.
         device: where the message is built: the one that the group's backend speaks, ``"cuda"`` for NCCL.
+
+    Returns:
+        The sums: numbers for numbers, float64 tensors on the device that they came from for tensors.
 
     Raises:
         ValueError: no process group has been started.
@@ -41,8 +46,14 @@ def sum_over_ranks(
             "sum_over_ranks needs a process group, and none is initialised: call torch.distributed.init_process_group "
             "first. On a single process the denominators are those of the batch as they are."
         )
-    numbers = torch.tensor(list(denominators.values()), dtype=torch.float64, device=device)
+    given = list(denominators.values())
+    tensors = [torch.as_tensor(value, dtype=torch.float64) for value in given]
+    numbers = torch.cat([tensor.flatten().to(device) for tensor in tensors])
     distributed.all_reduce(numbers, group=group)
     if gradients_are_averaged:
         numbers /= distributed.get_world_size(group)
-    return dict(zip(denominators, numbers.tolist(), strict=True))
+    sums = []
+    for value, tensor, part in zip(given, tensors, numbers.split([t.numel() for t in tensors]), strict=True):
+        total = part.view(tensor.shape).to(tensor.device)
+        sums.append(cast(Number, total if isinstance(value, Tensor) else total.item()))
+    return dict(zip(denominators, sums, strict=True))

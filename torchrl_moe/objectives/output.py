@@ -19,7 +19,8 @@ class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # myp
     ESS: Tensor
     """Effective sample size of the ratios π/μ, as a share of the tokens."""
     num_dropped_tokens: Tensor
-    """Tokens left out because a log-prob of the actor or the proximal policy is NaN or infinite: 0 if all is well."""
+    """Tokens with a number that is NaN or infinite, 0 if all is well: a log-prob of the actor or the proximal policy, a
+    sample log-prob where the masking strategy names responses, or an entropy (left out of the entropy terms only)."""
     masked_fraction: Tensor | None = None
     """Share of tokens that the corrections leave out."""
     mean_weight: Tensor | None = None

@@ -19,7 +19,7 @@ class UniformSample:
 
     Args:
         capacity: how many numbers to keep.
-        seed: of the priorities.
+        seed: of the priorities; default: the system's entropy, so that samples which merge differ.
 
     >>> sample = UniformSample(capacity=100)
     >>> sample.add(np.arange(50))
@@ -27,7 +27,7 @@ class UniformSample:
     (50, 24.5)
     """
 
-    def __init__(self, capacity: int = 1 << 16, seed: int = 0) -> None:
+    def __init__(self, capacity: int = 1 << 16, seed: int | None = None) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}.")
         self.capacity = capacity

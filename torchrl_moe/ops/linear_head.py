@@ -19,6 +19,8 @@ from torch import Tensor
 
 __all__ = ["Gradients", "LinearHead", "RowScores", "backward_tiles", "forward_tiles"]
 
+_FLOOR = -1e4  # its exponential is 0 in every dtype
+
 
 @dataclass(frozen=True, slots=True)
 class LinearHead:
@@ -59,6 +61,14 @@ class LinearHead:
         if self.inner:
             total.mul_(self.inner).tanh_()
         return total.mul_(self.outer) if self.outer != 1 else total
+
+    def floored(self, log_weights: Tensor) -> Tensor:
+        """Return logarithms of which the product with their exponential is finite, in place: 0 (-inf) is 0 then.
+
+        What lies below the floor has the exponential 0 with or without it. Only a bias makes a logit -inf, as on a
+        vocabulary that is filled up.
+        """
+        return log_weights if self.bias is None else log_weights.clamp_(min=_FLOOR)
 
     def slope(self, logits: Tensor) -> Tensor | float:
         """Return the derivative of the logits by y."""
@@ -107,7 +117,7 @@ def forward_tiles(head: LinearHead, tokens: Tensor, entropy: bool, elements: int
             top = torch.maximum(largest[rows], logits.amax(1))
             shift = largest[rows] - top
             shrink = shift.exp()
-            logits.sub_(top[:, None])
+            part.floored(logits.sub_(top[:, None]))
             exponentials = logits.exp()
             if entropy:  # sum_j e^(z_j - top) (z_j - top)
                 old = shrink * (weighted[rows] + shift * total[rows])
@@ -167,11 +177,11 @@ def _logit_gradient(
     grad_log_prob, grad_entropy = (grad[rows].to(part.dtype) for grad in grads)
     logits = part.logits(rows)
     slope = part.slope(logits)
-    log_sum = scores.log_sum[rows]
-    probabilities = (logits - log_sum[:, None]).exp_()
+    log_p = part.floored(logits.sub_(scores.log_sum[rows][:, None]))
+    probabilities = log_p.exp()
     if len(scores.entropy):
-        constant = grad_entropy * (log_sum - scores.entropy[rows]) - grad_log_prob
-        grad = torch.addcmul(constant[:, None], logits, grad_entropy[:, None], value=-1).mul_(probabilities)
+        constant = -(grad_log_prob + grad_entropy * scores.entropy[rows])
+        grad = torch.addcmul(constant[:, None], log_p, grad_entropy[:, None], value=-1).mul_(probabilities)
     else:
         grad = probabilities.mul_(-grad_log_prob[:, None])
     inside, column = _columns(tokens[rows], words)
