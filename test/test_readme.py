@@ -25,7 +25,14 @@ def test_the_first_example_runs_as_it_stands(no_engine: EngineShelf, tmp_path: P
         [sys.executable, "-c", block[1]], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
     assert run.returncode == 0, run.stderr
-    assert "RoutedExperts(shape=[T=36, L=4, K=4], dtype=int8, coverage=97.2%, nbytes=576)" in run.stdout
+    # 20 tokens of prompt, and an answer that may end before its limit: sampling depends on how requests are batched
+    found = re.search(
+        r"RoutedExperts\(shape=\[T=(\d+), L=4, K=4\], dtype=int8, coverage=(.*)%, nbytes=(\d+)", run.stdout
+    )
+    assert found is not None, run.stdout
+    tokens = int(found[1])
+    assert 20 < tokens <= 36
+    assert (found[2], int(found[3])) == (f"{100 * (tokens - 1) / tokens:.1f}", tokens * 4 * 4)
     # the prompt's routes do not depend on what was sampled
-    for row in ("    0  2,15,4,13   5,2,15,7    1,14,7,6", "   35          ·          ·           ·"):
+    for row in ("    0  2,15,4,13   5,2,15,7    1,14,7,6", f"{tokens - 1}          ·          ·           ·"):
         assert row.split() in [line.split() for line in run.stdout.splitlines()]

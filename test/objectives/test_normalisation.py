@@ -12,6 +12,7 @@ from architecture.sources import ROOT
 from torchrl_moe.objectives import sum_over_ranks
 
 RANK = """
+import os
 import sys
 import torch
 from torch import distributed
@@ -44,8 +45,9 @@ for aggregation in ("token_mean", "prompt_mean", "sequence_mean"):
 tensors = {"flat": torch.arange(3) + rank, "square": torch.ones(2, 2)}
 sums = sum_over_ranks(tensors)
 assert sums["flat"].tolist() == [0.5, 1.5, 2.5] and sums["square"].tolist() == [[1, 1], [1, 1]], sums
-print(sum_over_ranks({"a": 1.0 + rank, ("b", "c"): 0.5}, gradients_are_averaged=False))
+print(sum_over_ranks({"a": 1.0 + rank, ("b", "c"): 0.5}, gradients_are_averaged=False), flush=True)
 distributed.destroy_process_group()
+os._exit(0)  # gloo's threads may outlive the interpreter, which then aborts at its end
 """
 
 

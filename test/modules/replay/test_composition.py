@@ -173,3 +173,4 @@ if __name__ == "__main__":
     for replay_first in (True, False):
         train_sharded(replay_first)
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may outlive the interpreter, which then aborts at its end

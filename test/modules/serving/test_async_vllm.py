@@ -521,10 +521,15 @@ def test_pause_keep_freezes_requests_and_resume_finishes_them(engine: AsyncVLLM,
 def test_pause_wait_lets_requests_finish_and_holds_new_ones(engine: AsyncVLLM) -> None:
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(generate, engine, [IDS] * 8, 200)
-        eventually(lambda: engine.get_num_unfinished_requests() == [8])
-        time.sleep(0.1)
+        eventually(lambda: call.done() or engine.get_num_unfinished_requests() == [8])
+        time.sleep(0.2)  # till the engine has them: what it does not have yet is held
         engine.pause("wait")
-        assert {completion.outputs[0].finish_reason for completion in call.result(5.0)} == {"length"}
+        try:
+            completions = call.result(5.0)
+        except TimeoutError:
+            engine.resume()  # or the call would never end
+            raise
+        assert {completion.outputs[0].finish_reason for completion in completions} == {"length"}
     with pytest.raises(GenerationTimeout):
         generate(engine, IDS, timeout_seconds=0.3)
     engine.resume()
