@@ -260,28 +260,41 @@ def curves() -> None:
     figure.savefig(RESULTS / "logprob_memory.png", dpi=120)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure all cases, one process after another, and report."""
+def read_arguments(arguments: list[str] | None, work: Callable[[str, Case], Any]) -> bool | None:
+    """Return whether to be quick; ``None`` in a process that :func:`measure` started, which has answered."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="small sizes, one pair, no curves: does it run?")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
         answer(options.worker, work)
+        return None
+    return bool(options.quick)
+
+
+def sizes(quick: bool) -> tuple[int, int, int]:
+    """Return vocabulary, tokens of a full sequence, and pairs."""
+    return (4_096, 64, 1) if quick else (32_768, 512, 3)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure all cases, one process after another, and report."""
+    quick = read_arguments(arguments, work)
+    if quick is None:
         return
-    vocabulary, width, pairs = (4_096, 64, 1) if options.quick else (32_768, 512, 3)
+    vocabulary, width, pairs = sizes(quick)
     short = int(0.31 * width) + 1
     shapes = {
         f"8 x {width}": Case(vocabulary=vocabulary, lengths=(width,) * 8),
         f"one of {width}, seven of {short}": Case(vocabulary=vocabulary, lengths=(width, *[short] * 7), prompt=16),
         f"8 x {width}, half of it prompt": Case(vocabulary=vocabulary, lengths=(width,) * 8, prompt=width // 2),
     }
-    goals = ((None, None),) * 3 if options.quick else ((MEMORY_GOAL, TIME_GOAL), (None, RAGGED_GOAL), (None, None))
+    goals = ((None, None),) * 3 if quick else ((MEMORY_GOAL, TIME_GOAL), (None, RAGGED_GOAL), (None, None))
     rows = []
     for (shape, case), (memory, seconds) in zip(shapes.items(), goals, strict=True):
         results, claim = compare(case, pairs), f"V={vocabulary}, {shape}"
         rows += [memory_row(claim, results, memory), time_row(claim, results, seconds)]
-    if not options.quick:
+    if not quick:
         rows += large_rows()
         curves()
     finish("logprob_memory", rows)

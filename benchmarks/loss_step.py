@@ -5,7 +5,6 @@ Model, batch and peers are those of :mod:`benchmarks.logprob_memory`. ``python -
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 import warnings
@@ -14,7 +13,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.logprob_memory import PEERS, TIME_GOAL, Case, answer, forward, make_batch, make_loss, measure
+from benchmarks.logprob_memory import (
+    PEERS,
+    TIME_GOAL,
+    Case,
+    forward,
+    make_batch,
+    make_loss,
+    measure,
+    read_arguments,
+    sizes,
+)
 from benchmarks.report import Row, finish, median_range
 
 
@@ -88,16 +97,12 @@ def rows_of(claim: str, case: Case, pairs: int, goal: float | None) -> list[Row]
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure a full batch, and report."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true", help="small sizes, one pair: does it run?")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.worker:
-        answer(options.worker, work)
+    quick = read_arguments(arguments, work)
+    if quick is None:
         return
-    vocabulary, width, pairs = (4_096, 64, 1) if options.quick else (32_768, 512, 3)
+    vocabulary, width, pairs = sizes(quick)
     case = Case(vocabulary=vocabulary, lengths=(width,) * 8)
-    rows = rows_of(f"V={vocabulary}, 8 x {width}", case, pairs, None if options.quick else TIME_GOAL)
+    rows = rows_of(f"V={vocabulary}, 8 x {width}", case, pairs, None if quick else TIME_GOAL)
     finish("loss_step", rows)
 
 

@@ -42,6 +42,17 @@ def _spec(request: pytest.FixtureRequest) -> EngineSpec:
     return EngineSpec.of(*marker.args, **marker.kwargs)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Two runs of one forward pass add up in the same order."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineShelf]:
     """The holder of the shared engine and of the models' folders."""

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,19 +25,13 @@ from modules.replay.families import build
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.testing import make_tiny_moe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 IDS = torch.tensor([[9, 3, 200, 41, 5], [77, 3, 3, 250, 8]])
 ROWS = torch.tensor([0, 2, 3, 6, 8])
 """Of the flat input; 1, 5 and 7 are left out."""
 INPUTS = {"input_ids": IDS, "position_ids": torch.arange(5).expand(2, -1)}
 FULL_WARNING = "is scored from its dense logits"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def selection(entropy: bool = True, temperature: float = 0.7, ids: Tensor = IDS) -> Selection:

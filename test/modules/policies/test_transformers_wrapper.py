@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +33,14 @@ from torchrl_moe.objectives.actors import score_tokens
 from torchrl_moe.objectives.batch import TokenReader
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM, make_tiny_moe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LAYOUT = RoutingLayout(num_layers=4, moe_layers=(1, 2, 3), top_k=4, num_experts=16)
 MOE = LAYOUT.moe_layers
 FULL, ROUTES, RECORDED = ("tokens", "full"), ("routed_experts", "full"), ("train_routed_experts", "full")
 LOG_PROBS = ("log_probs", "full")
 SAMPLES = {"1+1=": 3, "a longer question": 6, "hm": 1}
 """Prompt -> tokens of its answer."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two runs of one forward add up in the same order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -15,34 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from modules.replay.cases import ToyMoE, ToyRouter, tokens
+from modules.replay.rows import ROUTES, SCORES, SITES, U, bound, changed, own
 from torchrl_moe._errors import RouteShapeError, RouteValueError, RoutingError
 from torchrl_moe.data import RoutedExperts
-from torchrl_moe.modules.replay.binding import UNSET, Binding
 from torchrl_moe.modules.replay.discovery import RouterSite
-from torchrl_moe.modules.replay.incoming import Packing, bind_routes
+from torchrl_moe.modules.replay.incoming import Packing
 from torchrl_moe.modules.replay.router_replay import RouterReplay
-
-U = UNSET
-SITES = [RouterSite(layer, f"layers.{layer}.gate", 8, 2, 2) for layer in (1, 2)]
-ROUTES = torch.tensor([[U, U], [5, 3], [0, 1]]).repeat(2, 3, 1, 1)
-"""[B=2, T=3, L=3, K=2], layer 0 dense."""
-SCORES = torch.rand(6, 8, generator=torch.Generator().manual_seed(0))
-
-
-def bound(
-    routes: object = ROUTES, mask: Tensor | None = None, sites: list[RouterSite] = SITES, **options: Any
-) -> Binding:
-    return bind_routes(routes, sites, 3, attention_mask=mask, **options)
-
-
-def own(scores: Tensor = SCORES) -> torch.return_types.topk:
-    return scores.topk(2)
-
-
-def changed(place: tuple[int, ...], value: object) -> Tensor:
-    routes = ROUTES.clone()
-    routes[place] = torch.tensor(value)
-    return routes
 
 
 def jagged(*samples: Tensor) -> Tensor:
