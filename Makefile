@@ -21,7 +21,7 @@ export OMP_NUM_THREADS := 1
 export VLLM_CPU_OMP_THREADS_BIND := nobind
 export VLLM_LOGGING_LEVEL := ERROR
 
-.PHONY: help venv digest test parity lint format train bench clean
+.PHONY: help venv digest test parity soak lint format train bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -59,6 +59,9 @@ test: venv ## run test/, then the doctests of torchrl_moe/
 
 parity: venv ## run the wide parity matrix
 	@$(VENV) -m pytest -m parity $(ARGS)
+
+soak: venv ## run the long tests: faults, load, many weight syncs
+	@$(VENV) -m pytest -m soak --timeout 3600 $(ARGS)
 
 lint: venv ## check style, format and types
 	@$(VENV) -m ruff check

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import pickle
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,67 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Request
+from modules.serving.calls import HOUR, ask, eventually, in_thread, slow_if, submitted, until_running
+from torchrl_moe._errors import GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
+from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.serving.load_balancer import LoadBalancer
+from torchrl_moe.modules.serving.pool import ReplicaPool
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-
-HOUR = 3600.0
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., FakeAsyncVLLM]]:
-    """Makes engines; whatever a test did to them, no lease is held at its end."""
-    made: list[FakeAsyncVLLM] = []
-
-    def make(*args: Any, **kwargs: Any) -> FakeAsyncVLLM:
-        made.append(FakeAsyncVLLM(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    try:
-        for engine in made:
-            eventually(lambda engine=engine: all(entry.inflight == 0 for entry in engine.roster))
-    finally:
-        for engine in made:
-            engine.shutdown()
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def ask(engine: GenerationService, prompts: Any = "hi", max_tokens: int = 4, **kwargs: Any) -> Any:
-    return engine.generate(prompts, {"max_tokens": max_tokens, "logprobs": 0}, use_tqdm=False, **kwargs)
-
-
-def submitted(engine: FakeAsyncVLLM) -> list[Request]:
-    return [request for replica in engine.replicas for request in replica.submitted]
-
-
-def slow_if(*prompts: str) -> Callable[[Request], float]:
-    return lambda request: HOUR if request.prompt in prompts else 0.0
-
-
-def until_running(engine: GenerationService, counts: list[int]) -> None:
-    """Wait until so many requests run on each replica: they count as in flight a moment before."""
-    eventually(lambda: [row["running"] for row in engine.stats()] == counts)
-
-
-def in_thread(function: Callable[[], Any]) -> Any:
-    """A future of what a function does in a thread of its own."""
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(function)
-    pool.shutdown(wait=False)
-    return future
 
 
 # -- generate ---------------------------------------------------------------------------------------------------------
@@ -458,179 +406,7 @@ def test_the_loops_of_two_threads_share_one_service(serve: Any) -> None:
     assert (one, two) == ([f"a{i}" for i in range(20)], [f"b{i}" for i in range(20)])
 
 
-# -- commands to all replicas -----------------------------------------------------------------------------------------
-
-
-def test_pause_keep_freezes_and_resume_goes_on(serve: Any) -> None:
-    engine = serve(2, token_seconds=0.001)
-    call = in_thread(lambda: ask(engine, ["a", "b"], max_tokens=500))
-    until_running(engine, [1, 1])
-    engine.pause()
-    time.sleep(0.7)
-    assert not call.done()
-    engine.resume()
-    assert [completion.outputs[0].finish_reason for completion in call.result(30.0)] == ["length", "length"]
-
-
-def test_pause_wait_lets_requests_finish_and_holds_new_ones(serve: Any) -> None:
-    engine = serve(2, token_seconds=0.01)
-    call = in_thread(lambda: ask(engine, ["a", "b"]))
-    until_running(engine, [1, 1])
-    engine.pause("wait")
-    assert [completion.outputs[0].finish_reason for completion in call.result(5.0)] == ["length", "length"]
-    with pytest.raises(GenerationTimeout):
-        ask(engine, timeout_seconds=0.1)
-    engine.resume()
-    ask(engine)
-
-
-def test_pause_abort_cuts_requests_short(serve: Any) -> None:
-    engine = serve(2, token_seconds=HOUR)
-    call = in_thread(lambda: ask(engine, ["a", "b"]))
-    until_running(engine, [1, 1])
-    engine.pause("abort", clear_cache=True)
-    assert [completion.aborted for completion in call.result(5.0)] == [True, True]
-    engine.resume()
-
-
-def test_an_unknown_way_to_pause_is_refused(serve: Any) -> None:
-    with pytest.raises(ValueError, match="mode must be 'keep', 'wait' or 'abort', got 'drop'"):
-        serve().pause("drop")
-
-
-def test_pause_has_a_deadline(serve: Any) -> None:
-    engine = serve(1, token_seconds=HOUR)
-    call = in_thread(lambda: ask(engine, request_ids="x"))
-    until_running(engine, [1])
-    with pytest.raises(EngineError, match=r"replica 0 was not idle within 0\.1 s"):
-        engine.pause("wait", timeout_seconds=0.1)
-    engine.abort("x")
-    call.result(5.0)
-
-
-def test_commands_run_on_all_replicas_at_the_same_time_and_answer_in_order(serve: Any) -> None:
-    engine = serve(3)
-    barrier = threading.Barrier(3, timeout=5.0)
-    for replica in engine.replicas:
-        replica.call = lambda command, timeout, index=replica.index, **kw: (
-            barrier.wait(),
-            (index, command, timeout, kw),
-        )[1]
-    assert engine.call_all("do", 7.0, a=1) == [(i, "do", 7.0, {"a": 1}) for i in range(3)]
-
-
-def test_collective_rpc_passes_plain_data_on(serve: Any) -> None:
-    engine = serve(2)
-    heard: list[Any] = []
-    for replica in engine.replicas:
-        replica.call = lambda command, timeout, **kw: heard.append((command, timeout, kw)) or ["ok"]
-    assert engine.collective_rpc("method", 3.0, [1, 2], {"k": 3}) == [["ok"], ["ok"]]
-    assert heard == [("collective_rpc", 3.0, {"method": "method", "args": (1, 2), "kwargs": {"k": 3}})] * 2
-    engine.collective_rpc("method")
-    assert heard[2] == ("collective_rpc", 60.0, {"method": "method", "args": (), "kwargs": None})
-
-
-def test_a_command_that_fails_on_one_replica_is_an_error(serve: Any) -> None:
-    with pytest.raises(EngineError, match="the fake engine has no command 'collective_rpc'"):
-        serve(2).collective_rpc("method")
-
-
-def test_commands_go_round_dead_replicas(serve: Any) -> None:
-    engine = serve(2)
-    engine.replicas[0].die()
-    engine.pause()
-    engine.resume()
-    assert engine.reset_prefix_cache() is True
-    assert engine.get_tokenizer().encode("a") == [97]
-    assert engine.roster[0].state is ReplicaState.DEAD
-
-
-def test_a_death_under_a_command_is_noted(serve: Any) -> None:
-    engine = serve(2)
-
-    def die(command: str, timeout: float, **kwargs: Any) -> None:
-        engine.replicas[0].die()
-        raise ReplicaDiedError("died under it")
-
-    engine.replicas[0].call = die
-    with pytest.raises(ReplicaDiedError, match="died under it"):
-        engine.resume()
-    assert [entry.state.name for entry in engine.roster] == ["DEAD", "SERVING"]
-
-
-def test_the_prefix_cache_cannot_be_reset_under_requests(serve: Any) -> None:
-    engine = serve(2, token_seconds=HOUR)
-    assert engine.reset_prefix_cache() is True
-    call = in_thread(lambda: ask(engine, request_ids="x"))
-    until_running(engine, [1, 0])
-    assert engine.reset_prefix_cache() is False
-    engine.abort("x")
-    call.result(5.0)
-
-
-# -- figures ----------------------------------------------------------------------------------------------------------
-
-
-def test_unfinished_requests_are_counted_per_replica(serve: Any) -> None:
-    engine = serve(2, token_seconds=HOUR)
-    call = in_thread(lambda: ask(engine, list("abc"), request_ids=list("abc")))
-    until_running(engine, [2, 1])
-    assert engine.get_num_unfinished_requests() == [2, 1]
-    assert [engine.get_num_unfinished_requests(i) for i in range(2)] == [2, 1]
-    engine.abort(["a", "b", "c"])
-    call.result(5.0)
-    assert engine.get_num_unfinished_requests() == [0, 0]
-
-
-@pytest.mark.parametrize("name", ["get_num_unfinished_requests", "get_cache_usage"])
-@pytest.mark.parametrize("index", [2, -1])
-def test_figures_of_a_replica_that_does_not_exist_are_an_index_error(serve: Any, name: str, index: int) -> None:
-    with pytest.raises(IndexError, match=rf"actor index {index} out of range \[0, 2\)"):
-        getattr(serve(2), name)(index)
-
-
-def test_cache_usage_is_the_engines_figure_and_nan_for_the_dead(serve: Any) -> None:
-    engine = serve(2)
-    assert engine.get_cache_usage() == [0.0, 0.0]
-    assert engine.get_cache_usage(1) == 0.0
-    engine.replicas[0].die()
-    dead, alive = engine.get_cache_usage()
-    assert math.isnan(dead)
-    assert alive == 0.0
-    with pytest.raises(ReplicaDiedError):
-        engine.get_cache_usage(0)
-
-
-def test_stats_are_flat_and_true(serve: Any) -> None:
-    engine = serve(2)
-    engine.roster.set_version(1, 3)
-    engine.generate([[1, 2], [3], [4]], {"max_tokens": 5, "n": 2}, use_tqdm=False)
-    engine.replicas[1].die()
-    first, second = engine.stats()
-    assert first == {
-        "replica": 0,
-        "state": "SERVING",
-        "version": 0,
-        "inflight": 0,
-        "running": 0,
-        "waiting": 0,
-        "cache_usage": 0.0,
-        "requests": 2,
-        "completions": 4,
-        "prompt_tokens": 3,
-        "cached_tokens": 0,
-        "generated_tokens": 20,
-        "generation_seconds": 0.0,
-    }
-    assert second == {"replica": 1, "state": "DEAD", "version": 3, "inflight": 0}
-
-
-def test_stats_come_as_a_table_too(serve: Any) -> None:
-    engine = serve(3)
-    ask(engine, list("abcd"))
-    table = engine.to_pandas()
-    assert table["replica"].tolist() == [0, 1, 2]
-    assert table["requests"].tolist() == [2, 1, 1]
+# -- tools ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_tokenizer_is_loaded_once(serve: Any) -> None:
@@ -753,11 +529,13 @@ USES: dict[str, Callable[[GenerationService], Any]] = {
     "stats": lambda s: s.stats(),
     "to_pandas": lambda s: s.to_pandas(),
 }
-ALWAYS = {"is_running", "num_replicas", "shutdown"}
+ALWAYS = {"is_running", "num_replicas", "register_weight_sync", "shutdown"}
 
 
 def test_every_public_name_is_tried_below() -> None:
-    assert {name for name in vars(GenerationService) if not name.startswith("_")} == USES.keys() | ALWAYS
+    assert {
+        name for kind in (ReplicaPool, GenerationService) for name in vars(kind) if not name.startswith("_")
+    } == USES.keys() | ALWAYS
 
 
 @pytest.mark.parametrize("name", USES)
@@ -778,21 +556,6 @@ def test_use_after_shutdown_is_refused(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"the service is not running"):
         USES[name](engine)
     assert not engine.is_running
-
-
-def test_shutdown_is_idempotent_and_may_come_from_many_threads() -> None:
-    engine = FakeAsyncVLLM(3)
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: engine.shutdown(), range(8)))
-    engine.shutdown()
-    assert [entry.state.name for entry in engine.roster] == ["DEAD"] * 3
-    assert [replica.is_alive() for replica in engine.replicas] == [False] * 3
-
-
-def test_a_service_that_was_never_started_can_be_shut_down() -> None:
-    service = GenerationService([FakeReplica()])
-    service.shutdown()
-    assert not service.is_running
 
 
 def test_shutdown_under_calls_ends_them() -> None:
@@ -817,25 +580,6 @@ def test_shutdown_under_waiting_calls_ends_them() -> None:
     for future in (call, task):
         with pytest.raises(NoReplicaError, match="DEAD"):
             future.result(5.0)
-
-
-def test_one_replica_that_fails_to_end_does_not_keep_the_others() -> None:
-    engine = FakeAsyncVLLM(3)
-
-    def fail() -> None:
-        raise OSError("stuck")
-
-    engine.replicas[0].shutdown = fail
-    with pytest.raises(OSError, match="stuck"):
-        engine.shutdown()
-    assert [replica.is_alive() for replica in engine.replicas] == [True, False, False]
-
-
-def test_a_service_as_a_context_ends_with_it_whatever_happens() -> None:
-    with pytest.raises(KeyError), FakeAsyncVLLM() as engine:
-        assert engine.is_running
-        raise KeyError
-    assert not engine.is_running
 
 
 def test_commands_with_every_replica_dead_say_so(serve: Any) -> None:

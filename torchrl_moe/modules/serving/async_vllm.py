@@ -16,7 +16,8 @@ from tqdm.auto import tqdm
 
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.serving.devices import device_sets, visible_devices
-from torchrl_moe.modules.serving.service import CALL_SECONDS, GenerationService
+from torchrl_moe.modules.serving.pool import CALL_SECONDS
+from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 
 __all__ = ["AsyncVLLM", "make_async_vllm_engine"]

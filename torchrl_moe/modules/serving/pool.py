@@ -1,0 +1,217 @@
+"""The replicas of a service: their life, commands to all of them, and their figures.
+
+They are known only by the :class:`~torchrl_moe.modules.backends.replica.Replica` protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+from torchrl_moe._errors import NoReplicaError, ReplicaDiedError
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaInfo, ReplicaStats
+from torchrl_moe.modules.serving.poller import Poller
+from torchrl_moe.modules.serving.roster import Roster, RosterEntry
+from torchrl_moe.modules.serving.states import ReplicaState
+
+__all__ = ["CALL_SECONDS", "ReplicaPool"]
+
+CALL_SECONDS = 60.0
+
+
+class ReplicaPool:
+    """N replicas, and what concerns all of them alike; safe to call from any thread.
+
+    Args:
+        replicas: at least one, not started yet.
+    """
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        if not replicas:
+            raise ValueError("a service needs at least one replica, got none")
+        self.roster = Roster(replicas)
+        self.infos: list[ReplicaInfo] = []
+        self._poller: Poller | None = None
+        self._running = False
+        self._bring: Callable[[int], None] | None = None
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas the service has, serving or not."""
+        return len(self.roster)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the service was started and not shut down."""
+        return self._running
+
+    @property
+    def routing_layout(self) -> RoutingLayout | None:
+        """What the model's routers look like; ``None`` if routes are not captured (a dense model, say)."""
+        self._check_running("routing_layout")
+        return self.infos[0].layout
+
+    def _check_running(self, what: str) -> None:
+        if not self._running:
+            raise RuntimeError(f"{what}: the service is not running. Start it first; after shutdown() make a new one.")
+
+    def shutdown(self) -> None:
+        """End every replica, at the same time. Idempotent; whatever still waits fails with ``ReplicaDiedError``."""
+        self._running = False
+        self._stop_polling()
+        for entry in self.roster:
+            self.roster.mark_dead(entry.index)
+        with ThreadPoolExecutor(max_workers=max(self.num_replicas, 1)) as pool:
+            list(pool.map(lambda entry: entry.replica.shutdown(), self.roster))
+
+    def _stop_polling(self) -> None:
+        if self._poller is not None:
+            self._poller.stop()
+            self._poller = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        model = self.infos[0].model if self.infos else "not started"
+        return f"{type(self).__name__}({model!r}, {', '.join(map(repr, self.roster))})"
+
+    @contextlib.contextmanager
+    def _noting_deaths(self) -> Iterator[None]:
+        try:
+            yield
+        except ReplicaDiedError:
+            self._note_deaths()
+            raise
+
+    def _note_deaths(self) -> None:
+        for entry in self.roster:
+            if entry.state is not ReplicaState.STARTING and not entry.replica.is_alive():
+                self.roster.mark_dead(entry.index)
+
+    # -- commands to all replicas -----------------------------------------------------------------------------------
+
+    def _alive(self) -> list[RosterEntry]:
+        """The replicas that can answer; one that has died unnoticed is noted here."""
+        self._note_deaths()
+        alive = [entry for entry in self.roster if entry.state is not ReplicaState.DEAD]
+        if not alive:
+            raise NoReplicaError(f"no replica is alive: {self.roster!r}. Make a new service.")
+        return alive
+
+    def call_all(self, command: str, timeout_seconds: float = CALL_SECONDS, **kwargs: Any) -> list[Any]:
+        """Run a named command on every living replica at the same time and return the values in replica order.
+
+        Raises:
+            EngineError: a replica failed, or did not answer in time.
+        """
+        self._check_running(command)
+        alive = self._alive()
+        with ThreadPoolExecutor(max_workers=len(alive)) as pool:
+            futures: list[Future[Any]] = [
+                pool.submit(entry.replica.call, command, timeout_seconds, **kwargs) for entry in alive
+            ]
+        with self._noting_deaths():
+            return [future.result() for future in futures]
+
+    def pause(
+        self, mode: PauseMode = "keep", *, clear_cache: bool = False, timeout_seconds: float = CALL_SECONDS
+    ) -> None:
+        """Stop scheduling on all replicas.
+
+        Args:
+            mode: of requests in flight: ``keep`` freezes them until :meth:`resume`, ``wait`` lets them finish first,
+                ``abort`` cuts them short.
+            clear_cache: whether to drop the KV cache too; frozen requests are then recomputed.
+            timeout_seconds: deadline per replica.
+        """
+        if mode not in ("keep", "wait", "abort"):
+            raise ValueError(f"mode must be 'keep', 'wait' or 'abort', got {mode!r}")
+        self.call_all("pause", timeout_seconds, mode=mode, clear_cache=clear_cache)
+        if clear_cache:
+            self._forget_prefixes()
+
+    def resume(self, *, timeout_seconds: float = CALL_SECONDS) -> None:
+        """Go on scheduling on all replicas."""
+        self.call_all("resume", timeout_seconds)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; false if some replica could not, because requests are running."""
+        done = all(self.call_all("reset_prefix_cache"))
+        self._forget_prefixes()
+        return done
+
+    def _forget_prefixes(self) -> None:
+        for entry in self.roster:
+            self.roster.forget_prefixes(entry.index)
+
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None
+    ) -> list[Any]:
+        """Call a method of every vLLM worker of every replica; one list of results per replica. Plain data only."""
+        seconds = CALL_SECONDS if timeout is None else timeout
+        return self.call_all("collective_rpc", seconds, method=method, args=tuple(args), kwargs=kwargs)
+
+    def register_weight_sync(self, bring: Callable[[int], None] | None) -> None:
+        """Take what brings a replica that is STARTING to the newest weights and to SERVING; ``None`` takes it away.
+
+        A replica that was restarted holds its checkpoint's weights: it serves once ``bring(index)`` has returned.
+        """
+        self._bring = bring
+
+    # -- figures ----------------------------------------------------------------------------------------------------
+
+    def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
+        """Requests in flight as the service counts them, of one replica or a list of all."""
+        self._check_running("get_num_unfinished_requests")
+        if actor_index is not None:
+            return self.roster[actor_index].inflight
+        return [entry.inflight for entry in self.roster]
+
+    def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
+        """Share of KV-cache blocks in use, 0 to 1, of one replica or a list of all: the engine's own figure.
+
+        NaN stands for a dead replica in the list; to name one is a ``ReplicaDiedError``.
+        """
+        self._check_running("get_cache_usage")
+        if actor_index is not None:
+            return float(self.roster[actor_index].replica.stats(CALL_SECONDS).cache_usage)
+        self._note_deaths()
+        dead = ReplicaState.DEAD
+        return [math.nan if e.state is dead else e.replica.stats(CALL_SECONDS).cache_usage for e in self.roster]
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Return one flat dictionary per replica: state, version, and its engine's counts since it started."""
+        self._check_running("stats")
+        self._note_deaths()
+        rows = []
+        for entry in self.roster:
+            row = {
+                "replica": entry.index,
+                "state": entry.state.name,
+                "version": entry.version,
+                "inflight": entry.inflight,
+            }
+            if entry.state is not ReplicaState.DEAD:
+                figures = entry.replica.stats(CALL_SECONDS)
+                row |= {name: getattr(figures, name) for name in ReplicaStats.__slots__}
+            rows.append(row)
+        return rows
+
+    def to_pandas(self) -> Any:
+        """Return :meth:`stats` as a pandas ``DataFrame``."""
+        import pandas
+
+        return pandas.DataFrame(self.stats())
