@@ -10,8 +10,15 @@ import contextlib
 from typing import Any
 
 __all__ = [
+    "build_beside",
+    "compute_with_one_thread",
     "delivered_tokens",
+    "drop_packed",
+    "exchange_packed",
+    "finish_loading",
     "forget_half_loads",
+    "hidden_weights",
+    "pack_tied",
     "plain_tokenizer",
     "register_weight_engine",
     "restore_moe_kernels",
@@ -107,6 +114,94 @@ def forget_half_loads(model: Any) -> None:
         if info.can_load():
             info.load_numel = 0
             info.loaded_weights.clear()
+
+
+PACKED_HANDLE = "cpu_linear"  # a linear layer's kernel on CPU: a function that holds the packed weight
+CONSTANTS = {"kv_cache", "_k_scale_cpu", "_v_scale_cpu"}  # tensors of a module that no checkpoint tensor goes into
+
+
+def build_beside(vllm_config: Any, device: Any) -> Any:
+    """Build a second model of a configuration in a worker that runs the first (0.30).
+
+    Attention and expert layers enter their names in the configuration's registry, where the first model's must stay: so
+    the second one gets a copy with a registry of its own. Rotary embeddings are constants that vLLM shares by itself.
+    """
+    import copy
+
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    with set_default_torch_dtype(vllm_config.model_config.dtype), device:
+        return initialize_model(vllm_config=config).eval()
+
+
+def finish_loading(model: Any, model_config: Any, device: Any) -> None:
+    """Pack a model whose checkpoint tensors were loaded, as vLLM does at start-up."""
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    take_moe_kernels(model)
+    process_weights_after_loading(model, model_config, device)
+
+
+def pack_tied(model: Any) -> None:
+    """Pack anew the linear layers whose parameter belongs to an earlier layer, such as a head tied to the embeddings.
+
+    vLLM's reload packs a layer when its tensors arrive, and theirs arrive at the other: their packed copy stays old.
+    """
+    owners: dict[int, Any] = {}
+    for module in model.modules():
+        weight = vars(module)["_parameters"].get("weight")
+        if weight is None or PACKED_HANDLE not in vars(module):
+            continue
+        if owners.setdefault(id(weight), module) is not module:
+            module.quant_method.process_weights_after_loading(module)
+
+
+def compute_with_one_thread() -> None:
+    """Let torch compute with one thread, in the thread that calls this. vLLM's CPU worker takes the public way away."""
+    import torch
+
+    torch._C.set_num_threads(1)
+
+
+def exchange_packed(one: Any, other: Any) -> None:
+    """Let two linear layers exchange their packed weights. A handle's bias is an argument, so it need not move."""
+    if PACKED_HANDLE in vars(one):
+        one.cpu_linear, other.cpu_linear = other.cpu_linear, one.cpu_linear
+
+
+def drop_packed(module: Any) -> None:
+    """Give up a linear layer's packed weight."""
+    vars(module).pop(PACKED_HANDLE, None)
+
+
+def hidden_weights(model: Any) -> str:
+    """Return, in words, where a model keeps weights that are neither parameters, buffers nor packed handles; or "".
+
+    A kernel may pack weights into attributes of its own, which nobody lists.
+    """
+    import torch
+
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for name, module in model.named_modules():
+        implementation = getattr(module, "impl", None)
+        if implementation is not None and _packs_weights(implementation):
+            return f"{name} packs weights of its own ({type(implementation).__name__})"
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and key not in CONSTANTS and id(value) not in known:
+                return f"{name} keeps a tensor of its own ({key})"
+    return ""
+
+
+def _packs_weights(implementation: Any) -> bool:
+    from vllm.v1.attention.backend import AttentionImplBase
+
+    own = type(implementation).process_weights_after_loading
+    return own is not AttentionImplBase.process_weights_after_loading
 
 
 def delivered_tokens(engine: Any) -> dict[str, dict[int, int]]:

@@ -121,6 +121,11 @@ class EngineProcess:
         return "engine", f"{type(cause).__name__}: {cause}"
 
     async def _run(self, request: Request) -> Completion:
+        while (completion := await self.weights.deliver(await self._generate(request))) is None:
+            pass  # its tokens were of weights that failed: it starts again
+        return completion
+
+    async def _generate(self, request: Request) -> Completion:
         params = self._sampling(request.sampling_params, request.guided_options)
         prompt: dict[str, Any] = await self.weights.salt()
         if request.prompt_token_ids is None:
@@ -134,7 +139,7 @@ class EngineProcess:
             final = output
         if final is None:
             raise RuntimeError(f"vLLM ended request {request.request_id!r} without an output")
-        return self.weights.stamp(completion_from_vllm(final, request, self.weights.version))
+        return completion_from_vllm(final, request, self.weights.version)
 
     def _count(self, completion: Completion, seconds: float) -> None:
         self.counts["requests"] += 1
@@ -195,14 +200,18 @@ class EngineProcess:
     async def command_metadata(self) -> Any:
         return checkpoint_metadata(_checkpoint_folder(self.info.model))
 
-    async def command_init_weights(self, transport: str, folder: str) -> None:
-        await self.weights.init(transport, folder)
+    async def command_init_weights(self, transport: str, options: dict[str, Any]) -> None:
+        await self.weights.init(transport, options)
 
-    async def command_stage_weights(self, version: int) -> StageReport:
-        return await self.weights.stage(version)
+    async def command_stage_weights(
+        self, version: int, stage: str, verify: str, threads: int, manifest: str | None
+    ) -> StageReport:
+        return await self.weights.stage(version, stage, verify, threads, manifest)
 
-    async def command_swap_weights(self, version: int, pause: PauseMode, clear_cache: bool) -> SwapReport:
-        return await self.weights.swap(version, pause, clear_cache)
+    async def command_swap_weights(
+        self, version: int, pause: PauseMode, clear_cache: bool, canary: dict[str, Any] | None
+    ) -> SwapReport:
+        return await self.weights.swap(version, pause, clear_cache, canary)
 
     async def command_stats(self) -> ReplicaStats:
         # vLLM reports with each step, and an engine that has nothing to do makes none
