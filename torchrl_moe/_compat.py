@@ -17,6 +17,7 @@ __all__ = [
     "exchange_packed",
     "finish_loading",
     "forget_half_loads",
+    "has_packed",
     "hidden_weights",
     "pack_tied",
     "plain_tokenizer",
@@ -155,7 +156,7 @@ def pack_tied(model: Any) -> None:
     owners: dict[int, Any] = {}
     for module in model.modules():
         weight = vars(module)["_parameters"].get("weight")
-        if weight is None or PACKED_HANDLE not in vars(module):
+        if weight is None or not has_packed(module):
             continue
         if owners.setdefault(id(weight), module) is not module:
             module.quant_method.process_weights_after_loading(module)
@@ -168,10 +169,14 @@ def compute_with_one_thread() -> None:
     torch._C.set_num_threads(1)
 
 
+def has_packed(module: Any) -> bool:
+    """Whether a module is a linear layer that holds its weight packed."""
+    return PACKED_HANDLE in vars(module)
+
+
 def exchange_packed(one: Any, other: Any) -> None:
     """Let two linear layers exchange their packed weights. A handle's bias is an argument, so it need not move."""
-    if PACKED_HANDLE in vars(one):
-        one.cpu_linear, other.cpu_linear = other.cpu_linear, one.cpu_linear
+    one.cpu_linear, other.cpu_linear = other.cpu_linear, one.cpu_linear
 
 
 def drop_packed(module: Any) -> None:

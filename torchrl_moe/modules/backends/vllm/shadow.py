@@ -14,6 +14,7 @@ Imported in vLLM's worker processes only.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,7 @@ class ShadowModel:
         self._tables = [(module, dict(module._parameters), dict(module._buffers)) for module in self.model.modules()]
         self._blanks = [_Blank(p, p.shape, p.stride(), p.dtype) for p in self.model.parameters()]
         self._exchanges: list[tuple[Tensor, Tensor]] = []
+        self._packed: list[tuple[nn.Module, nn.Module]] = []
         self.release()
 
     @property
@@ -118,15 +120,17 @@ class ShadowModel:
             Why the two cannot change places, in words; an empty string if they can.
         """
         self.release()
-        for blank in self._blanks:
-            blank.allocate()
-        self.model.load_weights(iter(tensors))
-        _compat.finish_loading(self.model, self._model_config, self._device)
-        try:
-            self._exchanges = self._match()
-        except WeightSyncError as error:
-            self.release()
-            return str(error)
+        with ExitStack() as give_up:
+            give_up.callback(self.release)
+            for blank in self._blanks:
+                blank.allocate()
+            self.model.load_weights(iter(tensors))
+            _compat.finish_loading(self.model, self._model_config, self._device)
+            try:
+                self._exchanges, self._packed = self._match(), self._match_packed()
+            except WeightSyncError as error:
+                return str(error)
+            give_up.pop_all()
         return ""
 
     def _match(self) -> list[tuple[Tensor, Tensor]]:
@@ -151,16 +155,23 @@ class ShadowModel:
             raise WeightSyncError("tensors that differ in the live model were loaded tied")
         return list(pairs.values())
 
+    def _match_packed(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Return the layers that exchange packed weights, live and shadow."""
+        pairs = [(live, shadow) for live, shadow in self._modules if _compat.has_packed(live)]
+        if not all(_compat.has_packed(shadow) for _, shadow in pairs):
+            raise WeightSyncError("a layer is packed in the live model and was loaded unpacked")
+        return pairs
+
     def swap(self) -> None:
         """Let the two models change places; again, to undo it."""
         for live, shadow in self._exchanges:
             live.data, shadow.data = shadow.data, live.data
-        for live_module, shadow_module in self._modules:
-            _compat.exchange_packed(live_module, shadow_module)
+        for live_layer, shadow_layer in self._packed:
+            _compat.exchange_packed(live_layer, shadow_layer)
 
     def release(self) -> None:
         """Give up what the second model holds."""
-        self._exchanges = []
+        self._exchanges, self._packed = [], []
         for module, parameters, buffers in self._tables:
             module._parameters = dict(parameters)
             module._buffers = dict(buffers)
