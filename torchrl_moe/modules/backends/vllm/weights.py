@@ -243,10 +243,10 @@ class EngineWeights:
         if self._in_shadow != self.version:
             return False
         undo = self.engine.collective_rpc("torchrl_moe_change_places", args=(self.version,))
-        error: BaseException | None
-        (error,) = await asyncio.gather(undo, return_exceptions=True)
+        undone: Any
+        (undone,) = await asyncio.gather(undo, return_exceptions=True)
         self.version = before
-        return error is None
+        return not isinstance(undone, BaseException)
 
     async def _settle(self, error: BaseException | None, restored: bool, resume: bool) -> None:
         """Put the engine back to work, or leave it paused if it has neither its old weights nor good new ones."""
