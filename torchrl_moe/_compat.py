@@ -118,7 +118,8 @@ def forget_half_loads(model: Any) -> None:
 
 
 PACKED_HANDLE = "cpu_linear"  # a linear layer's kernel on CPU: a function that holds the packed weight
-CONSTANTS = {"kv_cache", "_k_scale_cpu", "_v_scale_cpu"}  # tensors of a module that no checkpoint tensor goes into
+# a module's attributes that hold its listed tensors, or tensors that no checkpoint tensor goes into
+CONSTANTS = {"_parameters", "_buffers", "kv_cache", "_k_scale_cpu", "_v_scale_cpu"}
 
 
 def build_beside(vllm_config: Any, device: Any) -> Any:
@@ -189,17 +190,24 @@ def hidden_weights(model: Any) -> str:
 
     A kernel may pack weights into attributes of its own, which nobody lists.
     """
-    import torch
-
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for name, module in model.named_modules():
         implementation = getattr(module, "impl", None)
         if implementation is not None and _packs_weights(implementation):
             return f"{name} packs weights of its own ({type(implementation).__name__})"
         for key, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and key not in CONSTANTS and id(value) not in known:
+            if key not in CONSTANTS and any(id(tensor) not in known for tensor in _tensors_in(value)):
                 return f"{name} keeps a tensor of its own ({key})"
     return ""
+
+
+def _tensors_in(value: Any) -> list[Any]:
+    import torch
+
+    if isinstance(value, dict):
+        value = list(value.values())
+    parts = value if isinstance(value, list | tuple) else [value]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def _packs_weights(implementation: Any) -> bool:

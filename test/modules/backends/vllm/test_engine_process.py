@@ -123,6 +123,23 @@ def test_a_refusal_says_whose_fault_it_is(serve: Serve, params: dict[str, Any], 
     assert [message[1].request_id for message in sent if message[0] == "completion"] == ["good"]
 
 
+def test_a_request_whose_tokens_were_no_good_starts_again(serve: Serve) -> None:
+    async def script(bench: Bench) -> None:
+        answers: list[Completion] = []
+
+        async def deliver(completion: Completion) -> Completion | None:
+            answers.append(completion)
+            return completion if len(answers) == 3 else None
+
+        bench.process.weights.deliver = deliver  # type: ignore[method-assign]
+        bench.generate(by_ids("a", 1))
+        await bench.until_sent(1)
+        assert [answer.request_id for answer in answers] == ["a"] * 3
+        assert bench.sent[0][1] is answers[2]
+
+    assert len(serve(script).sent) == 1
+
+
 def test_an_abort_cuts_its_requests_and_no_others(serve: Serve) -> None:
     async def script(bench: Bench) -> None:
         bench.generate(by_ids("a", seconds=60), by_ids("b", seconds=60))

@@ -242,9 +242,12 @@ def test_what_was_not_proved_is_refused_with_a_reason(changes: Any, device: str,
     assert words in reason_against(nn.Linear(2, 2), engine_config(**changes), torch.device(device))
 
 
-def test_a_module_that_keeps_a_weight_to_itself_is_found() -> None:
+@pytest.mark.parametrize("kept", [torch.ones(2), [torch.ones(2)], {"x": torch.ones(2)}])
+def test_a_module_that_keeps_a_weight_to_itself_is_found(kept: Any) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    model[0].__dict__["packed"] = torch.ones(2)
+    model[0].__dict__["alias"] = [model[0].weight]
+    assert reason_against(model, engine_config(), CPU) == ""
+    model[0].__dict__["packed"] = kept
     assert reason_against(model, engine_config(), CPU) == "0 keeps a tensor of its own (packed)"
 
 

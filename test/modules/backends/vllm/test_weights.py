@@ -383,6 +383,27 @@ def test_workers_are_looked_after_until_all_have_ended(tmp_path: Path) -> None:
     assert "start" in engine.log  # not all have it
 
 
+def test_a_staging_that_the_driver_gave_up_ends_with_the_next(tmp_path: Path) -> None:
+    async def run() -> tuple[StageReport, BaseException]:
+        engine, weights = FakeLLM(), make()
+        weights.engine = engine
+        await weights.init("memmap", {"folder": str(tmp_path)})
+        engine.reports = [[{"running": True}]]
+        stalled = asyncio.create_task(staged(weights, 1))
+        await asyncio.sleep(0.02)
+        engine.begins = [[False], [True]]
+        following = asyncio.create_task(staged(weights, 1))
+        await asyncio.sleep(0.02)
+        engine.reports = [[report()]]
+        (error,) = await asyncio.wait_for(asyncio.gather(stalled, return_exceptions=True), 5.0)
+        return await following, error
+
+    WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 1)
+    found, error = asyncio.run(run())
+    assert found.stage == "shadow"
+    assert str(error) == "another version was staged meanwhile"
+
+
 def test_a_worker_that_could_not_stage_says_why_and_nothing_is_swapped(tmp_path: Path) -> None:
     engine = FakeLLM()
     weights = memmap(engine, tmp_path)
@@ -419,7 +440,7 @@ def test_a_version_in_the_shadow_changes_places_and_then_the_old_one_is_dropped(
 def test_another_version_than_the_one_in_the_shadow_is_loaded_plainly() -> None:
     engine = FakeLLM()
     swap(shadowed(engine, version=8))
-    assert engine.log == GOOD
+    assert engine.log == [*GOOD, "drop_staged"]
 
 
 def test_a_canary_that_fails_brings_the_old_weights_back() -> None:
@@ -431,7 +452,8 @@ def test_a_canary_that_fails_brings_the_old_weights_back() -> None:
         False,
         "WeightSyncError: the new weights give a log-prob that is not a number",
     )
-    assert engine.log == [*SHADOW[:4], ("pause", "keep", False), ("abort", []), ("change_places", 7), "resume"]
+    back = [("pause", "keep", False), ("abort", []), ("change_places", 7), "resume", "drop_staged"]
+    assert engine.log == [*SHADOW[:4], *back]
     assert weights.version == 0
     engine.logprob = -1.0
     engine.log.clear()
@@ -446,7 +468,7 @@ def test_old_weights_that_do_not_come_back_leave_the_engine_paused() -> None:
     report = swap(shadowed(engine))
     assert report.started
     assert "not a number" in report.error
-    assert engine.log[-1] == ("change_places", 7)
+    assert engine.log[-2:] == [("change_places", 7), "drop_staged"]
     assert engine.log.count("resume") == 1
 
 
@@ -456,7 +478,7 @@ def test_a_shadow_that_will_not_change_places_leaves_the_old_weights_in_service(
     weights = shadowed(engine)
     report = swap(weights)
     assert (report.started, report.error) == (False, "RuntimeError: version 7 is not in the shadow")
-    assert engine.log == [*SHADOW[:2], "resume"]
+    assert engine.log == [*SHADOW[:2], "resume", "drop_staged"]
     assert weights.version == 0
 
 

@@ -48,6 +48,7 @@ class EngineWeights:
         self._held: set[str] = set()  # requests whose completion waits for that
         self._spoiled: set[str] = set()  # requests that may have tokens of weights that failed
         self._reader: WeightStoreReader | None = None
+        self._stagings = 0
         self._in_shadow: int | None = None  # the version that waits in the workers' shadows
         self._marks: dict[str, list[tuple[int, dict[int, int]]]] = {}  # request -> version, tokens of each answer
 
@@ -138,18 +139,25 @@ class EngineWeights:
     async def _stage_in_workers(self, found: Manifest, *options: Any) -> list[dict[str, Any]]:
         """Have all workers stage a version, in threads of theirs, and return what each reports at the end."""
         waiting, longest = POLL_SECONDS
+        self._stagings = mine = self._stagings + 1
         while not all(await self.engine.collective_rpc("torchrl_moe_stage", args=(found.to_json(), *options))):
             await asyncio.sleep(longest)  # the version before is told to stop
+            self._check_newest(mine)
         while True:
             reports: list[dict[str, Any]] = await self.engine.collective_rpc("torchrl_moe_staged")
             if not any(report["running"] for report in reports):
                 break
             await asyncio.sleep(waiting)
+            self._check_newest(mine)
             waiting = min(waiting * 1.5, longest)
         for report in reports:
             if report["error"] is not None:
                 raise WeightSyncError(f"version {found.version} could not be staged: {report['error']}")
         return reports
+
+    def _check_newest(self, staging: int) -> None:
+        if staging != self._stagings:  # the driver lost patience with this one
+            raise WeightSyncError("another version was staged meanwhile")
 
     # -- swapping ---------------------------------------------------------------------------------------------------
 
@@ -250,15 +258,17 @@ class EngineWeights:
 
     async def _settle(self, error: BaseException | None, restored: bool, resume: bool) -> None:
         """Put the engine back to work, or leave it paused if it has neither its old weights nor good new ones."""
-        if error is None and self._in_shadow == self.version:
-            await self.engine.update_weight_version(str(self.version))
-            await self.engine.collective_rpc("torchrl_moe_drop_staged")
-        self._in_shadow = None
+        was_in_shadow, self._in_shadow = self._in_shadow, None
         self._left_paused = error is not None and not restored
         if resume:
             await self.engine.resume_generation()
         if not self._left_paused:
             self._proved.set()
+        if was_in_shadow is not None:
+            if error is None and was_in_shadow == self.version:
+                await self.engine.update_weight_version(str(self.version))
+            # the old weights, or new ones that nobody will use
+            await asyncio.gather(self.engine.collective_rpc("torchrl_moe_drop_staged"), return_exceptions=True)
 
 
 def _words(error: BaseException | None) -> str | None:
