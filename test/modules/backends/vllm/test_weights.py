@@ -247,6 +247,17 @@ def test_a_second_attempt_that_does_not_begin_cannot_bring_the_old_weights_back(
     assert engine.log.count("resume") == 0
 
 
+def test_a_second_attempt_that_cannot_even_pause_leaves_bad_weights_paused() -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
+    swap(weights)
+    engine.fail["pause"] = RuntimeError("no pause")
+    report = swap(weights)
+    assert (report.started, report.error) == (True, "RuntimeError: no pause")
+    assert "resume" not in engine.log
+
+
 def test_workers_that_do_not_answer_are_not_whole() -> None:
     engine = FakeLLM()
     engine.fail["update"] = RuntimeError("boom")

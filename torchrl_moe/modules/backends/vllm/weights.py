@@ -182,8 +182,9 @@ class EngineWeights:
         was_paused = await self.engine.is_paused() and not self._left_paused
         (error,) = await asyncio.gather(self._hold(pause, clear_cache), return_exceptions=True)
         if error is not None:
-            await self._settle(error, restored=True, resume=not was_paused)
-            return SwapReport(started=False, error=_words(error))
+            touched = self._left_paused
+            await self._settle(error, restored=not touched, resume=not touched and not was_paused)
+            return SwapReport(started=touched, error=_words(error))
         paused = time.perf_counter()
         self._swaps += 1  # whatever comes of it, nothing cached before is good for what comes after
         (error,) = await asyncio.gather(self._load(version), return_exceptions=True)
