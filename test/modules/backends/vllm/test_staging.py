@@ -62,6 +62,10 @@ class FakeShadow:
         self.says, self.most = says, most
         self.names: list[str] = []
         self.hold: threading.Event | None = None
+        self.released = 0
+
+    def release(self) -> None:
+        self.released += 1
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> str:
         for name, _ in tensors:
@@ -106,6 +110,9 @@ def test_without_a_shadow_it_is_fetched_only_and_the_reason_is_told() -> None:
     report = run(receiver, None, "the model is quantised").report()
     assert (report["stage"], report["reason"], report["loaded"]) == ("plain", "the model is quantised", 0.0)
     assert receiver.fetched == [(3, True, 2)]
+    shadow = FakeShadow()
+    assert run(FakeReceiver(), shadow, "no room").report()["stage"] == "plain"
+    assert (shadow.names, shadow.released) == ([], 1)
 
 
 def test_a_shadow_that_cannot_change_places_leaves_the_plain_way() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchrl_moe import _compat
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
-from torchrl_moe.data.weight_store import WeightStoreWriter
+from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
 from torchrl_moe.modules.backends.vllm.receivers.memmap import MemmapReceiver
 
 
@@ -203,8 +203,15 @@ def shadowed(worker: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPa
 
 def stage(worker: Any, store: WeightStoreWriter, version: int, shadow: bool = True) -> dict[str, Any]:
     manifest = store.publish(values(10.0 * version).items(), version)
-    assert worker.stage(manifest, shadow=shadow, verify=False, threads=1)
+    begin(worker, manifest, shadow)
     return finished(worker)
+
+
+def begin(worker: Any, manifest: Manifest, shadow: bool = True) -> None:
+    deadline = time.monotonic() + 10.0
+    while not worker.stage(manifest, shadow=shadow, verify=False, threads=1):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def finished(worker: Any) -> dict[str, Any]:
@@ -244,6 +251,38 @@ def test_a_version_that_was_staged_and_not_used_is_dropped_by_the_next(
     assert same(weights_of(model), values(20.0))
 
 
+def test_memory_is_given_back_beside_the_loop_and_before_the_next_version(
+    shadowed: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchrl_moe.modules.backends.vllm.shadow import ShadowModel
+
+    release, gone = threading.Event(), ShadowModel.release
+    stage(shadowed, store, 1)
+    shadowed.change_places(1)
+
+    def slow(self: Any) -> None:
+        assert release.wait(10.0)
+        gone(self)
+
+    monkeypatch.setattr(ShadowModel, "release", slow)
+    shadowed.drop()  # returns at once
+    manifest = store.publish(values(20.0).items(), 2)
+    assert not shadowed.stage(manifest, shadow=True, verify=False, threads=1)
+    release.set()
+    begin(shadowed, manifest)
+    assert finished(shadowed)["stage"] == "shadow"
+
+
+def test_a_plain_version_after_one_that_was_not_used_gives_its_memory_back(
+    shadowed: Any, store: WeightStoreWriter
+) -> None:
+    stage(shadowed, store, 1)
+    parameters = list(shadowed._shadow.model.parameters())
+    assert sum(parameter.numel() for parameter in parameters) == 16
+    assert stage(shadowed, store, 2, shadow=False)["reason"] == "plain was asked for"
+    assert sum(parameter.numel() for parameter in parameters) == 0
+
+
 def test_what_is_not_in_the_shadow_cannot_be_swapped_in(shadowed: Any, model: Model, store: WeightStoreWriter) -> None:
     with pytest.raises(RuntimeError, match="version 1 is not in the shadow"):
         shadowed.change_places(1)
@@ -279,7 +318,7 @@ def test_a_staging_that_failed_leaves_the_old_weights_and_the_next_is_good(
     shadowed: Any, model: Model, store: WeightStoreWriter
 ) -> None:
     bad = {**values(10.0), "second.a": torch.ones(7)}
-    assert shadowed.stage(store.publish(bad.items(), 1), shadow=True, verify=False, threads=1)
+    begin(shadowed, store.publish(bad.items(), 1))
     assert "size of tensor" in finished(shadowed)["error"]
     assert same(weights_of(model), {name: torch.zeros(4) for name in bad})
     assert stage(shadowed, store, 2)["error"] is None

@@ -12,8 +12,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from torchrl_moe.data.weight_store import Manifest
 from torchrl_moe.modules.backends.vllm.receivers.receiver import Receiver
 from torchrl_moe.modules.backends.vllm.shadow import ShadowModel
 
-__all__ = ["Staging", "TensorStream"]
+__all__ = ["Staging", "TensorStream", "run_politely"]
 
 NICENESS = 5
 TURN_SECONDS = 0.0005  # of Python's interpreter lock, instead of 5 ms
@@ -57,13 +57,13 @@ class TensorStream:
 
 
 class Staging:
-    """Fetches one version, and loads it into the shadow if there is one.
+    """Fetches one version, and loads it into the shadow.
 
     Args:
         manifest: the version.
         receiver: where it comes from.
-        shadow: what to load it into; ``None`` leaves the loading to the pause.
-        reason: why there is no shadow.
+        shadow: what to load it into.
+        reason: why the loading is left to the pause; empty if it is not. A shadow then gives up what it held.
         verify: compare digests of what arrives.
         threads: that read and hash.
     """
@@ -83,9 +83,7 @@ class Staging:
         self._verify, self._threads = verify, threads
         self._fetched = self._loaded = 0.0
         self._cancelled = threading.Event()
-        executor = ThreadPoolExecutor(1, "stage-weights")
-        self._job = executor.submit(self._run)
-        executor.shutdown(wait=False)  # the thread ends with its job
+        self._job = run_politely(self._run)
 
     @property
     def running(self) -> bool:
@@ -95,8 +93,7 @@ class Staging:
     @property
     def stage(self) -> Literal["shadow", "plain"]:
         """What was done, once the thread has ended."""
-        loaded = self._shadow is not None and not self._reason and self._job.exception() is None
-        return "shadow" if loaded else "plain"
+        return "plain" if self._reason or self._job.exception() is not None else "shadow"
 
     def cancel(self) -> None:
         """Ask the thread to end; it does at the next tensor."""
@@ -117,20 +114,31 @@ class Staging:
         }
 
     def _run(self) -> None:
-        with _polite():
-            started = time.perf_counter()
-            self._receiver.fetch(self.manifest, verify=self._verify, threads=self._threads)
-            fetched = time.perf_counter()
-            self._fetched = fetched - started
-            if self._shadow is not None:
-                self._load(self._shadow)
-                self._loaded = time.perf_counter() - fetched
+        started = time.perf_counter()
+        self._receiver.fetch(self.manifest, verify=self._verify, threads=self._threads)
+        fetched = time.perf_counter()
+        self._fetched = fetched - started
+        if self._shadow is None:
+            return
+        if self._reason:
+            self._shadow.release()
+            return
+        self._load(self._shadow)
+        self._loaded = time.perf_counter() - fetched
 
     def _load(self, shadow: ShadowModel) -> None:
         with self._receiver.reading(self.manifest) as tensors:
             stream = TensorStream(tensors, self._cancelled)
             self._reason = shadow.load(stream)
         stream.check_taken(self.manifest.version)
+
+
+def run_politely(work: Callable[[], None]) -> Future[None]:
+    """Run something in a thread of its own that makes way for the worker's loop."""
+    executor = ThreadPoolExecutor(1, "weights")
+    job = executor.submit(_polite()(work))
+    executor.shutdown(wait=False)  # the thread ends with its job
+    return job
 
 
 @contextmanager

@@ -10,6 +10,7 @@ Imported in vLLM's worker processes only.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.data.weight_store import Manifest
 from torchrl_moe.modules.backends.vllm.receivers.receiver import Receiver, open_receiver
 from torchrl_moe.modules.backends.vllm.shadow import ShadowModel, reason_against
-from torchrl_moe.modules.backends.vllm.staging import Staging, TensorStream
+from torchrl_moe.modules.backends.vllm.staging import Staging, TensorStream, run_politely
 
 __all__ = ["InitInfo", "UpdateInfo", "WeightEngine"]
 
@@ -66,6 +67,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._shadow: ShadowModel | None = None
         self._reason_against = ""  # a shadow, found when one was built or filled
         self._staging: Staging | None = None
+        self._dropping: Future[None] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Open the transport, and close the one before."""
@@ -86,17 +88,21 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         What was staged before and not used is dropped.
 
         Returns:
-            False if an earlier version is still at it: it was told to stop, ask again.
+            False if an earlier version is still in the way: ask again.
         """
         receiver = self._open()
+        if self._is_busy():
+            return False
+        reason = self._find_reason() if shadow else "plain was asked for"
+        self._staging = Staging(manifest, receiver, self._shadow, reason, verify=verify, threads=threads)
+        return True
+
+    def _is_busy(self) -> bool:
+        """Whether a thread is at the shadow still; it is told to stop."""
         if self._staging is not None and self._staging.running:
             self._staging.cancel()
-            return False
-        self.drop()
-        reason = self._find_reason() if shadow else "plain was asked for"
-        target = None if reason else self._shadow
-        self._staging = Staging(manifest, receiver, target, reason, verify=verify, threads=threads)
-        return True
+            return True
+        return self._dropping is not None and not self._dropping.done()
 
     def _find_reason(self) -> str:
         """Return why no version can be loaded into the shadow; build it if it is not there yet."""
@@ -116,10 +122,10 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._staging.report()
 
     def drop(self) -> None:
-        """Give up what was staged, or after a swap the old weights."""
+        """Give up what was staged, or after a swap the old weights; in a thread, since memory takes time to free."""
         self._staging = None
         if self._shadow is not None:
-            self._shadow.release()
+            self._dropping = run_politely(self._shadow.release)
 
     # -- under the pause: shadow ------------------------------------------------------------------------------------
 
