@@ -15,10 +15,10 @@ __all__ = [
     "delivered_tokens",
     "drop_packed",
     "exchange_packed",
-    "finish_loading",
     "forget_half_loads",
     "has_packed",
     "hidden_weights",
+    "load_beside",
     "pack_tied",
     "plain_tokenizer",
     "register_weight_engine",
@@ -122,8 +122,8 @@ PACKED_HANDLE = "cpu_linear"  # a linear layer's kernel on CPU: a function that 
 CONSTANTS = {"_parameters", "_buffers", "kv_cache", "_k_scale_cpu", "_v_scale_cpu"}
 
 
-def build_beside(vllm_config: Any, device: Any) -> Any:
-    """Build a second model of a configuration in a worker that runs the first (0.30).
+def build_beside(vllm_config: Any, device: Any) -> tuple[Any, Any]:
+    """Build a second model of a configuration in a worker that runs the first, and return it with its own copy (0.30).
 
     Attention and expert layers enter their names in the configuration's registry, where the first model's must stay: so
     the second one gets a copy with a registry of its own. Rotary embeddings are constants that vLLM shares by itself.
@@ -138,15 +138,21 @@ def build_beside(vllm_config: Any, device: Any) -> Any:
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
     with set_default_torch_dtype(vllm_config.model_config.dtype), device:
-        return initialize_model(vllm_config=config).eval()
+        return initialize_model(vllm_config=config).eval(), config
 
 
-def finish_loading(model: Any, model_config: Any, device: Any) -> None:
-    """Pack a model whose checkpoint tensors were loaded, as vLLM does at start-up."""
+def load_beside(model: Any, config: Any, device: Any, tensors: Any) -> None:
+    """Load checkpoint tensors into a second model and pack them, as vLLM does at start-up.
+
+    vLLM's current configuration is the process's, but on CPU only constructors and loaders read it, not a step.
+    """
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     take_moe_kernels(model)
-    process_weights_after_loading(model, model_config, device)
+    with set_current_vllm_config(config):
+        model.load_weights(tensors)
+        process_weights_after_loading(model, config.model_config, device)
 
 
 def pack_tied(model: Any) -> None:

@@ -59,7 +59,12 @@ class Model(nn.Module):
             self.get_parameter(name).data.copy_(tensor)
 
 
-def pack(model: Any, *_: Any) -> None:
+def load_beside(model: Any, config: Any, device: Any, tensors: Any) -> None:
+    model.load_weights(tensors)
+    pack(model)
+
+
+def pack(model: Any) -> None:
     packed = model.gate.weight.data.clone()
     model.gate.cpu_linear = lambda: packed
     model.gate.weight = nn.Parameter(torch.empty(0))
@@ -72,14 +77,14 @@ def values(start: float) -> dict[str, Tensor]:
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, ShadowModel]]:
     """Return a live model that holds 1 and 2, and its shadow."""
-    monkeypatch.setattr(_compat, "finish_loading", pack)
+    monkeypatch.setattr(_compat, "load_beside", load_beside)
 
     def build(beside: Callable[[], nn.Module] = Model) -> tuple[Any, ShadowModel]:
         live: Any = Model()
         live.load_weights(values(1.0).items())
         pack(live)
-        monkeypatch.setattr(_compat, "build_beside", lambda config, device: beside())
-        return live, ShadowModel(live, SimpleNamespace(model_config=None), CPU)
+        monkeypatch.setattr(_compat, "build_beside", lambda config, device: (beside(), config))
+        return live, ShadowModel(live, SimpleNamespace(), CPU)
 
     return build
 
@@ -177,7 +182,7 @@ def test_models_of_two_forms_do_not_change_places(make: Any, kind: type[Model], 
 
 def test_a_layer_that_was_not_packed_is_found(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     live, shadow = make()
-    monkeypatch.setattr(_compat, "finish_loading", lambda model, *_: setattr(model.gate, "weight", live.gate.weight))
+    monkeypatch.setattr(_compat, "load_beside", lambda model, *_: setattr(model.gate, "weight", live.gate.weight))
     assert shadow.load(values(10.0).items()) == "a layer is packed in the live model and was loaded unpacked"
     shadow.swap()
     assert held(live) == [1.0, 2.0, 2.0, 2.0]
@@ -187,7 +192,7 @@ def test_tensors_that_came_out_tied_are_not_swapped_twice(make: Any, monkeypatch
     live, shadow = make()
     live.gate.weight, live.embed.weight = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
     live.head.weight = live.gate.weight
-    monkeypatch.setattr(_compat, "finish_loading", lambda model, *_: setattr(model.gate, "weight", model.embed.weight))
+    monkeypatch.setattr(_compat, "load_beside", lambda model, *_: setattr(model.gate, "weight", model.embed.weight))
     assert shadow.load(values(10.0).items()) == "tensors that differ in the live model were loaded tied"
 
 
@@ -216,6 +221,7 @@ def engine_config(**changes: Any) -> Any:
     config = {
         "parallel_config": SimpleNamespace(world_size_across_dp=1),
         "quant_config": None,
+        "cache_config": SimpleNamespace(cache_dtype="auto"),
         "lora_config": None,
         "speculative_config": None,
         "model_config": SimpleNamespace(enforce_eager=True),
@@ -233,6 +239,7 @@ def test_a_plain_model_on_cpu_can_have_a_shadow() -> None:
         ({}, "cuda", "a shadow was proved on cpu only, not on cuda"),
         ({"parallel_config": SimpleNamespace(world_size_across_dp=2)}, "cpu", "on one worker only, the engine has 2"),
         ({"quant_config": object()}, "cpu", "the model is quantised"),
+        ({"cache_config": SimpleNamespace(cache_dtype="fp8_e5m2")}, "cpu", "the KV cache is quantised"),
         ({"lora_config": object()}, "cpu", "the engine has LoRA adapters"),
         ({"speculative_config": object()}, "cpu", "the engine has a draft model"),
         ({"model_config": SimpleNamespace(enforce_eager=False)}, "cpu", "the model may be compiled"),

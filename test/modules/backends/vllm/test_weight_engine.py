@@ -196,8 +196,8 @@ def test_kernels_survive_an_update_that_broke_off(worker: Any, model: Model) -> 
 def shadowed(worker: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker whose model, which holds 0, can have a shadow."""
     monkeypatch.setattr("torchrl_moe.modules.backends.vllm.weight_engine.reason_against", lambda *_: "")
-    monkeypatch.setattr(_compat, "build_beside", lambda config, device: Model())
-    monkeypatch.setattr(_compat, "finish_loading", lambda *_: None)
+    monkeypatch.setattr(_compat, "build_beside", lambda config, device: (Model(), config))
+    monkeypatch.setattr(_compat, "load_beside", lambda model, config, device, tensors: model.load_weights(tensors))
     return worker
 
 

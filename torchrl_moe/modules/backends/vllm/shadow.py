@@ -40,6 +40,8 @@ def reason_against(model: nn.Module, vllm_config: Any, device: torch.device) -> 
         return f"a shadow was proved on one worker only, the engine has {parallel.world_size_across_dp}"
     if vllm_config.quant_config is not None:
         return "the model is quantised"
+    if vllm_config.cache_config.cache_dtype.startswith("fp8"):
+        return "the KV cache is quantised, and its scales are the engine's own"
     if vllm_config.lora_config is not None:
         return "the engine has LoRA adapters"
     if vllm_config.speculative_config is not None:
@@ -85,8 +87,8 @@ class ShadowModel:
     """
 
     def __init__(self, live: nn.Module, vllm_config: Any, device: torch.device) -> None:
-        self._model_config, self._device = vllm_config.model_config, device
-        self.model = _compat.build_beside(vllm_config, device)
+        self._device = device
+        self.model, self._config = _compat.build_beside(vllm_config, device)
         self._live = dict(live.named_modules(remove_duplicate=False))
         self._shadow = dict(self.model.named_modules(remove_duplicate=False))
         if self._live.keys() != self._shadow.keys():
@@ -108,9 +110,9 @@ class ShadowModel:
     def memory_missing(self) -> str:
         """Return why the host has no room for a version, in words; an empty string if it has."""
         free, needed = psutil.virtual_memory().available, int(self.nbytes * MEMORY_MARGIN)
-        return (
-            "" if free >= needed else f"{needed / 1e9:.1f} GB are needed beside the model, {free / 1e9:.1f} GB are free"
-        )
+        if free >= needed:
+            return ""
+        return f"{needed / 1e9:.1f} GB are needed beside the model, {free / 1e9:.1f} GB are free"
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -124,8 +126,7 @@ class ShadowModel:
             give_up.callback(self.release)
             for blank in self._blanks:
                 blank.allocate()
-            self.model.load_weights(iter(tensors))
-            _compat.finish_loading(self.model, self._model_config, self._device)
+            _compat.load_beside(self.model, self._config, self._device, iter(tensors))
             try:
                 self._exchanges, self._packed = self._match(), self._match_packed()
             except WeightSyncError as error:
