@@ -746,9 +746,8 @@ def test_after_each_sync_the_engine_computes_what_the_trainer_does(family: str, 
 
 @pytest.mark.soak
 @pytest.mark.engine
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"])
-def test_a_tied_head_is_synced_in_both_ways(family: str, no_engine: EngineShelf, tmp_path: Path) -> None:
-    save_tiny_moe(tmp_path, family, tie_word_embeddings=True)
+def test_a_tied_head_is_synced_in_both_ways(no_engine: EngineShelf, tmp_path: Path) -> None:
+    save_tiny_moe(tmp_path, "qwen3_moe", tie_word_embeddings=True)
     with AsyncVLLM.from_pretrained(tmp_path, **SMALL) as engine:
         trainer = Trainer(engine, tmp_path)
         for seed, how in enumerate(("shadow", "plain", "plain", "shadow")):
