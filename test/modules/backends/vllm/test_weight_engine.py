@@ -144,6 +144,21 @@ def test_a_version_that_is_not_there_leaves_the_model_whole_and_old(
     assert same(weights_of(model), values(1.0))
 
 
+def test_a_model_that_takes_no_tensor_stays_whole_and_old(worker: Any, model: Model, store: WeightStoreWriter) -> None:
+    def refuse(weights: Any) -> None:
+        raise ValueError("not today")
+
+    store.publish(values(1.0).items(), 1)
+    load(worker, 1)
+    store.publish(values(5.0).items(), 2)
+    model.load_weights = refuse  # type: ignore[method-assign]
+    worker.start_weight_update()
+    with pytest.raises(ValueError, match="not today"):
+        receive(worker, 2)
+    assert worker.whole
+    assert same(weights_of(model), values(1.0))
+
+
 def test_an_update_without_weights_leaves_the_old_ones(worker: Any, model: Model, store: WeightStoreWriter) -> None:
     store.publish(values(1.0).items(), 1)
     load(worker, 1)
