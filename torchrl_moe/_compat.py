@@ -7,9 +7,11 @@ why there is no public way.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
+    "abort_answers",
     "build_beside",
     "compute_with_one_thread",
     "delivered_tokens",
@@ -238,3 +240,19 @@ def delivered_tokens(engine: Any) -> dict[str, dict[int, int]]:
                     if output is not None:
                         had.setdefault(output.index, len(output.token_ids))
     return counts
+
+
+async def abort_answers(engine: Any, wanted: Mapping[str, set[int]]) -> dict[str, set[int]]:
+    """Abort some of the answers that an ``AsyncLLM`` makes, by request and index; return those that it knew.
+
+    Its public ``abort`` takes requests whole; the answers have ids that only its output processor knows.
+    """
+    found: dict[str, set[int]] = {}
+    internal = []
+    for name, state in engine.output_processor.request_states.items():
+        if state.request_index in wanted.get(state.external_req_id, ()):
+            internal.append(name)
+            found.setdefault(state.external_req_id, set()).add(state.request_index)
+    if internal:
+        await engine.abort(internal, internal=True)
+    return found

@@ -19,9 +19,10 @@ from modules.backends.vllm import toy_engine
 from modules.backends.vllm.processes import until
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion, PauseMode, ReplicaInfo, ReplicaStats, Request
-from torchrl_moe.modules.backends.vllm import engine_process, wire
+from torchrl_moe.modules.backends.vllm import engine_process, running, wire
 from torchrl_moe.modules.backends.vllm.engine_process import EngineProcess
 from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica
+from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
 
@@ -161,7 +162,7 @@ def test_an_abort_right_behind_its_request_is_not_lost(serve: Serve) -> None:
         bench.inbox.put("abort", ["a"])
         await bench.until_sent(1)
         asked = len(bench.engine.aborts)
-        await asyncio.sleep(5 * engine_process.ABORT_SECONDS)
+        await asyncio.sleep(5 * running.ABORT_SECONDS)
         assert len(bench.engine.aborts) == asked  # and it does not go on asking
 
     ((_, completion),) = serve(script).sent
@@ -174,7 +175,7 @@ def test_an_abort_spares_the_next_request_of_the_same_id(serve: Serve) -> None:
         await asyncio.sleep(0.05)
         bench.inbox.put("abort", ["again"])
         await bench.until_sent(1)
-        bench.generate(by_ids("again", seconds=5 * engine_process.ABORT_SECONDS))
+        bench.generate(by_ids("again", seconds=5 * running.ABORT_SECONDS))
         await bench.until_sent(2)
 
     first, second = (completion for _, completion in serve(script).sent)
@@ -284,7 +285,7 @@ def test_completions_that_are_ready_together_share_a_message() -> None:
 
     async def two() -> list[Any]:
         outputs = [output async for output in toy.generate({"prompt": "A"}, None, "r", lora_request=None, priority=0)]
-        return [engine_process.completion_from_vllm(output, by_ids("r"), 0) for output in outputs * 2]
+        return [completion_from_vllm(output, by_ids("r"), 0) for output in outputs * 2]
 
     one, other = asyncio.run(two())
     messages = [("completion", one), ("ready", "info"), ("completion", other), ("result", 1, b"")]

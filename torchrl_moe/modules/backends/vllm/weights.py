@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torchrl_moe import _compat
 from torchrl_moe._errors import WeightSyncError
@@ -24,6 +24,16 @@ __all__ = ["EngineWeights"]
 
 SETTLE_SECONDS = 0.01  # between two looks at tokens that are still on their way
 POLL_SECONDS = (0.005, 0.1)  # between two looks at workers that stage: first, and at most
+
+
+class InFlight(Protocol):
+    """The requests of the engine, which a swap may cut short."""
+
+    def pausing(self, mode: PauseMode) -> None:
+        """Note that the engine is about to pause."""
+
+    def start_anew(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
+        """Have answers without a token asked for again; ``delivered`` is request -> answer -> tokens."""
 
 
 class EngineWeights:
@@ -39,6 +49,7 @@ class EngineWeights:
         self._read_expected = expected
         self._expected: dict[str, Any] | None = None  # until a transport is open
         self.version = 0
+        self.in_flight: InFlight | None = None
         self._swaps = 0
         self._left_paused = False  # by a swap that failed, not by the user
         self._open_gate = asyncio.Event()  # for requests that come
@@ -65,7 +76,8 @@ class EngineWeights:
 
     async def salt(self) -> dict[str, str]:
         """Return the part of a prompt that keeps cached prefixes of different weights apart, once no swap is on."""
-        await self._open_gate.wait()
+        while not self._open_gate.is_set():  # the next swap may begin before who waits is woken
+            await self._open_gate.wait()
         # by swap, not by version: another trainer may begin to count anew
         return {"cache_salt": f"swap-{self._swaps}"} if self._swaps else {}
 
@@ -209,9 +221,13 @@ class EngineWeights:
         )
 
     async def _hold(self, pause: PauseMode, clear_cache: bool) -> None:
+        if self.in_flight is not None:
+            self.in_flight.pausing(pause)
         await self.engine.pause_generation(mode=pause, clear_cache=clear_cache)
         counts = await self._delivered()
         self._marks = {name: [*self._marks.get(name, []), (self.version, had)] for name, had in counts.items()}
+        if self.in_flight is not None and not clear_cache:
+            self.in_flight.start_anew(counts)
 
     async def _delivered(self) -> dict[str, dict[int, int]]:
         """Return how many tokens each request of a paused engine has, by answer."""
