@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrl_moe.data.weight_store import Manifest
 
-__all__ = ["Receiver", "open_receiver"]
+__all__ = ["Receiver", "open_receiver", "rank_of"]
 
 
 class Receiver(Protocol):
@@ -37,12 +37,24 @@ class Receiver(Protocol):
         """Let go of the sender. Idempotent."""
 
 
-def open_receiver(transport: str, options: Mapping[str, Any]) -> Receiver:
+def rank_of(parallel_config: Any, rank_offset: int) -> int:
+    """Return a worker's rank in the group of its replica and the trainer.
+
+    Args:
+        parallel_config: vLLM's, of this worker.
+        rank_offset: the rank of the replica's first worker.
+    """
+    before: int = parallel_config.data_parallel_index * parallel_config.world_size
+    return before + int(parallel_config.rank) + rank_offset
+
+
+def open_receiver(transport: str, options: Mapping[str, Any], worker: Any = None) -> Receiver:
     """Open a transport by its name.
 
     Args:
         transport: the scheme's.
         options: what this transport needs to know, such as ``folder``.
+        worker: the weight engine that asks; a collective transport takes its rank and device from it.
 
     Raises:
         ValueError: there is no such transport.
@@ -51,4 +63,12 @@ def open_receiver(transport: str, options: Mapping[str, Any]) -> Receiver:
         from torchrl_moe.modules.backends.vllm.receivers.memmap import MemmapReceiver
 
         return MemmapReceiver(**options)
-    raise ValueError(f"unknown transport {transport!r}; the worker has 'memmap'")
+    if transport == "gloo":
+        from torchrl_moe.modules.backends.vllm.receivers.gloo import GlooReceiver
+
+        return GlooReceiver(options, rank_of(worker.parallel_config, options["rank_offset"]))
+    if transport == "nccl":
+        from torchrl_moe.modules.backends.vllm.receivers.nccl import NcclReceiver
+
+        return NcclReceiver(options, rank_of(worker.parallel_config, options["rank_offset"]), worker)
+    raise ValueError(f"unknown transport {transport!r}; the worker has 'memmap', 'gloo' and 'nccl'")
