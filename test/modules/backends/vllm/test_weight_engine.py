@@ -17,6 +17,7 @@ from torchrl_moe import _compat
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
 from torchrl_moe.modules.backends.vllm.receivers.memmap import MemmapReceiver
+from torchrl_moe.modules.backends.vllm.receivers.nccl import NcclReceiver
 
 
 class Layer(nn.Module):
@@ -173,6 +174,34 @@ def test_a_model_that_stops_reading_is_found(worker: Any, model: Model, store: W
     worker.start_weight_update()
     with pytest.raises(WeightSyncError, match="the model took 3 of 4 tensors of version 1"):
         receive(worker, 1)
+
+
+class Pushing(NcclReceiver):
+    """In the place of NCCL: gives the model what it has, when it is asked to load."""
+
+    def __init__(self, model: Model, tensors: dict[str, Tensor]) -> None:
+        self.model, self.tensors = model, tensors
+
+    def load(self, manifest: Any) -> int:
+        self.model.load_weights(iter(self.tensors.items()))
+        return len(self.tensors)
+
+
+def test_a_receiver_that_loads_by_itself_is_let_do_so(worker: Any, model: Model, store: WeightStoreWriter) -> None:
+    manifest = store.publish(values(1.0).items(), 1)
+    worker._receiver = Pushing(model, values(1.0))
+    assert worker.stage(manifest, shadow=True, verify=False, threads=1)
+    until_staged = time.monotonic() + 20
+    while (report := worker.staged())["running"]:
+        assert time.monotonic() < until_staged
+    assert (report["stage"], report["reason"]) == ("plain", "nccl sends during the pause")
+    load(worker, 1)
+    assert same(weights_of(model), values(1.0))
+    worker._receiver.tensors.pop("first.a")
+    worker.start_weight_update()
+    with pytest.raises(WeightSyncError, match="3 of 4 tensors of version 1 arrived"):
+        receive(worker, 1)
+    assert not worker.whole
 
 
 def test_a_transport_must_be_known_and_open(worker: Any, model: Model) -> None:

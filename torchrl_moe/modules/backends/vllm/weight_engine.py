@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from torchrl_moe import _compat
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.data.weight_store import Manifest
+from torchrl_moe.modules.backends.vllm.receivers.nccl import PLAIN_BECAUSE, NcclReceiver
 from torchrl_moe.modules.backends.vllm.receivers.receiver import Receiver, open_receiver
 from torchrl_moe.modules.backends.vllm.shadow import ShadowModel, reason_against
 from torchrl_moe.modules.backends.vllm.staging import Staging, TensorStream, run_politely
@@ -71,7 +72,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Open the transport, and close the one before."""
-        receiver = open_receiver(init_info.transport, init_info.options)
+        receiver = open_receiver(init_info.transport, init_info.options, self)
         self.shutdown()
         self._receiver = receiver
 
@@ -93,7 +94,10 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         receiver = self._open()
         if self._is_busy():
             return False
-        reason = self._find_reason() if shadow else "plain was asked for"
+        if isinstance(receiver, NcclReceiver):
+            reason = PLAIN_BECAUSE
+        else:
+            reason = self._find_reason() if shadow else "plain was asked for"
         self._staging = Staging(manifest, receiver, self._shadow, reason, verify=verify, threads=threads)
         return True
 
@@ -158,9 +162,13 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         If it fails before the first tensor, the layers are put together as they were.
         """
         stream: TensorStream | None = None
+        receiver = self._open()
+        if isinstance(receiver, NcclReceiver):
+            self._receive(receiver, self._manifest(update_info.version))
+            return
         try:
             manifest = self._manifest(update_info.version)
-            with self._open().reading(manifest) as tensors:
+            with receiver.reading(manifest) as tensors:
                 stream = TensorStream(tensors)
                 self.model.load_weights(iter(stream))
             stream.check_taken(manifest.version)
@@ -168,6 +176,11 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if stream is None or not stream.taken:
                 self.finish_weight_update()
             raise
+
+    def _receive(self, receiver: NcclReceiver, manifest: Manifest) -> None:
+        """Load what arrives while it does."""
+        if (taken := receiver.load(manifest)) != len(manifest.entries):
+            raise WeightSyncError(f"{taken} of {len(manifest.entries)} tensors of version {manifest.version} arrived")
 
     def _manifest(self, version: int) -> Manifest:
         """Return the manifest that was staged, since not every receiver can look one up."""
