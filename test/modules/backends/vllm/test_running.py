@@ -474,6 +474,27 @@ def test_an_error_while_it_goes_on_refuses_the_request(run: Run) -> None:
     assert bench.done == {}
 
 
+def test_where_one_answer_is_refused_its_siblings_end_too(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start(n=2)
+        await bench.engine.step(2)
+        generate, asked = bench.engine.generate, []
+
+        def fail_once(*arguments: Any, **options: Any) -> Any:
+            asked.append(arguments)
+            if len(asked) == 2:
+                raise ValueError("too long now")
+            return generate(*arguments, **options)
+
+        bench.engine.generate = fail_once  # type: ignore[method-assign]
+        await bench.swap(1)
+        await asyncio.sleep(0.03)
+        assert len(asked) == 2
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    assert str(run(script).refused["r"]) == "too long now"
+
+
 def test_a_part_says_what_of_it_stays() -> None:
     def output(index: int, tokens: int, reason: str) -> CompletionOutput:
         return CompletionOutput(

@@ -151,8 +151,15 @@ class RunningRequests:
                 break
             again = replace(request, request_id=self._name(request))
             completion, part = await self._ask(running, again, params)
-        answers = [self._finish(running, completion, part, output, params) for output in completion.outputs]
-        outputs = list(await asyncio.gather(*answers))
+        answers = [
+            asyncio.ensure_future(self._finish(running, completion, part, output, params))
+            for output in completion.outputs
+        ]
+        try:
+            outputs = await asyncio.gather(*answers)
+        finally:
+            for answer in answers:  # where one is refused, nobody waits for the others
+                answer.cancel()
         if part.name != request.request_id or not all(map(part.over, completion.outputs)):
             completion.metrics.total_seconds = time.monotonic() - running.started
         return replace(completion, request_id=request.request_id, outputs=outputs)
