@@ -37,15 +37,15 @@ def make(engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path, request: pytest.
         one.close()
 
 
-def answers(replica: Any, name: str, tokens: int = 12) -> list[Completion]:
-    futures = replica.submit([ask(f"{name}-{i}", random_ids(i, 20 + i), max_tokens=tokens, n=2) for i in range(3)])
+def answers(replica: Any) -> list[Completion]:
+    futures = replica.submit([ask(f"new-{i}", random_ids(i, 20 + i), max_tokens=12, n=2) for i in range(3)])
     return [future.result(SECONDS) for future in futures]
 
 
 def check_new(versions: Versions) -> None:
     """Whatever is asked for now is of the newest version, on all replicas."""
     for replica in versions.replicas:
-        for completion in answers(replica, "new"):
+        for completion in answers(replica):
             for output in completion.outputs:
                 assert set(output.policy_versions.tolist()) == {versions.now}
                 versions.check(completion, output)

@@ -265,6 +265,13 @@ def test_bytes_that_changed_on_the_way_are_found_where_digests_are_asked_for(
         replica.receivers[0].manifest(1)
 
 
+def test_workers_that_do_not_come_are_a_timeout(bench: Bench) -> None:
+    transport, replica = bench(workers=0)
+    replica.wait_ready = lambda timeout: SimpleNamespace(tensor_parallel_size=1)  # type: ignore[method-assign]
+    with pytest.raises(SyncTimeout, match=r"the 2 ranks of a gloo group did not meet within 0\.3 s"):
+        transport.open(replica, 0.3)
+
+
 def test_an_address_that_is_not_this_hosts_is_said(bench: Bench) -> None:
     transport, replica = bench(address="192.0.2.1")  # kept for documentation: nobody has it
     with pytest.raises(WeightSyncError, match=r"no gloo group at 192\.0\.2\.1: .*assign requested address"):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_moe._errors import SyncTimeout, WeightSyncError
+from torchrl_moe._errors import SyncTimeout, TorchRLMoEError, WeightSyncError
 from torchrl_moe.data.gloo_group import BUCKET_BYTES, TRAINER, GlooGroup, open_rendezvous
 from torchrl_moe.data.weight_store import Manifest, WeightStoreReader
 from torchrl_moe.modules.backends.replica import Replica, StageReport
@@ -72,6 +72,8 @@ class GlooTransport:
         workers = replica.wait_ready(timeout).tensor_parallel_size
         try:
             group = self._meet(replica, workers, timeout)
+        except TorchRLMoEError:  # one of which is an OSError too
+            raise
         except (RuntimeError, OSError) as error:
             raise WeightSyncError(f"no gloo group at {self._address}: {error}") from None
         with self._lock:
