@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import subprocess
 import sys
@@ -143,3 +144,28 @@ def test_only_layers_whose_weight_is_an_earlier_ones_are_packed_anew() -> None:
         layer.quant_method = SimpleNamespace(process_weights_after_loading=lambda _, name=name: asked.append(name))
     _compat.pack_tied(model)
     assert asked == ["head"]
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+class Processor:
+    """An ``AsyncLLM`` that runs answers of two requests, and notes what it is to abort."""
+
+    def __init__(self) -> None:
+        answers = {"0_a-x": ("a", 0), "1_a-x": ("a", 1), "2_a-x": ("a", 2), "b-y": ("b", 0)}
+        states = {key: SimpleNamespace(external_req_id=n, request_index=i) for key, (n, i) in answers.items()}
+        self.output_processor = SimpleNamespace(request_states=states)
+        self.aborted: list[Any] = []
+
+    async def abort(self, ids: list[str], internal: bool = False) -> None:
+        self.aborted.append((ids, internal))
+
+
+def test_answers_are_aborted_by_request_and_index_and_those_that_are_known_are_told() -> None:
+    engine = Processor()
+    wanted = {"a": {0, 2, 5}, "b": {1}, "gone": {0}}
+    assert asyncio.run(_compat.abort_answers(engine, wanted)) == {"a": {0, 2}}
+    assert engine.aborted == [(["0_a-x", "2_a-x"], True)]
+    assert asyncio.run(_compat.abort_answers(engine, {"gone": {0}})) == {}
+    assert len(engine.aborted) == 1
