@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +150,12 @@ class Versions:
         return float((found[0] - found[1]).abs().max())
 
 
-def let_run(replica: Any, seconds: float = 0.2) -> None:
+def let_run(replica: Any, futures: Sequence[Future[Completion]], seconds: float = 0.2) -> None:
     """Wait until requests run, and a little longer: long enough for tokens, too short for all of them."""
     deadline = time.monotonic() + SECONDS
-    while not replica.stats(SECONDS).running:
+    while not replica.stats(SECONDS).running and not any(future.done() for future in futures):
         assert time.monotonic() < deadline
+        time.sleep(0.005)
     time.sleep(seconds)
 
 

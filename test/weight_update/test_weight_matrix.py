@@ -173,9 +173,11 @@ def test_every_token_is_of_the_version_that_it_says(
     for seed in (1, 2):
         before, manifest = versions.now, versions.prepare(seed)
         futures = replica.submit([ask(f"r-{i}", random_ids(i, 30), max_tokens=300, n=2) for i in range(4)])
-        let_run(replica)
-        for future in futures if mode == "drain" else ():
-            future.result(SECONDS)
+        if mode == "drain":
+            for future in futures:
+                future.result(SECONDS)
+        else:
+            let_run(replica, futures)
         versions.swap(manifest, "abort" if mode == "abort_resume" else "keep", kv == "recompute")
         check_new(versions)
         exact = None if mode != "hot_swap" or kv == "recompute" else before

@@ -39,7 +39,7 @@ def test_what_swaps_cut_goes_on_by_itself_and_every_token_is_exact(versions: Ver
     futures = replica.submit([*asked, ask("short", random_ids(90, 12), max_tokens=3, n=3), guided])
     futures[-2].result(30)
     for manifest in prepared:
-        let_run(replica)
+        let_run(replica, futures[-1:])
         versions.swap(manifest, "abort")
     done: list[Completion] = [future.result(60) for future in futures]
     for completion, request in zip(done[:-2], asked, strict=True):
@@ -83,7 +83,7 @@ def test_what_a_hot_swap_froze_goes_on_and_is_exact_if_the_cache_was_dropped(
     (replica,) = versions.replicas
     before, manifest = versions.now, versions.prepare(41)
     futures = replica.submit([ask(f"f-{i}", random_ids(i, 12), max_tokens=460, n=2) for i in range(8)])
-    let_run(replica)
+    let_run(replica, futures)
     versions.swap(manifest, "keep", clear_cache)
     for future in futures:
         completion = future.result(60)
