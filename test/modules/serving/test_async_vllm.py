@@ -54,8 +54,9 @@ class Scripted(FakeReplica):
     made: list[Scripted]
     script: dict[int, Any]
 
-    def __init__(self, index: int, arguments: dict[str, Any], environment: dict[str, str]) -> None:
+    def __init__(self, index: int, arguments: dict[str, Any], environment: dict[str, str], log_folder: Any) -> None:
         super().__init__(index)
+        self.log_folder = log_folder
         self.arguments = arguments
         self.environment = environment
         self.log: list[str] = []
@@ -106,7 +107,7 @@ def test_replicas_start_together_and_serve_when_all_are_ready(scripted: Any) -> 
         assert order == ["start"] * 3  # all before the first was waited for
         assert engine.is_running
         assert [entry.state.name for entry in engine.roster] == ["SERVING"] * 3
-        assert repr(engine).startswith("AsyncVLLM('fake', #0 SERVING v0 inflight=0, #1")
+        assert repr(engine).startswith("AsyncVLLM('fake', 3 replicas)\n  #0 SERVING v0, 0 in flight")
         assert engine.generate("hi", {"max_tokens": 2}, use_tqdm=False).prompt == "hi"
     assert [replica.log for replica in scripted.made] == [["start", "ready", "shutdown"]] * 3
 
@@ -634,7 +635,9 @@ def test_a_bar_shows_on_request(engine: AsyncVLLM, capsys: pytest.CaptureFixture
 
 @pytest.mark.engine("qwen3_moe")
 def test_a_running_engine_says_what_it_is(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    assert repr(engine) == f"AsyncVLLM({str(shelf.folder('qwen3_moe'))!r}, #0 SERVING v0 inflight=0)"
+    title, replica = repr(engine).splitlines()
+    assert title == f"AsyncVLLM({str(shelf.folder('qwen3_moe'))!r}, 1 replica)"
+    assert replica.startswith("  #0 SERVING v0, 0 in flight")
     (info,) = engine.infos
     assert (info.max_model_len, info.tensor_parallel_size) == (512, 1)
     assert info.engine_version.startswith("0.")

@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, wait
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from torchrl_moe.modules.backends.replica import Completion, PauseMode, ReplicaI
 from torchrl_moe.modules.backends.vllm import engine_process, wire
 from torchrl_moe.modules.backends.vllm.engine_process import EngineProcess
 from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica
+from torchrl_moe.modules.backends.vllm.stats_feed import Load
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
 
@@ -42,9 +42,16 @@ class Bench:
         self.engine = toy_engine.ToyEngine()
         self.inbox = Inbox()
         self.sent: list[tuple[Any, ...]] = []
-        load = SimpleNamespace(running=3, waiting=2, cache_usage=0.5)
+        self.figures: list[ReplicaStats] = []  # these come by themselves
+        load = Load(3, 2, 0.5)
         info = ReplicaInfo(model="toy", layout=None, max_model_len=8)
-        self.process = EngineProcess(self.engine, info, load, self.inbox, self.sent.append)
+        self.process = EngineProcess(self.engine, info, load, self.inbox, self._send)
+
+    def _send(self, message: tuple[Any, ...]) -> None:
+        if message[0] == "figures":
+            self.figures.append(message[1])
+        else:
+            self.sent.append(message)
 
     def generate(self, *requests: Request) -> None:
         self.inbox.put("generate", wire.pack_requests(requests))
