@@ -35,11 +35,12 @@ from torchrl_moe.modules.backends.replica import (
     SwapReport,
 )
 from torchrl_moe.modules.backends.vllm import wire
+from torchrl_moe.modules.backends.vllm.adapters import Adapters
 from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args
 from torchrl_moe.modules.backends.vllm.lifeline import Inbox, end_group, end_group_later
 from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
-from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder, build_lora_request
+from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder
 from torchrl_moe.modules.backends.vllm.stats_feed import Load, StatsFeed
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 
@@ -83,6 +84,7 @@ class EngineProcess:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._errors = _compat.vllm_client_errors()
         self._sampling = SamplingParamsBuilder()
+        self._adapters = Adapters(engine)
         self._feed = StatsFeed(load, self._figures, send)
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ class EngineProcess:
 
     async def _run(self, request: Request) -> Completion:
         params = self._sampling(request.sampling_params, request.guided_options)
-        lora = build_lora_request(request.lora_request)
+        lora = await self._adapters.load(request.lora_request)
         prompt: dict[str, Any] = await self.weights.salt()
         if request.prompt_token_ids is None:
             prompt["prompt"] = request.prompt

@@ -1,11 +1,11 @@
-"""From what users pass to vLLM's ``SamplingParams`` and ``LoRARequest``, in the engine process."""
+"""From what users pass to vLLM's ``SamplingParams``, in the engine process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["SamplingParamsBuilder", "build_lora_request"]
+__all__ = ["SamplingParamsBuilder"]
 
 
 class SamplingParamsBuilder:
@@ -56,22 +56,3 @@ def _build(spec: Any, guided_options: Any) -> Any:
     params.output_kind = RequestOutputKind.FINAL_ONLY
     params.flat_logprobs = params.logprobs is not None
     return params
-
-
-def build_lora_request(spec: Any) -> Any:
-    """Return vLLM's ``LoRARequest`` of a mapping of its fields or of such an object; ``None`` stays.
-
-    Raises:
-        ValueError: neither of them, or fields that vLLM refuses.
-    """
-    if spec is None:
-        return None
-    from vllm.lora.request import LoRARequest
-
-    if isinstance(spec, LoRARequest):
-        return spec
-    if not isinstance(spec, Mapping):
-        raise ValueError(f"lora_request must be vllm.lora.request.LoRARequest or a mapping, got {type(spec).__name__}")
-    if not spec.get("lora_path"):
-        raise ValueError(f"lora_request names no lora_path, the folder of the adapter: {dict(spec)!r}")
-    return LoRARequest(**spec)
