@@ -131,15 +131,28 @@ def test_a_service_that_was_shut_down_does_not_start_again(scripted: Any) -> Non
         never.start()
 
 
-@pytest.mark.parametrize("name", ["get_tp_size", "get_model_metadata"])
+OWN_USES: dict[str, Callable[[AsyncVLLM], Any]] = {  # those of every service: test_service.py
+    "get_tp_size": lambda e: e.get_tp_size(),
+    "get_model_metadata": lambda e: e.get_model_metadata(),
+    "save_model_params": lambda e: e.save_model_params(),
+    "validate_model_params": lambda e: e.validate_model_params(lambda saved, model: True),
+}
+
+
+def test_every_public_name_of_its_own_is_tried_below() -> None:
+    names = {name for name in vars(AsyncVLLM) if not name.startswith("_")}
+    assert names == OWN_USES.keys() | {"start", "launch", "from_pretrained"}
+
+
+@pytest.mark.parametrize("name", OWN_USES)
 def test_use_before_start_and_after_shutdown_is_refused(scripted: Any, name: str) -> None:
     engine = AsyncVLLM({"model": "m"})
-    with pytest.raises(RuntimeError, match=f"{name}: the service is not running"):
-        getattr(engine, name)()
+    with pytest.raises(RuntimeError, match="the service is not running"):
+        OWN_USES[name](engine)
     engine.start()
     engine.shutdown()
-    with pytest.raises(RuntimeError, match=f"{name}: the service is not running"):
-        getattr(engine, name)()
+    with pytest.raises(RuntimeError, match="the service is not running"):
+        OWN_USES[name](engine)
 
 
 @pytest.mark.parametrize("error", [ReplicaDiedError("no memory"), KeyboardInterrupt(), ZeroDivisionError()], ids=repr)
@@ -252,6 +265,38 @@ def test_verbose_lets_vllm_log(scripted: Any, model: Path, monkeypatch: pytest.M
     for verbose in (True, False):
         AsyncVLLM.from_pretrained(model, verbose=verbose).shutdown()
     assert [replica.environment["VLLM_LOGGING_LEVEL"] for replica in scripted.made] == ["INFO", "WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (None, {"head_dtype": "float32"}),
+        ({"num_hidden_layers": 2}, {"num_hidden_layers": 2, "head_dtype": "float32"}),
+    ],
+)
+def test_a_float32_last_layer_is_an_override_of_the_models_config(
+    scripted: Any, model: Path, overrides: Any, expected: Any
+) -> None:
+    given = {} if overrides is None else {"hf_overrides": overrides}
+    with AsyncVLLM.from_pretrained(model, enable_fp32_output=True, **given):
+        assert scripted.made[0].arguments["hf_overrides"] == expected
+    with AsyncVLLM.from_pretrained(model, **given):
+        assert scripted.made[1].arguments.get("hf_overrides") == overrides
+
+
+def test_a_float32_last_layer_and_an_override_that_is_a_function_are_too_much(scripted: Any, model: Path) -> None:
+    with pytest.raises(ValueError, match="have yours set head_dtype='float32'"):
+        AsyncVLLM.from_pretrained(model, enable_fp32_output=True, hf_overrides=lambda config: config)
+    assert scripted.made == []
+
+
+def test_metrics_and_the_folder_for_logs_are_the_services(scripted: Any, model: Path) -> None:
+    with AsyncVLLM.from_pretrained(model, metrics=False, log_folder="/logs") as engine:
+        assert not engine.metrics.enabled
+        assert scripted.made[0].log_folder == "/logs"
+    with make_async_vllm_engine(model_name=model) as engine:
+        assert engine.metrics.enabled
+        assert scripted.made[1].log_folder is None
 
 
 def test_make_async_vllm_engine_is_from_pretrained_under_torchrls_name(scripted: Any, model: Path) -> None:
@@ -596,6 +641,92 @@ def test_figures_are_the_engines_own(engine: AsyncVLLM) -> None:
         return during["running"] == 4 and isinstance(usage, float) and 0.0 < usage < 1.0 and unfinished == [4]
 
     until_caught(attempt)
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_figures_are_pushed_while_requests_run_and_say_when_they_are_over(engine: AsyncVLLM) -> None:
+    (entry,) = engine.roster
+    before = engine.stats()[0]
+    engine.reset_prefix_cache()
+    prompt = list(range(40, 140))  # 96 of these 100 tokens fill whole blocks
+    seen = []
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(lambda: [generate(engine, prompt, 300) for _ in range(2)])
+        while not call.done():
+            seen.append(entry.replica.last_stats)
+            time.sleep(0.05)
+        assert [completion.num_cached_tokens for completion in call.result()] == [0, 96]
+    busy = [stats for stats in seen if stats is not None and stats.running == 1]
+    assert busy  # nobody asked
+    assert max(stats.tokens_per_second for stats in busy) > 0
+    assert max(stats.cache_usage for stats in busy) > 0
+    assert all(stats.waiting == 0 for stats in busy)
+    eventually(lambda: entry.replica.last_stats.requests == before["requests"] + 2)
+    eventually(lambda: entry.replica.last_stats.tokens_per_second == 0)
+    last = entry.replica.last_stats
+    assert (last.running, last.cache_usage) == (0, 0.0)
+    assert last.cache_queries - before["cache_queries"] == 200
+    assert last.cache_hits - before["cache_hits"] == 96
+    assert last.steps - before["steps"] >= 600
+    assert abs(last.step_at - time.time()) < 60
+    assert last.preemptions == before["preemptions"]
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_times_of_a_request_are_in_order_and_within_the_callers_own(engine: AsyncVLLM) -> None:
+    started = time.monotonic()
+    completions = generate(engine, [[65 + i] * 20 for i in range(8)], 30)
+    elapsed = time.monotonic() - started
+    for completion in completions:
+        times = completion.metrics
+        assert 0 < times.queue_seconds < times.first_token_seconds < times.total_seconds < elapsed
+        assert times.replica == 0
+    completion = generate(engine, IDS, 1)  # its first token is its last
+    assert completion.metrics.first_token_seconds == completion.metrics.total_seconds
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_the_service_counts_what_the_engine_did(engine: AsyncVLLM) -> None:
+    before = engine.metrics.summary()
+    completions = generate(engine, [IDS, IDS], 5, params={"n": 2})
+    after = engine.metrics.summary()
+    moved = {name: after[name] - before.get(name, 0) for name in ("requests", "completed", "sequences")}
+    assert moved == {"requests": 2, "completed": 2, "sequences": 4}
+    assert after["generated_tokens"] - before["generated_tokens"] == 20
+    seconds = sum(completion.metrics.total_seconds for completion in completions)
+    assert after["generation_seconds"] - before["generation_seconds"] == pytest.approx(seconds)
+    assert 0 < after["total_seconds_p50"] <= after["total_seconds_p99"]
+    assert 'torchrl_moe_replica_steps_total{replica="0"}' in engine.prometheus()
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_log_holds_no_line_for_a_request_and_no_bars(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    (path,) = engine.log_paths()
+    assert path is not None
+    before = path.read_text()
+    engine.generate([IDS, IDS], {"max_tokens": 4}, use_tqdm=True, request_ids=["marked-1", "marked-2"])
+    assert path.read_text() == before
+    assert "shards" not in before
+    assert "%" not in before
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_check_of_the_users_runs_in_every_worker(engine: AsyncVLLM) -> None:
+    def names(saved: Any, model: Any) -> tuple[int, bool]:
+        same = all(torch.equal(tensor, model.get_parameter(name)) for name, tensor in saved.items())
+        return len(saved), same and type(model).__name__ == "Qwen3MoeForCausalLM"
+
+    engine.save_model_params()
+    (((count, same),),) = engine.validate_model_params(names)
+    assert count > 30
+    assert same
+
+    def fail(saved: Any, model: Any) -> None:
+        raise RuntimeError("the weights are not mine")
+
+    with pytest.raises(EngineError, match="the weights are not mine"):
+        engine.validate_model_params(fail)
+    assert len(generate(engine, IDS).outputs[0].token_ids) == 4
 
 
 @pytest.mark.engine("qwen3_moe")
