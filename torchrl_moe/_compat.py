@@ -102,16 +102,18 @@ def keep_cpu_experts_with_lora() -> None:
     With LoRA on it takes the Triton kernel on every platform, and the first step dies. The experts themselves take no
     adapter on CPU: :func:`~torchrl_moe.modules.backends.vllm.engine_args.build_engine_args` sees to that.
     """
-    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
     from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+
     choose = method.select_unquantized_moe_backend
-    if current_platform.is_cpu() and choose.__module__ != __name__:
 
-        def choose_for_cpu(moe_config: Any) -> Any:
-            return choose(dataclasses.replace(moe_config, is_lora_enabled=False))
+    def choose_for_cpu(moe_config: Any) -> Any:
+        return choose(dataclasses.replace(moe_config, is_lora_enabled=False))
 
-        method.select_unquantized_moe_backend = choose_for_cpu
+    method.select_unquantized_moe_backend = choose_for_cpu
 
 
 def forget_half_loads(model: Any) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from torchrl_moe.modules.backends.replica import ReplicaStats
-from torchrl_moe.modules.serving.figures import SHOWN_REPLICAS, Totals, describe, replica_row, service_html
+from torchrl_moe.modules.serving.figures import (
+    SHOWN_REPLICAS,
+    Totals,
+    breaker_state,
+    describe,
+    replica_row,
+    service_html,
+)
 from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.states import ReplicaState
 
@@ -49,13 +56,23 @@ def test_a_row_is_flat_and_has_no_engines_part_without_its_figures() -> None:
         "state": "SERVING",
         "version": 3,
         "inflight": 5,
+        "breaker": "closed",
         "restarts": 2,
         "last_error": "out of memory",
     }
     assert replica_row(entry, None) == known
     row = replica_row(entry, STATS)
     assert row.items() >= {**known, "running": 3, "steps": 70, "hit_rate": 0.25}.items()
-    assert len(row) == 6 + 15 + 1
+    assert len(row) == 7 + 15 + 1
+
+
+def test_a_breaker_that_is_not_closed_shows() -> None:
+    breaker = SimpleNamespace(state=SimpleNamespace(value="half-open"))
+    entry = SimpleNamespace(
+        index=0, replica=replica(), state=ReplicaState.SERVING, version=0, inflight=0, restarts=0, breaker=breaker
+    )
+    assert breaker_state(entry) == "half-open"
+    assert describe(entry) == "#0 SERVING, breaker half-open, v0, 0 in flight"
 
 
 def test_a_line_says_how_a_replica_is() -> None:
@@ -63,12 +80,12 @@ def test_a_line_says_how_a_replica_is() -> None:
     entries[0].version = 2
     entries.reserve(0)
     assert describe(entries[0]) == (
-        "#0 SERVING v2, 1 in flight, 3 running, 2 queued, KV 25%, prefix hits 25%, 1234 tok/s"
+        "#0 SERVING, v2, 1 in flight, 3 running, 2 queued, KV 25%, prefix hits 25%, 1234 tok/s"
     )
     entries[1].restarts = 1
-    assert describe(entries[1]) == "#1 SERVING v0, 0 in flight, 1 restarts"
+    assert describe(entries[1]) == "#1 SERVING, v0, 0 in flight, restarts: 1"
     entries.mark_dead(2)  # its last figures hold no longer
-    assert describe(entries[2]) == "#2 DEAD v0, 0 in flight"
+    assert describe(entries[2]) == "#2 DEAD, v0, 0 in flight"
 
 
 # -- counts over restarts ---------------------------------------------------------------------------------------------
@@ -103,11 +120,11 @@ def test_the_table_has_a_row_for_each_replica_and_one_for_all() -> None:
     entries = roster(STATS, ReplicaStats(running=1, requests=5, cache_queries=100, cache_hits=100), STATS, None)
     entries.set_version(1, 4)
     entries.mark_dead(2)
-    entries[2].restarts, entries[2].last_error = 1, "exit code -9\nand many words"
+    entries[2].restarts, entries[2].last_error = 1, "exit code -9 " + "x" * 100 + "\nand many words"
     one, two, three, four, total = cells(service_html("t", list(entries), Totals(entries)))
     assert one == ["#0", "SERVING", "0", "0", "3", "2", "25%", "25%", "1,234", "10", "0", ""]
     assert two[2:9] == ["4", "0", "1", "0", "0%", "100%", "0"]
-    assert three == ["#2", "DEAD", "0", "0", *"–––––", "10", "1", "exit code -9"]
+    assert three == ["#2", "DEAD", "0", "0", *"–––––", "10", "1", "exit code -9 " + "x" * 67]
     assert four[4:] == [*"–––––", "0", "0", ""]
     # 50 + 100 of 200 + 100 tokens were found; 25 % and 0 % are in use; the dead one's requests were done all the same
     assert total == ["all", "3 of 4 serving", "0 to 4", "0", "4", "2", "12%", "50%", "1,234", "25", "1", ""]

@@ -28,6 +28,7 @@ def test_stats_are_flat_and_true(serve: Callable[..., Any]) -> None:
         "state": "SERVING",
         "version": 0,
         "inflight": 0,
+        "breaker": "closed",
         "restarts": 0,
         "last_error": None,
         "running": 0,
@@ -47,8 +48,15 @@ def test_stats_are_flat_and_true(serve: Callable[..., Any]) -> None:
         "step_at": 0.0,
         "hit_rate": 0.0,
     }
-    dead = {"replica": 1, "state": "DEAD", "version": 3, "inflight": 0, "restarts": 0, "last_error": None}
-    assert second == dead
+    assert second == {
+        "replica": 1,
+        "state": "DEAD",
+        "version": 3,
+        "inflight": 0,
+        "breaker": "closed",
+        "restarts": 0,
+        "last_error": None,
+    }
 
 
 def test_stats_come_as_a_table_too(serve: Callable[..., Any]) -> None:
@@ -101,8 +109,8 @@ def test_a_service_prints_a_line_per_replica_and_asks_none(serve: Callable[..., 
         replica.stats = lambda timeout: pytest.fail("asked")
     assert repr(engine).splitlines() == [
         "FakeAsyncVLLM('fake', 2 replicas)",
-        "  #0 SERVING v0, 1 in flight, 1 running, 0 queued, KV 0%, prefix hits 0%, 0 tok/s",
-        "  #1 SERVING v0, 0 in flight, 0 running, 0 queued, KV 0%, prefix hits 0%, 0 tok/s",
+        "  #0 SERVING, v0, 1 in flight, 1 running, 0 queued, KV 0%, prefix hits 0%, 0 tok/s",
+        "  #1 SERVING, v0, 0 in flight, 0 running, 0 queued, KV 0%, prefix hits 0%, 0 tok/s",
     ]
     html = engine._repr_html_()
     assert "FakeAsyncVLLM(&#x27;fake&#x27;, 2 replicas)" in html
@@ -113,11 +121,11 @@ def test_a_service_prints_a_line_per_replica_and_asks_none(serve: Callable[..., 
 
 def test_a_service_prints_itself_before_its_start_and_after_its_end(serve: Callable[..., Any]) -> None:
     new = GenerationService([FakeReplica()])
-    assert repr(new).startswith("GenerationService('not started', 1 replica)\n  #0 STARTING v0")
+    assert repr(new).startswith("GenerationService('not started', 1 replica)\n  #0 STARTING, v0")
     assert "0 of 1 serving" in new._repr_html_()
     engine = serve()
     engine.shutdown()
-    assert repr(engine).splitlines()[1] == "  #0 DEAD v0, 0 in flight"
+    assert repr(engine).splitlines()[1] == "  #0 DEAD, v0, 0 in flight"
     assert "0 of 1 serving" in engine._repr_html_()
 
 

@@ -13,7 +13,7 @@ from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.render.tables import html_table
 
-__all__ = ["Totals", "describe", "replica_row", "service_html"]
+__all__ = ["Totals", "breaker_state", "describe", "replica_row", "service_html"]
 
 COUNTS = (
     "requests",
@@ -28,6 +28,7 @@ COUNTS = (
     "steps",
 )
 SHOWN_REPLICAS = 16
+SHOWN_ERROR_CHARACTERS = 80
 
 
 def replica_row(entry: RosterEntry, stats: ReplicaStats | None) -> dict[str, Any]:
@@ -37,6 +38,7 @@ def replica_row(entry: RosterEntry, stats: ReplicaStats | None) -> dict[str, Any
         "state": entry.state.name,
         "version": entry.version,
         "inflight": entry.inflight,
+        "breaker": breaker_state(entry),
         "restarts": entry.restarts,
         "last_error": entry.last_error,
     }
@@ -44,6 +46,17 @@ def replica_row(entry: RosterEntry, stats: ReplicaStats | None) -> dict[str, Any
         row |= {name: getattr(stats, name) for name in ReplicaStats.__slots__}
         row["hit_rate"] = stats.hit_rate
     return row
+
+
+def breaker_state(entry: RosterEntry) -> str:
+    """Return the state of a replica's circuit breaker: closed, unless it failed too often."""
+    breaker = getattr(entry, "breaker", None)
+    return "closed" if breaker is None else str(breaker.state.value)
+
+
+def _state(entry: RosterEntry) -> str:
+    breaker = breaker_state(entry)
+    return entry.state.name if breaker == "closed" else f"{entry.state.name}, breaker {breaker}"
 
 
 class Totals:
@@ -77,13 +90,13 @@ def _add(counts: dict[str, float], stats: ReplicaStats | None) -> dict[str, floa
 def describe(entry: RosterEntry) -> str:
     """Return one line on a replica, from the figures that it sent by itself."""
     stats: ReplicaStats | None = entry.replica.last_stats
-    line = f"#{entry.index} {entry.state.name} v{entry.version}, {entry.inflight} in flight"
+    line = f"#{entry.index} {_state(entry)}, v{entry.version}, {entry.inflight} in flight"
     if stats is not None and entry.state is not ReplicaState.DEAD:
         line += (
             f", {stats.running} running, {stats.waiting} queued, KV {stats.cache_usage:.0%}, "
             f"prefix hits {stats.hit_rate:.0%}, {stats.tokens_per_second:.0f} tok/s"
         )
-    return line + (f", {entry.restarts} restarts" if entry.restarts else "")
+    return line + (f", restarts: {entry.restarts}" if entry.restarts else "")
 
 
 HEADER = ("replica", "state", "version", "in flight", "running", "queued", "KV use", "prefix hits", "tokens/s",
@@ -131,13 +144,13 @@ def _cells(entry: RosterEntry, stats: ReplicaStats | None, requests: int) -> lis
         ]
     return [
         f"#{entry.index}",
-        entry.state.name,
+        _state(entry),
         f"{entry.version}",
         f"{entry.inflight}",
         *engine,
         f"{requests:,}",
         f"{entry.restarts}",
-        (entry.last_error or "").partition("\n")[0],
+        (entry.last_error or "").partition("\n")[0][:SHOWN_ERROR_CHARACTERS],
     ]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_moe.modules.backends.replica import ReplicaStats
 from torchrl_moe.modules.serving.candidates import RosterEntry
-from torchrl_moe.modules.serving.figures import Totals
+from torchrl_moe.modules.serving.figures import Totals, breaker_state
 from torchrl_moe.modules.serving.metrics import BOUNDS, COUNTERS, OUTCOMES, Metrics
 from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.states import ReplicaState
@@ -29,6 +29,7 @@ GAUGES: dict[str, tuple[str, Callable[[RosterEntry, ReplicaStats], float]]] = {
     "waiting_sequences": ("Answers in the engine's queue.", lambda _, stats: stats.waiting),
     "kv_cache_usage_ratio": ("Share of KV blocks in use, 0 to 1.", lambda _, stats: stats.cache_usage),
     "tokens_per_second": ("Tokens generated, of the last second.", lambda _, stats: stats.tokens_per_second),
+    "breaker_open": ("1 unless the circuit breaker is closed.", lambda entry, _: breaker_state(entry) != "closed"),
     "last_step_timestamp_seconds": ("When the engine last ended a step.", lambda _, stats: stats.step_at),
 }
 TOTALS = {

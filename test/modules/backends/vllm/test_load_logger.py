@@ -44,8 +44,16 @@ def test_the_last_step_says_what_is_and_all_steps_are_counted(load: Any) -> None
         steps=1,
         step_at=1000.0,
     )
-    load.record(scheduler(1, 0, 0.125, queries=6), iteration(2, 0, 1001.0), mm_cache_stats=None, engine_idx=1)
+    load.record(scheduler(1, 0, 0.125, queries=6), iteration(2, 0, 1001.0), mm_cache_stats=None, engine_idx=0)
     assert load.load == Load(1, 0, 0.125, 7, 16, 4, 1, 2, 1001.0)
+
+
+def test_data_parallel_engines_are_added_up(load: Any) -> None:
+    load.record(scheduler(3, 2, 0.25), None, engine_idx=0)
+    load.record(scheduler(4, 0, 0.75), None, engine_idx=1)
+    assert load.load == Load(7, 2, 0.5)
+    load.record(scheduler(0, 1, 0.0), None, engine_idx=0)
+    assert load.load == Load(4, 1, 0.375)
 
 
 def test_a_step_without_one_half_of_its_figures_leaves_that_half(load: Any) -> None:

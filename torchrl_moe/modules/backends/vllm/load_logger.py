@@ -16,9 +16,10 @@ class LoadLogger(StatLoggerBase):
 
     def __init__(self) -> None:
         self.load = Load()
+        self._of_engines: dict[int, tuple[int, int, float]] = {}
 
     def factory(self, vllm_config: Any, engine_index: int = 0) -> LoadLogger:
-        """Answer vLLM's call for a logger per data-parallel engine: one serves them all."""
+        """Answer vLLM's call for a logger per data-parallel engine: one adds them all up."""
         del vllm_config, engine_index
         return self
 
@@ -26,12 +27,18 @@ class LoadLogger(StatLoggerBase):
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
         """Take the figures of one step: the scheduler's, and those of the tokens that came out."""
-        del mm_cache_stats, engine_idx
+        del mm_cache_stats
         load = self.load
         if scheduler_stats is not None:
-            load.running = scheduler_stats.num_running_reqs
-            load.waiting = scheduler_stats.num_waiting_reqs
-            load.cache_usage = scheduler_stats.kv_cache_usage
+            of_engine = (
+                scheduler_stats.num_running_reqs,
+                scheduler_stats.num_waiting_reqs,
+                scheduler_stats.kv_cache_usage,
+            )
+            self._of_engines[engine_idx] = of_engine
+            running, waiting, usages = zip(*self._of_engines.values(), strict=True)
+            load.running, load.waiting = sum(running), sum(waiting)
+            load.cache_usage = sum(usages) / len(usages)
             load.cache_queries += scheduler_stats.prefix_cache_stats.queries
             load.cache_hits += scheduler_stats.prefix_cache_stats.hits
         if iteration_stats is not None:
