@@ -39,7 +39,8 @@ class AsyncVLLM(GenerationService):
         enable_prefix_caching: overrides the engine argument of that name.
         verbose: whether vLLM logs its start-up and throughput, into the replica's log.
         metrics: whether :attr:`metrics` counts requests.
-        log_folder: where the logs stay, as ``replica-<index>.log``; by default each goes with its replica.
+        log_folder: where the logs stay, as ``replica-<index>.log``, for this service alone; by default each log goes
+            with its replica.
 
     Example::
 

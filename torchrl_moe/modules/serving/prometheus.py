@@ -110,8 +110,9 @@ class ServiceCollector:
         for outcome in OUTCOMES:
             finished.add_metric([outcome], summary[outcome])
         yield finished
-        for name in COUNTERS.keys() - OUTCOMES.keys():
-            yield self._families.CounterMetricFamily(f"{PREFIX}{name}", COUNTERS[name], value=summary[name])
+        for name, meaning in COUNTERS.items():
+            if name not in OUTCOMES:
+                yield self._families.CounterMetricFamily(f"{PREFIX}{name}", meaning, value=summary[name])
         for name, (counts, total) in self._metrics.histograms().items():
             ends = [*(f"{bound:g}" for bound in BOUNDS), "+Inf"]
             yield self._families.HistogramMetricFamily(

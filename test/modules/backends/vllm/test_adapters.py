@@ -71,11 +71,26 @@ def test_an_adapter_is_loaded_once_however_many_requests_name_it() -> None:
         loaded = await asyncio.gather(*(adapters.load(ADAPTER) for _ in range(5)))
         assert {lora.lora_name for lora in loaded} == {"tiny"}
         await adapters.load(ADAPTER)
-        await adapters.load({**ADAPTER, "lora_path": "elsewhere"})
-        await adapters.load({**ADAPTER, "load_inplace": True})
+        await adapters.load({**ADAPTER, "lora_int_id": 2, "lora_path": "elsewhere"})
 
     asyncio.run(main())
-    assert engine.loaded == ["somewhere", "elsewhere", "somewhere"]
+    assert engine.loaded == ["somewhere", "elsewhere"]
+
+
+def test_an_id_stands_for_one_adapter_until_it_is_replaced_on_purpose() -> None:
+    engine = Engine()
+    other = {**ADAPTER, "lora_path": "elsewhere"}
+
+    async def main() -> None:
+        adapters = Adapters(engine)
+        await adapters.load(ADAPTER)
+        with pytest.raises(ValueError, match="lora_int_id=1 is the adapter of 'somewhere', not of 'elsewhere'"):
+            await adapters.load(other)
+        await adapters.load({**other, "load_inplace": True})
+        await adapters.load(other)
+
+    asyncio.run(main())
+    assert engine.loaded == ["somewhere", "elsewhere"]
 
 
 def test_an_adapter_that_cannot_be_loaded_refuses_all_that_wait_and_may_be_tried_again() -> None:
@@ -85,7 +100,8 @@ def test_an_adapter_that_cannot_be_loaded_refuses_all_that_wait_and_may_be_tried
     async def main() -> None:
         adapters = Adapters(engine)
         waiting = [asyncio.create_task(adapters.load(bad)) for _ in range(3)]
-        waiting[0].cancel()  # its request is aborted; the others' is not
+        await asyncio.sleep(0)
+        waiting[0].cancel()  # its request is aborted; those of the others are not
         _, *errors = await asyncio.gather(*waiting, return_exceptions=True)
         words = "adapter 'tiny' of 'broken' cannot be loaded: Worker failed"
         assert [(type(error), str(error)) for error in errors] == [(ValueError, words)] * 2

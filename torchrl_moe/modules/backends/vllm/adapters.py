@@ -41,25 +41,31 @@ class Adapters:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._loads: dict[tuple[int, str], asyncio.Task[Any]] = {}
+        self._loads: dict[int, tuple[str, asyncio.Task[Any]]] = {}
 
     async def load(self, spec: Any) -> Any:
         """Return vLLM's request of a spec, see :func:`build_lora_request`, once its adapter is loaded.
 
         Raises:
-            ValueError: it cannot be; the next request tries again.
+            ValueError: it cannot be, and the next request tries again; or its id is another adapter's, which vLLM would
+                use without a word.
         """
         lora = build_lora_request(spec)
         if lora is None:
             return None
-        key = (lora.lora_int_id, lora.lora_path)
-        if key not in self._loads or lora.load_inplace:
-            self._loads[key] = asyncio.get_running_loop().create_task(self._engine.add_lora(lora))
-        task = self._loads[key]
+        number, path = lora.lora_int_id, lora.lora_path
+        if number not in self._loads or lora.load_inplace:
+            self._loads[number] = path, asyncio.get_running_loop().create_task(self._engine.add_lora(lora))
+        known, task = self._loads[number]
+        if known != path:
+            raise ValueError(
+                f"lora_int_id={number} is the adapter of {known!r}, not of {path!r}: give each one an id of its own, "
+                "or pass load_inplace=True to replace it."
+            )
         try:
             await asyncio.shield(task)  # others may wait for it too
         except Exception as error:  # vLLM's own is no narrower
-            if self._loads.get(key) is task:
-                del self._loads[key]
-            raise ValueError(f"adapter {lora.lora_name!r} of {lora.lora_path!r} cannot be loaded: {error}") from error
+            if self._loads.get(number) == (path, task):
+                del self._loads[number]
+            raise ValueError(f"adapter {lora.lora_name!r} of {path!r} cannot be loaded: {error}") from error
         return lora
