@@ -75,6 +75,7 @@ class FakeReplica:
         self.token_seconds = token_seconds
         self.refuse = refuse
         self.version = 0
+        self.log_path = None
         self.submitted: list[Request] = []
         self._running: dict[str, _Running] = {}
         self._changed = threading.Condition()
@@ -202,7 +203,13 @@ class FakeReplica:
         """Count what was done."""
         del timeout
         self._check_alive()
-        return ReplicaStats(running=len(self._running), **self._counts)
+        return self.last_stats
+
+    @property
+    def last_stats(self) -> ReplicaStats:
+        """The figures of this moment: a fake sends each change at once."""
+        with self._changed:
+            return ReplicaStats(running=len(self._running), **self._counts)
 
     # -- what it makes up -------------------------------------------------------------------------------------------
 
@@ -303,6 +310,7 @@ class FakeAsyncVLLM(GenerationService):
         seed: int = 0,
         *,
         sampling_params: Any = None,
+        metrics: bool = True,
         layout: RoutingLayout | None = LAYOUT,
         token_seconds: float | Callable[[Request], float] = 0.0,
         refuse: Callable[[Request], str | None] | None = None,
@@ -311,7 +319,7 @@ class FakeAsyncVLLM(GenerationService):
             FakeReplica(index, seed=seed, layout=layout, token_seconds=token_seconds, refuse=refuse)
             for index in range(num_replicas)
         ]
-        super().__init__(self.replicas, sampling_params)
+        super().__init__(self.replicas, sampling_params, metrics=metrics)
         for replica in self.replicas:
             self.infos.append(replica.wait_ready(0.0))
             self.roster.set_state(replica.index, ReplicaState.SERVING)

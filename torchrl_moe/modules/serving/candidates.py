@@ -19,7 +19,10 @@ __all__ = ["CacheUsage", "Candidates", "RosterEntry", "load_bound"]
 
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
-    """A replica's own figure: the share of KV blocks in use, 0 to 1; when it was read; requests in flight then."""
+    """A replica's own figure: the share of KV blocks in use, 0 to 1; when it was read; requests in flight then.
+
+    ``at`` is infinite for a figure that the replica sent by itself: it holds until the next.
+    """
 
     share: float
     at: float
@@ -40,6 +43,9 @@ class RosterEntry:
     chosen: int = -1  # when it was last chosen, on the roster's own clock
     cache: int = -1  # a number of its own, another one whenever the replica loses its cached prefixes
     usage: CacheUsage | None = None
+    figures: Any = None  # the last that the replica sent by itself and the roster read
+    restarts: int = 0
+    last_error: str | None = None  # why its process went, or its weights
 
     @property
     def load(self) -> int:

@@ -104,6 +104,7 @@ class LoadBalancer:
             prefix_length=prefix_length, overload_threshold=overload_threshold, clock=clock, rng=rng
         )
         self.hierarchy = Hierarchy(DEFAULT_HIERARCHY if strategy is None else strategy, self.settings)
+        self._reads_figures = self.hierarchy.reads_figures
         self._clock = clock
         self._decisions: Counter[int] = Counter()
         self._groups: OrderedDict[str, int] = OrderedDict()  # group -> the version all of it goes to
@@ -188,6 +189,8 @@ class LoadBalancer:
         roster = self.roster
         if roster.reports:
             roster.expire(self._clock() - FIGURE_SECONDS)
+        if self._reads_figures:
+            roster.read_figures()
         serving = roster.serving()
         if not len(serving):
             raise NoReplicaError(f"no replica is serving: {roster!r}")
@@ -231,7 +234,7 @@ class LoadBalancer:
     # -- figures ----------------------------------------------------------------------------------------------------
 
     def observe(self, index: int, pending_requests: int | None = None, cache_usage: float | None = None) -> None:
-        """Note what a replica says of itself; it holds for five seconds.
+        """Note what is known of a replica from elsewhere; it holds for five seconds, or until the replica's own next.
 
         Args:
             index: the replica.
@@ -252,9 +255,10 @@ class LoadBalancer:
     def get_stats(self) -> dict[str, Any]:
         """Return the balancer's own figures, under TorchRL's names where it has them; asks no replica anything.
 
-        ``cache_usage`` is the last figure that was noted, or ``None``.
+        ``cache_usage`` is the last figure that the replica sent or that was noted, or ``None``.
         """
         with self.roster.lock:
+            self.roster.read_figures()
             return {
                 "strategies": [strategy.name for strategy in self.hierarchy.strategies],
                 "primary_strategy": self.hierarchy.strategies[0].name,

@@ -14,8 +14,7 @@ from typing import Any, Self
 
 from torchrl_moe._errors import NoReplicaError, ReplicaDiedError
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaInfo, ReplicaStats
-from torchrl_moe.modules.serving.poller import Poller
+from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaInfo
 from torchrl_moe.modules.serving.roster import Roster, RosterEntry
 from torchrl_moe.modules.serving.states import ReplicaState
 
@@ -36,7 +35,6 @@ class ReplicaPool:
             raise ValueError("a service needs at least one replica, got none")
         self.roster = Roster(replicas)
         self.infos: list[ReplicaInfo] = []
-        self._poller: Poller | None = None
         self._running = False
         self._bring: Callable[[int], None] | None = None
 
@@ -65,16 +63,10 @@ class ReplicaPool:
     def shutdown(self) -> None:
         """End every replica, at the same time. Idempotent; whatever still waits fails with ``ReplicaDiedError``."""
         self._running = False
-        self._stop_polling()
         for entry in self.roster:
             self.roster.mark_dead(entry.index)
         with ThreadPoolExecutor(max_workers=max(self.num_replicas, 1)) as pool:
             list(pool.map(lambda entry: entry.replica.shutdown(), self.roster))
-
-    def _stop_polling(self) -> None:
-        if self._poller is not None:
-            self._poller.stop()
-            self._poller = None
 
     def __enter__(self) -> Self:
         return self
@@ -83,10 +75,6 @@ class ReplicaPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
-
-    def __repr__(self) -> str:
-        model = self.infos[0].model if self.infos else "not started"
-        return f"{type(self).__name__}({model!r}, {', '.join(map(repr, self.roster))})"
 
     @contextlib.contextmanager
     def _noting_deaths(self) -> Iterator[None]:
@@ -191,27 +179,3 @@ class ReplicaPool:
         self._note_deaths()
         dead = ReplicaState.DEAD
         return [math.nan if e.state is dead else e.replica.stats(CALL_SECONDS).cache_usage for e in self.roster]
-
-    def stats(self) -> list[dict[str, Any]]:
-        """Return one flat dictionary per replica: state, version, and its engine's counts since it started."""
-        self._check_running("stats")
-        self._note_deaths()
-        rows = []
-        for entry in self.roster:
-            row = {
-                "replica": entry.index,
-                "state": entry.state.name,
-                "version": entry.version,
-                "inflight": entry.inflight,
-            }
-            if entry.state is not ReplicaState.DEAD:
-                figures = entry.replica.stats(CALL_SECONDS)
-                row |= {name: getattr(figures, name) for name in ReplicaStats.__slots__}
-            rows.append(row)
-        return rows
-
-    def to_pandas(self) -> Any:
-        """Return :meth:`stats` as a pandas ``DataFrame``."""
-        import pandas
-
-        return pandas.DataFrame(self.stats())

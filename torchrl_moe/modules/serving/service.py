@@ -16,8 +16,8 @@ from torchrl_moe._errors import NoReplicaError
 from torchrl_moe.modules.backends.replica import Completion, Replica
 from torchrl_moe.modules.serving.dispatch import Dispatch, Placement
 from torchrl_moe.modules.serving.load_balancer import LoadBalancer
-from torchrl_moe.modules.serving.poller import Poller
-from torchrl_moe.modules.serving.pool import CALL_SECONDS, ReplicaPool
+from torchrl_moe.modules.serving.observed_pool import ObservedPool
+from torchrl_moe.modules.serving.pool import CALL_SECONDS
 from torchrl_moe.modules.serving.prompts import normalise_prompts
 from torchrl_moe.modules.serving.requests import check_timeout, common_fields, make_request, one_each
 from torchrl_moe.modules.serving.strategies import Strategy
@@ -27,17 +27,19 @@ __all__ = ["GenerationService"]
 DEFAULT_SAMPLING_PARAMS = {"logprobs": 0}  # the sampled token's own log-prob, which RL always needs
 
 
-class GenerationService(ReplicaPool):
+class GenerationService(ObservedPool):
     """Generation over N replicas; safe to call from any thread.
 
     Args:
         replicas: at least one, not started yet.
         sampling_params: used where a call passes none: a mapping of vLLM's ``SamplingParams`` fields or such an
-            object; by default vLLM's own defaults, with log-probs.
+            object; by default vLLM's own defaults, with log-probs. What a call passes stands alone: the two are not
+            merged.
+        metrics: whether :attr:`metrics` counts requests.
     """
 
-    def __init__(self, replicas: Sequence[Replica], sampling_params: Any = None) -> None:
-        super().__init__(replicas)
+    def __init__(self, replicas: Sequence[Replica], sampling_params: Any = None, *, metrics: bool = True) -> None:
+        super().__init__(replicas, metrics=metrics)
         self.sampling_params = DEFAULT_SAMPLING_PARAMS if sampling_params is None else sampling_params
         self.load_balancer = LoadBalancer(self)
         self._tokenizer: Any = None
@@ -70,17 +72,18 @@ class GenerationService(ReplicaPool):
 
         Args:
             prompts: text, token ids (a list of ints is one prompt), ``TextPrompt``, ``TokensPrompt``, or a list.
-            sampling_params: a mapping of vLLM's ``SamplingParams`` fields or such an object; default: the service's.
+            sampling_params: a mapping of vLLM's ``SamplingParams`` fields or such an object, used as it is; default:
+                the service's.
             prompt_token_ids: the same as ``prompts``, for token ids.
             use_tqdm: whether to show a progress bar.
-            lora_request: vLLM's ``LoRARequest``.
+            lora_request: vLLM's ``LoRARequest``, or a mapping of its fields.
             prompt_adapter_request: must be ``None``; vLLM has dropped prompt adapters.
             guided_options_request: fields of vLLM's ``StructuredOutputsParams`` (``regex``, ``json``, ``choice``, ...).
             timeout_seconds: per request, from this call on; late requests are aborted.
             actor_index: the replica to use, instead of the balancer's choice.
             session_ids: one per prompt, the same for all turns of a rollout.
             request_ids: one per prompt, to :meth:`abort` by, and not in flight already; made up if not given.
-            priority: vLLM's request priority.
+            priority: the lower the earlier, in an engine with ``scheduling_policy="priority"``.
             min_version: the oldest weight version that will do.
             group_ids: one per prompt; requests of one group all go to one weight version.
             request_context: what a balancing strategy of yours wants to know of the call.
@@ -114,9 +117,10 @@ class GenerationService(ReplicaPool):
             request_context=request_context,
         )
         dispatch = Dispatch(self.load_balancer, requests, placement, check_timeout(timeout_seconds))
-        with self._noting_deaths():
+        with self._noting_deaths(), self.metrics.call(count) as finished:
             dispatch.send()
             completions = dispatch.wait(use_tqdm)
+            finished(completions)
         return completions[0] if batch.single else completions
 
     def _new_id(self) -> str:
@@ -165,9 +169,11 @@ class GenerationService(ReplicaPool):
             request_context=request_context,
         )
         dispatch = Dispatch(self.load_balancer, [request], placement, check_timeout(timeout_seconds))
-        with self._noting_deaths():
+        with self._noting_deaths(), self.metrics.call(1) as finished:
             await dispatch.send_async()
-            return await dispatch.wait_async()
+            completion = await dispatch.wait_async()
+            finished([completion])
+        return completion
 
     def abort(self, request_ids: str | Sequence[str]) -> None:
         """Cut requests short, wherever they run; unknown ids are ignored, since a request may just have finished."""
@@ -201,14 +207,7 @@ class GenerationService(ReplicaPool):
     def create_load_balancer(
         self, strategy: str | Strategy | Sequence[str | Strategy] | None = None, **kwargs: Any
     ) -> LoadBalancer:
-        """Make a balancer for this service, and use it from now on; arguments as in :class:`LoadBalancer`.
-
-        If a strategy looks at the replicas' own figures, a thread reads them twice a second.
-        """
+        """Make a balancer for this service, and use it from now on; arguments as in :class:`LoadBalancer`."""
         self._check_running("create_load_balancer")
-        self.load_balancer = balancer = LoadBalancer(self, strategy, **kwargs)
-        self._stop_polling()
-        if balancer.hierarchy.reads_figures:
-            self._poller = Poller(balancer)
-            self._poller.start()
-        return balancer
+        self.load_balancer = LoadBalancer(self, strategy, **kwargs)
+        return self.load_balancer

@@ -7,7 +7,7 @@ group never outlives the driver: end of file on the socket, or a new parent proc
 Messages in: ``("configure", arguments)``, ``("generate", packed)``, ``("abort", ids)``,
 ``("call", number, method, kwargs)``, ``("shutdown",)``.
 Messages out: ``("ready", info)``, ``("failed", text)``, ``("completions", packed)``, ``("refused", id, kind, text)``,
-``("result", number, pickle)``, ``("error", number, kind, text)``, ``("died", text)``.
+``("result", number, pickle)``, ``("error", number, kind, text)``, ``("figures", stats)``, ``("died", text)``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any
 
 from torchrl_moe import _compat
@@ -31,11 +30,11 @@ from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args
 from torchrl_moe.modules.backends.vllm.lifeline import Inbox, end_group, end_group_later
 from torchrl_moe.modules.backends.vllm.running import RunningRequests
+from torchrl_moe.modules.backends.vllm.stats_feed import Load, StatsFeed
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 
 WATCH_SECONDS = 0.5
 SHUTDOWN_SECONDS = 1.0  # that vLLM's own processes get to end
-IDLE = SimpleNamespace(running=0, waiting=0, cache_usage=0.0)
 
 
 def _frame(messages: list[tuple[Any, ...]]) -> list[wire.Frames]:
@@ -51,13 +50,13 @@ class EngineProcess:
     Args:
         engine: the ``AsyncLLM``.
         info: what the replica said of itself.
-        load: the engine's :class:`LoadLogger`.
+        load: kept by the engine's :class:`LoadLogger`.
         inbox: what the driver sends.
         send: takes a message to the driver.
     """
 
     def __init__(
-        self, engine: Any, info: ReplicaInfo, load: Any, inbox: Inbox, send: Callable[[tuple[Any, ...]], None]
+        self, engine: Any, info: ReplicaInfo, load: Load, inbox: Inbox, send: Callable[[tuple[Any, ...]], None]
     ) -> None:
         self.engine = engine
         self.info = info
@@ -72,6 +71,7 @@ class EngineProcess:
         self._death_reported = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._errors = _compat.vllm_client_errors()
+        self._feed = StatsFeed(load, self._figures, send)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -147,13 +147,21 @@ class EngineProcess:
         return await self.weights.swap(version, pause, clear_cache, canary)
 
     async def command_stats(self) -> ReplicaStats:
+        return self._feed.stats()
+
+    def _figures(self) -> ReplicaStats:
         # vLLM reports with each step, and an engine that has nothing to do makes none
-        load = self.load if self.requests else IDLE
+        load, busy = self.load, bool(self.requests)
         return ReplicaStats(
-            running=load.running,
-            waiting=load.waiting,
-            cache_usage=load.cache_usage,
+            running=load.running if busy else 0,
+            waiting=load.waiting if busy else 0,
+            cache_usage=load.cache_usage if busy else 0.0,
             generation_seconds=self.requests.seconds,
+            cache_queries=load.cache_queries,
+            cache_hits=load.cache_hits,
+            preemptions=load.preemptions,
+            steps=load.steps,
+            step_at=load.step_at,
             **self.requests.counts,
         )
 
@@ -161,7 +169,8 @@ class EngineProcess:
 
     async def serve(self) -> None:
         """Handle messages until the driver says so, goes away, or the engine dies."""
-        watch = asyncio.get_running_loop().create_task(self._watch_engine())
+        loop = asyncio.get_running_loop()
+        background = [loop.create_task(self._watch_engine()), loop.create_task(self._feed.run())]
         while True:
             kind, *rest = await self._inbox.messages.get()
             if kind == "generate":
@@ -172,7 +181,8 @@ class EngineProcess:
             elif kind == "call":
                 self.call(*rest)
             else:
-                watch.cancel()
+                for task in background:
+                    task.cancel()
                 return
 
     async def _watch_engine(self) -> None:
@@ -196,15 +206,15 @@ def _checkpoint_folder(model: str) -> str:
     return str(snapshot_download(model, local_files_only=True))
 
 
-async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Any]:
+async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Load]:
     import vllm
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from torchrl_moe.modules.backends.vllm.load_logger import LoadLogger
 
     engine_args = build_engine_args(arguments)
-    load = LoadLogger()
-    engine = AsyncLLM.from_engine_args(engine_args, stat_loggers=[load.factory])
+    logger = LoadLogger()
+    engine = AsyncLLM.from_engine_args(engine_args, stat_loggers=[logger.factory])
     model_config = engine.model_config
     layout = None
     if engine_args.enable_return_routed_experts:
@@ -222,14 +232,14 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, An
         tensor_parallel_size=engine_args.tensor_parallel_size,
         engine_version=vllm.__version__,
     )
-    return engine, info, load
+    return engine, info, logger.load
 
 
 async def _main(connection: Connection, driver: int) -> None:
     outbox = wire.Outbox(connection, _frame)
     inbox = Inbox(connection, driver, asyncio.get_running_loop())
     _, arguments = await inbox.messages.get()
-    started: tuple[Any, ReplicaInfo, Any] | BaseException
+    started: tuple[Any, ReplicaInfo, Load] | BaseException
     (started,) = await asyncio.gather(_start_engine(arguments), return_exceptions=True)
     if isinstance(started, BaseException):
         traceback.print_exception(started)

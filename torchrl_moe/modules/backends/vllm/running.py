@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from torchrl_moe import _compat
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, PauseMode, Request
 from torchrl_moe.modules.backends.vllm import continuation
+from torchrl_moe.modules.backends.vllm.adapters import Adapters
 from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
 from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder
 
@@ -103,6 +104,7 @@ class RunningRequests:
         self._open: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._sampling = SamplingParamsBuilder()
+        self._adapters = Adapters(engine)
         self._serial = itertools.count(1)
 
     def __len__(self) -> int:
@@ -175,6 +177,7 @@ class RunningRequests:
                 return good, part
 
     async def _generate(self, running: Running, request: Request, params: Any) -> tuple[Completion, Part]:
+        lora = await self._adapters.load(request.lora_request)
         prompt: dict[str, Any] = await self.weights.salt()
         if request.prompt_token_ids is None:
             prompt["prompt"] = request.prompt
@@ -185,7 +188,7 @@ class RunningRequests:
         final = None
         try:
             async for output in self.engine.generate(
-                prompt, params, request.request_id, lora_request=request.lora_request, priority=request.priority
+                prompt, params, request.request_id, lora_request=lora, priority=request.priority
             ):
                 final = output
         finally:

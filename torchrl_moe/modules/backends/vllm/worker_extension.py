@@ -6,7 +6,10 @@ shares a name with its worker class. None waits for anything: a worker that answ
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
+
+from torch import Tensor
 
 from torchrl_moe import _compat
 from torchrl_moe.data.weight_store import Manifest
@@ -17,6 +20,7 @@ __all__ = ["WorkerExtension"]
 # vLLM imports this module in each worker before it makes the weight-transfer engine. Unlike an entry point, that needs
 # no installed package and cannot be filtered away by VLLM_PLUGINS.
 _compat.register_weight_engine()
+_compat.keep_cpu_experts_with_lora()
 
 
 class WorkerExtension:
@@ -24,6 +28,7 @@ class WorkerExtension:
 
     model_runner: Any
     weight_transfer_engine: Any
+    torchrl_moe_saved: dict[str, Tensor]
 
     def torchrl_moe_router_layers(self) -> list[int]:
         """Return the sorted indices of the decoder layers that have a router.
@@ -56,3 +61,14 @@ class WorkerExtension:
         """Whether the model can run: no layer of it is taken apart."""
         whole: bool = self.weight_transfer_engine.whole
         return whole
+
+    def torchrl_moe_save_params(self) -> int:
+        """Keep a copy of the parameters in host memory, for :meth:`torchrl_moe_validate`; return how many."""
+        parameters = self.model_runner.get_model().named_parameters()
+        self.torchrl_moe_saved = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters}
+        return len(self.torchrl_moe_saved)
+
+    def torchrl_moe_validate(self, function: bytes) -> bytes:
+        """Return, pickled, what a pickled function of the saved parameters and the model says."""
+        saved = getattr(self, "torchrl_moe_saved", {})
+        return pickle.dumps(pickle.loads(function)(saved, self.model_runner.get_model()))

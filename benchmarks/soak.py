@@ -1,0 +1,287 @@
+"""Nothing is lost: requests without a pause over replicas that are killed and stopped, for a long time.
+
+A driver asks for answers at a steady pace. Each time all replicas have served for ten seconds, one process of one
+replica (owner, engine core or worker, in turn) is killed; at random moments one is stopped and never continued. Every
+request must be answered once, with as many tokens and rows of routes as it asked for; at the end the log-probs of a
+sample are compared with the stock transformers model's. ``python -m benchmarks.soak [--bounded]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import signal
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.report import Row, finish
+from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.testing.tiny_moe import save_tiny_moe
+
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 26,
+    "max_model_len": 256,
+}
+SERVED_SECONDS = 10.0
+DEADLINE_SECONDS = 600.0
+SAMPLE = 200
+LOG_PROB_BOUND = 1e-5
+GROWTH_BOUND = 0.02
+WARM_SHARE = 0.2
+PARTS = ("owner", "core", "worker")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How long and how hard."""
+
+    requests: int
+    replicas: int
+    kills: int
+    stalls: int
+    per_second: float
+
+
+FULL = Plan(requests=12_000, replicas=2, kills=20, stalls=5, per_second=12.0)
+BOUNDED = Plan(requests=1_500, replicas=2, kills=3, stalls=1, per_second=12.0)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of the requests, and what was done to the replicas."""
+
+    answered: dict[str, int] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    sample: list[Any] = field(default_factory=list)
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    blows: list[str] = field(default_factory=list)
+    downtimes: list[float] = field(default_factory=list)
+
+
+def processes_of(owner: psutil.Process) -> dict[str, psutil.Process]:
+    """Return the three processes of a replica by their part."""
+    found = {"owner": owner}
+    for process in owner.children(recursive=True):
+        name = process.name() + " ".join(process.cmdline())
+        for part, word in (("core", "EngineCore"), ("worker", "Worker")):
+            if word in name:
+                found[part] = process
+    return found
+
+
+def owners() -> list[psutil.Process]:
+    """Return the processes that own a replica's engine, in the order of their start."""
+    found = [p for p in psutil.Process().children() if "engine_process" in " ".join(p.cmdline())]
+    return sorted(found, key=lambda process: process.create_time())
+
+
+class Soak:
+    """One run.
+
+    Args:
+        plan: of it.
+        engine: the service.
+        seed: of prompts, lengths, moments and victims.
+    """
+
+    def __init__(self, plan: Plan, engine: AsyncVLLM, seed: int = 0) -> None:
+        self.plan, self.engine = plan, engine
+        self.rng = random.Random(seed)
+        self.tally = Tally()
+        self.done = False
+
+    async def run(self) -> None:
+        """Ask, and harm, until all is answered."""
+        tasks = [asyncio.create_task(task) for task in (self._harm(), self._stall(), self._watch_memory())]
+        asked = []
+        begun = time.monotonic()
+        number = 0
+        while number < self.plan.requests or not self._harmed_enough():
+            asked.append(asyncio.create_task(self._ask(number)))
+            number += 1
+            await asyncio.sleep(max(begun + number / self.plan.per_second - time.monotonic(), 0.0))
+            asked = [task for task in asked if not task.done()]
+        await asyncio.gather(*asked)
+        self.done = True
+        await asyncio.gather(*tasks)
+
+    def _harmed_enough(self) -> bool:
+        kinds = [blow.split()[0] for blow in self.tally.blows]
+        return kinds.count("kill") >= self.plan.kills and kinds.count("stop") >= self.plan.stalls
+
+    async def _ask(self, number: int) -> None:
+        name = f"soak-{number}"
+        prompt = [self.rng.randrange(97, 123) for _ in range(self.rng.randrange(4, 32))]
+        tokens = self.rng.randrange(8, 64)
+        params = {"max_tokens": tokens, "temperature": 1.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+        begun = time.monotonic()
+        try:
+            answer = await self.engine.agenerate(
+                prompt_token_ids=prompt, sampling_params=params, request_id=name, timeout_seconds=DEADLINE_SECONDS
+            )
+        except (RuntimeError, ValueError, TimeoutError) as error:
+            self.tally.failed.append(f"{name}: {type(error).__name__}: {error}")
+            return
+        tally = self.tally
+        tally.answered[name] = tally.answered.get(name, 0) + 1
+        tally.seconds.append(time.monotonic() - begun)
+        output = answer.outputs[0]
+        rows = None if output.routed_experts is None else len(output.routed_experts)
+        right = answer.prompt_token_ids.tolist() == prompt and len(output.token_ids) == tokens
+        if not (right and rows == len(prompt) + tokens - 1 and output.finish_reason == "length"):
+            tally.wrong.append(f"{name}: {len(output.token_ids)} of {tokens} tokens, {rows} rows")
+        if len(tally.sample) < SAMPLE or self.rng.random() < SAMPLE / self.plan.requests:
+            tally.sample.append(answer)
+            tally.sample = tally.sample[-SAMPLE:]
+
+    def _states(self) -> list[str]:
+        return [row["state"] for row in self.engine.stats()]
+
+    async def _all_serving(self, seconds: float) -> None:
+        since = time.monotonic()
+        while time.monotonic() - since < seconds and not self.done:
+            states = await asyncio.to_thread(self._states)
+            if any(state != "SERVING" for state in states):
+                since = time.monotonic()
+            await asyncio.sleep(0.25)
+
+    async def _harm(self) -> None:
+        for blow in range(self.plan.kills):
+            await self._all_serving(SERVED_SECONDS)
+            if self.done:
+                return
+            begun = time.monotonic()
+            self._hit(PARTS[blow % len(PARTS)], signal.SIGKILL, "kill")
+            await asyncio.sleep(1.0)
+            await self._all_serving(0.5)
+            self.tally.downtimes.append(time.monotonic() - begun)
+
+    async def _stall(self) -> None:
+        for blow in range(self.plan.stalls):
+            await asyncio.sleep(self.rng.uniform(20.0, 60.0))
+            if self.done:
+                return
+            self._hit(PARTS[(blow + 1) % len(PARTS)], signal.SIGSTOP, "stop")
+
+    def _hit(self, part: str, signal_: signal.Signals, word: str) -> None:
+        victims = [parts[part] for owner in owners() if part in (parts := processes_of(owner))]
+        if victims:
+            victim = self.rng.choice(victims)
+            victim.send_signal(signal_)
+            self.tally.blows.append(f"{word} {part}")
+            print(f"{time.strftime('%X')} {word} {part} {victim.pid}; {len(self.tally.answered)} answered", flush=True)
+
+    async def _watch_memory(self) -> None:
+        me = psutil.Process()
+        while not self.done:
+            self.tally.memory.append((time.monotonic(), me.memory_info().rss))
+            await asyncio.sleep(2.0)
+
+
+def worst_difference(sample: list[Any], path: str) -> float:
+    """Return the largest |dlogp| of sampled answers against the stock model."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    worst = 0.0
+    for answer in sample:
+        output = answer.outputs[0]
+        ids = torch.from_numpy(np.concatenate([answer.prompt_token_ids, output.token_ids]))[None]
+        with torch.no_grad():
+            log_probs = model(ids).logits[0].log_softmax(-1)
+        given = log_probs[:-1].gather(-1, ids[0, 1:, None])[-len(output.token_ids) :, 0]
+        worst = max(worst, float((given - torch.from_numpy(output.logprobs)).abs().max()))
+    return worst
+
+
+def growth(memory: list[tuple[float, int]]) -> float:
+    """Return by how much the last tenth's median memory is above that of the tenth after warm-up."""
+    sizes = [size for _, size in memory]
+    tenth = max(len(sizes) // 10, 1)
+    first = int(len(sizes) * WARM_SHARE)
+    return float(np.median(sizes[-tenth:]) / np.median(sizes[first : first + tenth]) - 1.0)
+
+
+def rows_of(soak: Soak, path: str, minutes: float) -> list[Row]:
+    """Say what was found."""
+    tally, plan = soak.tally, soak.plan
+    asked = len(tally.answered) + len(tally.failed)
+    twice = sum(count - 1 for count in tally.answered.values())
+    grown, worst = growth(tally.memory), worst_difference(tally.sample, path)
+    kills = sum(blow.startswith("kill") for blow in tally.blows)
+    return [
+        Row(
+            claim=f"requests over {minutes:.0f} min, {plan.replicas} replicas",
+            value=str(asked),
+            target=f">= {plan.requests}",
+            met=asked >= plan.requests,
+        ),
+        Row(
+            claim="processes killed; stopped",
+            value=f"{kills}; {len(tally.blows) - kills}",
+            target=f">= {plan.kills}; {plan.stalls}",
+            met=kills >= plan.kills,
+        ),
+        Row(claim="lost", value=str(len(tally.failed)), target="0", met=not tally.failed),
+        Row(claim="answered twice", value=str(twice), target="0", met=twice == 0),
+        Row(
+            claim="answers with another number of tokens or rows of routes",
+            value=str(len(tally.wrong)),
+            target="0",
+            met=not tally.wrong,
+        ),
+        Row(
+            claim=f"|dlogp| of {len(tally.sample)} answers against transformers, max",
+            value=f"{worst:.1e}",
+            target=f"<= {LOG_PROB_BOUND:.0e}",
+            met=worst <= LOG_PROB_BOUND,
+        ),
+        Row(
+            claim="driver's memory after warm-up",
+            value=f"{grown:+.1%} ({tally.memory[-1][1] / 1e6:.0f} MB)",
+            target=f"<= {GROWTH_BOUND:+.0%}",
+            met=grown <= GROWTH_BOUND,
+        ),
+        Row(
+            claim="seconds until all replicas served again after a kill, median",
+            value=f"{np.median(tally.downtimes or [0]):.1f}",
+        ),
+        Row(
+            claim="seconds of a request: median, p99, max",
+            value=", ".join(f"{np.quantile(tally.seconds, q):.2f}" for q in (0.5, 0.99, 1.0)),
+        ),
+        Row(claim="restarts by replica", value=str([row.get("restarts") for row in soak.engine.stats()])),
+    ]
+
+
+def main() -> None:
+    """Run the plan; exit with 1 if a target was missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bounded", action="store_true", help="a few minutes instead of the whole plan")
+    plan = BOUNDED if parser.parse_args().bounded else FULL
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(save_tiny_moe(folder))
+        begun = time.monotonic()
+        with AsyncVLLM.from_pretrained(path, plan.replicas, **ENGINE) as engine:
+            soak = Soak(plan, engine)
+            asyncio.run(soak.run())
+            rows = rows_of(soak, path, (time.monotonic() - begun) / 60)
+        for line in [*soak.tally.failed[:5], *soak.tally.wrong[:5]]:
+            print(line)
+    finish("soak", rows)
+    raise SystemExit(any(row.met is False for row in rows))
+
+
+if __name__ == "__main__":
+    main()

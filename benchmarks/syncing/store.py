@@ -1,0 +1,275 @@
+"""One host: publish a version, and copy it verified into another process's memory; what a plain memory copy takes; and
+what TorchRL's double buffer takes for the same tensors.
+
+vLLM's own reload is not part of this. Everything lies in shared memory; the reader's destination is allocated and
+touched before. Copies run in one thread.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.report import Row, median_range
+from torchrl_moe._errors import ManifestMismatch
+from torchrl_moe.data.weight_store import WeightStoreReader, WeightStoreWriter
+
+SIZES = {"400 MB": 400_000_000, "2 GB": 2_000_000_000}
+TENSORS = 738  # of a MoE of 48 experts in 4 layers, one by one
+COUNTS = (231, 2_000, 10_000, 40_000)
+ROUNDS, WARM_UP = 7, 2
+LIMIT = 3.0  # times a plain memory copy
+TORN_READS, TORN_TENSORS, TORN_BYTES = 40, 64, 32_000_000
+
+
+def tensors_of(nbytes: int, count: int) -> dict[str, Tensor]:
+    """Return fp32 tensors of equal size; both the sum of their bytes and their number are given."""
+    each = nbytes // count // 4
+    flat = torch.arange(each * count, dtype=torch.float32)
+    return {f"layers.{i}.weight": part for i, part in enumerate(flat.split(each))}
+
+
+def copy_into(target: NDArray[np.uint8], tensors: dict[str, Tensor]) -> None:
+    """Copy tensors one after another into flat memory."""
+    place = 0
+    for tensor in tensors.values():
+        raw = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        target[place : place + len(raw)] = raw
+        place += len(raw)
+
+
+def read_ours(target: NDArray[np.uint8], reader: WeightStoreReader, version: int) -> None:
+    """Take a version as a replica does: digests first, then the copy."""
+    manifest = reader.manifest(version)
+    reader.verify(manifest)
+    with reader.reading(manifest) as tensors:
+        copy_into(target, dict(tensors))
+
+
+def read_theirs(target: NDArray[np.uint8], folder: str) -> None:
+    """Take what TorchRL's receiver would load."""
+    from torchrl.weight_update.llm.vllm_double_buffer import VLLMDoubleBufferTransport
+
+    copy_into(target, dict(VLLMDoubleBufferTransport(folder).receive_weights().items()))
+
+
+def read_on_request(connection: Connection, nbytes: int) -> None:
+    """Be the reading process: answer each request by the seconds it took, and the sum of what arrived."""
+    torch.set_num_threads(1)
+    target = np.ones(nbytes, np.uint8)
+    readers: dict[str, WeightStoreReader] = {}
+    while (request := connection.recv()) is not None:
+        folder, version = request
+        started = time.perf_counter()
+        if version is None:
+            read_theirs(target, folder)
+        else:
+            read_ours(target, readers.setdefault(folder, WeightStoreReader(folder)), version)
+        seconds = time.perf_counter() - started
+        connection.send((seconds, int(target.view(np.uint32).sum(dtype=np.uint64))))
+
+
+class ReadingProcess:
+    """Another process with memory of its own."""
+
+    def __init__(self, nbytes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=read_on_request, args=(theirs, nbytes), daemon=True)
+        self._process.start()
+
+    def read(self, folder: str, version: int | None) -> tuple[float, int]:
+        """Let it read; return its seconds, and the sum of the bytes that it has now."""
+        self._connection.send((folder, version))
+        answer: tuple[float, int] = self._connection.recv()
+        return answer
+
+    def end(self) -> None:
+        """Let it end."""
+        self._connection.send(None)
+        self._process.join()
+
+
+def timed(function: Callable[[], Any]) -> float:
+    """Return the seconds of a call."""
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+class Contest:
+    """The same tensors by both ways, in turns, beside a plain copy."""
+
+    def __init__(self, nbytes: int, count: int) -> None:
+        self.tensors = tensors_of(nbytes, count)
+        self.nbytes = sum(tensor.numel() * 4 for tensor in self.tensors.values())
+        self.ours = tempfile.mkdtemp(prefix="torchrl_moe-bench-", dir="/dev/shm")
+        self.theirs = tempfile.mkdtemp(prefix="torchrl_moe-bench-", dir="/dev/shm")
+        self.writer = WeightStoreWriter(self.ours)
+        self.reading = ReadingProcess(self.nbytes)
+        self.version = 0
+
+    def plain(self) -> float:
+        """Copy flat memory to flat memory that was touched before."""
+        source = np.ones(self.nbytes, np.uint8)
+        target = np.ones(self.nbytes, np.uint8)
+        return timed(lambda: np.copyto(target, source))
+
+    def by_ours(self) -> float:
+        """Publish, and have it read."""
+        self._change()
+        self.version += 1
+        published = timed(lambda: self.writer.publish(self.tensors.items(), self.version))
+        return published + self._checked(self.reading.read(self.ours, self.version))
+
+    def by_theirs(self) -> float:
+        """The same by TorchRL's transport."""
+        from torchrl.weight_update.llm.vllm_double_buffer import VLLMDoubleBufferTransport
+
+        self._change()
+        published = timed(lambda: VLLMDoubleBufferTransport(self.theirs).send_weights("model", self.tensors))
+        return published + self._checked(self.reading.read(self.theirs, None))
+
+    def _change(self) -> None:
+        next(iter(self.tensors.values())).add_(1.0)
+
+    def _checked(self, answer: tuple[float, int]) -> float:
+        seconds, total = answer
+        sums = [
+            tensor.view(torch.int32).numpy().view(np.uint32).sum(dtype=np.uint64) for tensor in self.tensors.values()
+        ]
+        assert total == int(np.sum(sums)), "the reader has other bytes than were sent"
+        return seconds
+
+    def end(self) -> None:
+        """Free the memory."""
+        self.reading.end()
+        for folder in (self.ours, self.theirs):
+            shutil.rmtree(folder)
+
+
+def against_copies() -> list[Row]:
+    """Return the times of both ways in copies, by size."""
+    rows = []
+    for name, nbytes in SIZES.items():
+        contest = Contest(nbytes, TENSORS)
+        ours, ratio = [], []
+        for round_ in range(WARM_UP + ROUNDS):
+            copy, own, other = contest.plain(), contest.by_ours(), contest.by_theirs()
+            if round_ >= WARM_UP:
+                ours.append(own / copy)
+                ratio.append(other / own)
+        contest.end()
+        rows.append(
+            Row(
+                claim=f"{name}: publish + verified copy by the reader, in plain memory copies",
+                value=median_range(ours),
+                target=f"<= {LIMIT:.0f}",
+                met=statistics.median(ours) <= LIMIT,
+            )
+        )
+        rows.append(
+            Row(
+                claim=f"{name}: TorchRL's double buffer / ours",
+                value=median_range(ratio),
+                target="> 1",
+                met=statistics.median(ratio) > 1.0,
+            )
+        )
+    return rows
+
+
+def by_tensor_count() -> list[Row]:
+    """Return the time of the same bytes in more and more tensors."""
+    rows, first = [], 0.0
+    for count in COUNTS:
+        contest = Contest(SIZES["400 MB"], count)
+        seconds = [contest.by_ours() for _ in range(WARM_UP + ROUNDS)][WARM_UP:]
+        contest.end()
+        median = statistics.median(seconds)
+        first = first or median
+        rows.append(
+            Row(
+                claim=f"400 MB in {count} tensors: seconds, times that of {COUNTS[0]}",
+                value=f"{median:.3f}, {median / first:.1f}x",
+            )
+        )
+    return rows
+
+
+def torn(
+    publish: Callable[[dict[str, Tensor], int], Any], read: Callable[[], dict[str, float] | None]
+) -> tuple[int, int]:
+    """Publish constant versions without a pause while another thread reads; return torn reads and refused ones."""
+    stop = threading.Event()
+
+    def write() -> None:
+        version = 1
+        while not stop.is_set():
+            version += 1
+            publish(constant(version), version)
+
+    publish(constant(1), 1)
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        values = [read() for _ in range(TORN_READS)]
+    finally:
+        stop.set()
+        writer.join()
+    return sum(v is not None and len(set(v.values())) > 1 for v in values), values.count(None)
+
+
+def constant(version: int) -> dict[str, Tensor]:
+    """Return a version whose tensors all hold its number."""
+    each = TORN_BYTES // TORN_TENSORS // 4
+    return {f"layers.{i}.weight": torch.full((each,), float(version)) for i in range(TORN_TENSORS)}
+
+
+def torn_reads() -> list[Row]:
+    """Return how many reads of either way mix two versions while a writer goes on."""
+    from torchrl.weight_update.llm.vllm_double_buffer import VLLMDoubleBufferTransport
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as ours, tempfile.TemporaryDirectory(dir="/dev/shm") as theirs:
+        writer, reader = WeightStoreWriter(ours), WeightStoreReader(ours)
+        newest = [1]
+
+        def publish(tensors: dict[str, Tensor], version: int) -> None:
+            writer.publish(tensors.items(), version)
+            newest[0] = version
+
+        def read() -> dict[str, float] | None:
+            try:
+                manifest = reader.manifest(newest[0])
+                with reader.reading(manifest) as tensors:
+                    return {name: float(tensor.mean()) for name, tensor in tensors.items()}
+            except ManifestMismatch:  # its slot was taken for a newer version meanwhile
+                return None
+
+        transport = VLLMDoubleBufferTransport(theirs)
+        own, refused = torn(publish, read)
+        other, _ = torn(
+            lambda tensors, _: transport.send_weights("model", tensors),
+            lambda: {name: float(tensor.mean()) for name, tensor in transport.receive_weights().items()},
+        )
+    return [
+        Row(
+            claim=f"reads that mix two versions while a writer goes on, of {TORN_READS}: ours",
+            value=f"{own} ({refused} refused)",
+            target="0",
+            met=own == 0,
+        ),
+        Row(claim=f"reads that mix two versions while a writer goes on, of {TORN_READS}: TorchRL's", value=str(other)),
+    ]
