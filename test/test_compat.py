@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import pickle
 import subprocess
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from torchrl_moe import _compat
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
@@ -132,3 +134,60 @@ def test_a_tokenizer_that_is_vllms_own_is_returned_as_it_is() -> None:
 
     own = MistralTokenizer.__new__(MistralTokenizer)
     assert _compat.plain_tokenizer(own) is own
+
+
+# -- packed layers ----------------------------------------------------------------------------------------------------
+
+
+def packed(weight: torch.nn.Parameter, handle: Any) -> Any:
+    layer = torch.nn.Module()
+    layer.weight = weight
+    layer.cpu_linear = handle
+    return layer
+
+
+def test_layers_exchange_what_they_packed() -> None:
+    one, other = packed(torch.nn.Parameter(torch.ones(1)), "one"), packed(torch.nn.Parameter(torch.ones(1)), "other")
+    assert _compat.has_packed(one)
+    _compat.exchange_packed(one, other)
+    assert (one.cpu_linear, other.cpu_linear) == ("other", "one")
+    _compat.drop_packed(one)
+    assert not _compat.has_packed(one)
+    _compat.drop_packed(one)
+
+
+def test_only_layers_whose_weight_is_an_earlier_ones_are_packed_anew() -> None:
+    asked: list[str] = []
+    shared, own = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    model = torch.nn.ModuleDict({"embed": packed(shared, 1), "between": packed(own, 1), "head": packed(shared, 1)})
+    model["norm"] = torch.nn.Module()
+    model["norm"].weight = own  # holds nothing packed
+    for name, layer in model.items():
+        layer.quant_method = SimpleNamespace(process_weights_after_loading=lambda _, name=name: asked.append(name))
+    _compat.pack_tied(model)
+    assert asked == ["head"]
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+class Processor:
+    """An ``AsyncLLM`` that runs answers of two requests, and notes what it is to abort."""
+
+    def __init__(self) -> None:
+        answers = {"0_a-x": ("a", 0), "1_a-x": ("a", 1), "2_a-x": ("a", 2), "b-y": ("b", 0)}
+        states = {key: SimpleNamespace(external_req_id=n, request_index=i) for key, (n, i) in answers.items()}
+        self.output_processor = SimpleNamespace(request_states=states)
+        self.aborted: list[Any] = []
+
+    async def abort(self, ids: list[str], internal: bool = False) -> None:
+        self.aborted.append((ids, internal))
+
+
+def test_answers_are_aborted_by_request_and_index_and_those_that_are_known_are_told() -> None:
+    engine = Processor()
+    wanted = {"a": {0, 2, 5}, "b": {1}, "gone": {0}}
+    assert asyncio.run(_compat.abort_answers(engine, wanted)) == {"a": {0, 2}}
+    assert engine.aborted == [(["0_a-x", "2_a-x"], True)]
+    assert asyncio.run(_compat.abort_answers(engine, {"gone": {0}})) == {}
+    assert len(engine.aborted) == 1

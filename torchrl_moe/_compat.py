@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
+    "abort_answers",
+    "build_beside",
+    "compute_with_one_thread",
     "delivered_tokens",
+    "drop_packed",
+    "exchange_packed",
     "forget_half_loads",
+    "has_packed",
+    "hidden_weights",
     "keep_cpu_experts_with_lora",
+    "load_beside",
+    "pack_tied",
     "plain_tokenizer",
     "register_weight_engine",
     "restore_moe_kernels",
@@ -131,6 +141,112 @@ def forget_half_loads(model: Any) -> None:
             info.loaded_weights.clear()
 
 
+PACKED_HANDLE = "cpu_linear"  # a linear layer's kernel on CPU: a function that holds the packed weight
+# a module's attributes that hold its listed tensors, or tensors that no checkpoint tensor goes into
+CONSTANTS = {"_parameters", "_buffers", "kv_cache", "_k_scale_cpu", "_v_scale_cpu"}
+
+
+def build_beside(vllm_config: Any, device: Any) -> tuple[Any, Any]:
+    """Build a second model of a configuration in a worker that runs the first, and return it with its own copy (0.30).
+
+    Attention and expert layers enter their names in the configuration's registry, where the first model's must stay: so
+    the second one gets a copy with a registry of its own. Rotary embeddings are constants that vLLM shares by itself.
+    """
+    import copy
+
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    with set_default_torch_dtype(vllm_config.model_config.dtype), device:
+        return initialize_model(vllm_config=config).eval(), config
+
+
+def load_beside(model: Any, config: Any, device: Any, tensors: Any) -> None:
+    """Load checkpoint tensors into a second model and pack them, as vLLM does at start-up.
+
+    vLLM's current configuration is the process's, but on CPU only constructors and loaders read it, not a step.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    take_moe_kernels(model)
+    with set_current_vllm_config(config):
+        model.load_weights(tensors)
+        process_weights_after_loading(model, config.model_config, device)
+
+
+def pack_tied(model: Any) -> None:
+    """Pack anew the linear layers whose parameter belongs to an earlier layer, such as a head tied to the embeddings.
+
+    vLLM's reload packs a layer when its tensors arrive, and theirs arrive at the other: their packed copy stays old.
+    """
+    owners: dict[int, Any] = {}
+    for module in model.modules():
+        weight = vars(module)["_parameters"].get("weight")
+        if weight is None or not has_packed(module):
+            continue
+        if owners.setdefault(id(weight), module) is not module:
+            module.quant_method.process_weights_after_loading(module)
+
+
+def compute_with_one_thread() -> None:
+    """Let torch compute with one thread, in the thread that calls this. vLLM's CPU worker takes the public way away."""
+    import torch
+
+    torch._C.set_num_threads(1)
+
+
+def has_packed(module: Any) -> bool:
+    """Whether a module is a linear layer that holds its weight packed."""
+    return PACKED_HANDLE in vars(module)
+
+
+def exchange_packed(one: Any, other: Any) -> None:
+    """Let two linear layers exchange their packed weights. A handle's bias is an argument, so it need not move."""
+    one.cpu_linear, other.cpu_linear = other.cpu_linear, one.cpu_linear
+
+
+def drop_packed(module: Any) -> None:
+    """Give up a linear layer's packed weight."""
+    vars(module).pop(PACKED_HANDLE, None)
+
+
+def hidden_weights(model: Any) -> str:
+    """Return, in words, where a model keeps weights that are neither parameters, buffers nor packed handles; or "".
+
+    A kernel may pack weights into attributes of its own, which nobody lists.
+    """
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for name, module in model.named_modules():
+        implementation = getattr(module, "impl", None)
+        if implementation is not None and _packs_weights(implementation):
+            return f"{name} packs weights of its own ({type(implementation).__name__})"
+        for key, value in vars(module).items():
+            if key not in CONSTANTS and any(id(tensor) not in known for tensor in _tensors_in(value)):
+                return f"{name} keeps a tensor of its own ({key})"
+    return ""
+
+
+def _tensors_in(value: Any) -> list[Any]:
+    import torch
+
+    if isinstance(value, dict):
+        value = list(value.values())
+    parts = value if isinstance(value, list | tuple) else [value]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def _packs_weights(implementation: Any) -> bool:
+    from vllm.v1.attention.backend import AttentionImplBase
+
+    own = type(implementation).process_weights_after_loading
+    return own is not AttentionImplBase.process_weights_after_loading
+
+
 def delivered_tokens(engine: Any) -> dict[str, dict[int, int]]:
     """Return, for each request that an ``AsyncLLM`` runs, answer -> tokens that its output processor has (0.30, 0.31).
 
@@ -146,3 +262,19 @@ def delivered_tokens(engine: Any) -> dict[str, dict[int, int]]:
                     if output is not None:
                         had.setdefault(output.index, len(output.token_ids))
     return counts
+
+
+async def abort_answers(engine: Any, wanted: Mapping[str, set[int]]) -> dict[str, set[int]]:
+    """Abort some of the answers that an ``AsyncLLM`` makes, by request and index; return those that it knew.
+
+    Its public ``abort`` takes requests whole; the answers have ids that only its output processor knows.
+    """
+    found: dict[str, set[int]] = {}
+    internal = []
+    for name, state in engine.output_processor.request_states.items():
+        if state.request_index in wanted.get(state.external_req_id, ()):
+            internal.append(name)
+            found.setdefault(state.external_req_id, set()).add(state.request_index)
+    if internal:
+        await engine.abort(internal, internal=True)
+    return found

@@ -17,6 +17,8 @@ ACROSS: dict[str, str] = {
     "objectives/test_invariance.py": "no split of a batch changes a loss, for each of them",
     "modules/policies/test_parity.py": "engine and policy together compute what transformers computes",
     "modules/replay/test_composition.py": "replay with peft, torch.compile and FSDP2",
+    "weight_update/test_weights_in_flight.py": "requests across a weight swap, over a real engine",
+    "weight_update/test_weight_matrix.py": "families, pauses, caches and transports together, over real engines",
     "modules/policies/test_torchrl_pipeline.py": "the policy in TorchRL's environment, collector and replay buffer",
 }
 """Test files of behaviour that no single file has -> what they are about."""

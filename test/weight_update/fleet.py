@@ -36,6 +36,7 @@ class WeightReplica(FakeReplica):
         self.weights: dict[str, Tensor] = {}
         self.reader: WeightStoreReader | None = None
         self.options: dict[str, Any] = {}
+        self.staging: dict[str, Any] = {}
 
     def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
         method = getattr(self, f"command_{command}", None)
@@ -52,19 +53,22 @@ class WeightReplica(FakeReplica):
     def command_metadata(self) -> Any:
         return EXPECTED
 
-    def command_init_weights(self, transport: str, folder: str) -> None:
+    def command_init_weights(self, transport: str, options: dict[str, Any]) -> None:
         assert transport == "memmap"
-        self.reader = WeightStoreReader(folder)
+        self.reader = WeightStoreReader(options["folder"])
 
-    def command_stage_weights(self, version: int) -> StageReport:
+    def command_stage_weights(self, version: int, **options: Any) -> StageReport:
+        self.staging = options
         assert self.reader is not None, "the transport is not initialised"
         manifest = self.reader.manifest(version)
         check_tensors(manifest.tensors, EXPECTED)
         self.reader.verify(manifest)
         return StageReport(seconds=0.25, nbytes=manifest.nbytes, digest=manifest.digest)
 
-    def command_swap_weights(self, version: int, pause: str, clear_cache: bool, error: Exception | None) -> SwapReport:
-        self.options = {"pause": pause, "clear_cache": clear_cache}
+    def command_swap_weights(
+        self, version: int, pause: str, clear_cache: bool, canary: Any, error: Exception | None
+    ) -> SwapReport:
+        self.options = {"pause": pause, "clear_cache": clear_cache, "canary": canary}
         if isinstance(error, SoftError):
             return SwapReport(paused_seconds=0.5, error=str(error))
         if error is not None:

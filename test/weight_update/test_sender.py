@@ -92,7 +92,7 @@ def test_requests_are_frozen_and_kv_says_what_becomes_of_the_cache(
 ) -> None:
     engine = Fleet(1)
     connect(engine, kv=kv).update_weights(weights())
-    assert engine.replicas[0].options == {"pause": "keep", "clear_cache": clear_cache}
+    assert engine.replicas[0].options == {"pause": "keep", "clear_cache": clear_cache, "canary": None}
 
 
 def test_the_steps_may_be_taken_by_themselves(connect: Connect) -> None:

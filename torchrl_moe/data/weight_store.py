@@ -69,6 +69,11 @@ class Manifest:
         return sum(entry.nbytes for entry in self.entries)
 
     @property
+    def extent(self) -> int:
+        """Bytes of the slot that its tensors reach into, gaps for alignment included."""
+        return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
+
+    @property
     def digest(self) -> str:
         """One digest of all names, dtypes, shapes and bytes."""
         text = json.dumps([(e.name, e.dtype, e.shape, e.digest) for e in self.entries])
@@ -254,6 +259,12 @@ class WeightStoreReader:
         """Hold a version's slot and give its tensors, mapped and not copied; do not keep them afterwards."""
         with self._holding(manifest) as flat:
             yield {entry.name: _tensor(flat, entry) for entry in manifest.entries}
+
+    @contextmanager
+    def flat(self, manifest: Manifest) -> Iterator[NDArray[np.uint8]]:
+        """:meth:`reading` for those who send a slot as it lies there: uint8 ``[manifest.extent]``."""
+        with self._holding(manifest) as flat:
+            yield flat[: manifest.extent]
 
     @contextmanager
     def _holding(self, manifest: Manifest) -> Iterator[NDArray[np.uint8]]:

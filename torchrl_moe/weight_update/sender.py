@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.weight_update.metadata import trained_model
 from torchrl_moe.weight_update.report import ReplicaSync, SyncReport
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
+from torchrl_moe.weight_update.transports.transport import StageOptions
 
 __all__ = ["WeightSender"]
 
@@ -134,8 +135,10 @@ class WeightSender:
         )
 
     def _open(self, entry: RosterEntry) -> None:
-        options = {"transport": self.scheme.transport, "folder": str(self.scheme.folder)}
-        entry.replica.call("init_weights", self.scheme.timeout_seconds, **options)
+        options = {"folder": str(self.scheme.folder)}
+        entry.replica.call(
+            "init_weights", self.scheme.timeout_seconds, transport=self.scheme.transport, options=options
+        )
         self._opened.add(entry.replica)
 
     def _check_open(self) -> None:
@@ -195,7 +198,9 @@ class WeightSender:
         try:
             if entry.replica not in self._opened:
                 self._open(entry)
-            staged: StageReport = entry.replica.call("stage_weights", self.scheme.timeout_seconds, version=version)
+            staged: StageReport = entry.replica.call(
+                "stage_weights", self.scheme.timeout_seconds, version=version, manifest=None, **asdict(StageOptions())
+            )
         except TorchRLMoEError as error:
             return error
         except ValueError as error:  # so a ManifestMismatch arrives from another process
@@ -323,7 +328,7 @@ class WeightSender:
         """Swap, and once more if it failed; a replica that does not answer is not asked again."""
         roster = self._running_engine().roster
         pause: PauseMode = "keep"
-        options = {"version": version, "pause": pause, "clear_cache": self.scheme.kv == "recompute"}
+        options = {"version": version, "pause": pause, "clear_cache": self.scheme.kv == "recompute", "canary": None}
         report = SwapReport(error="not tried")
         for attempt in range(1, ATTEMPTS + 1):
             try:

@@ -18,9 +18,10 @@ from modules.backends.vllm import toy_engine
 from modules.backends.vllm.processes import until
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion, PauseMode, ReplicaInfo, ReplicaStats, Request
-from torchrl_moe.modules.backends.vllm import engine_process, stats_feed, wire
+from torchrl_moe.modules.backends.vllm import engine_process, running, stats_feed, wire
 from torchrl_moe.modules.backends.vllm.engine_process import EngineProcess
 from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica
+from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
 from torchrl_moe.modules.backends.vllm.stats_feed import Load
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
@@ -130,6 +131,23 @@ def test_a_refusal_says_whose_fault_it_is(serve: Serve, params: dict[str, Any], 
     assert [message[1].request_id for message in sent if message[0] == "completion"] == ["good"]
 
 
+def test_a_request_whose_tokens_were_no_good_starts_again(serve: Serve) -> None:
+    async def script(bench: Bench) -> None:
+        answers: list[Completion] = []
+
+        async def deliver(completion: Completion) -> Completion | None:
+            answers.append(completion)
+            return completion if len(answers) == 3 else None
+
+        bench.process.weights.deliver = deliver  # type: ignore[method-assign]
+        bench.generate(by_ids("a", 1))
+        await bench.until_sent(1)
+        assert [answer.request_id for answer in answers] == ["a"] * 3
+        assert bench.sent[0][1].outputs[0].token_ids is answers[2].outputs[0].token_ids
+
+    assert len(serve(script).sent) == 1
+
+
 def test_an_abort_cuts_its_requests_and_no_others(serve: Serve) -> None:
     async def script(bench: Bench) -> None:
         bench.generate(by_ids("a", seconds=60), by_ids("b", seconds=60))
@@ -151,7 +169,7 @@ def test_an_abort_right_behind_its_request_is_not_lost(serve: Serve) -> None:
         bench.inbox.put("abort", ["a"])
         await bench.until_sent(1)
         asked = len(bench.engine.aborts)
-        await asyncio.sleep(5 * engine_process.ABORT_SECONDS)
+        await asyncio.sleep(5 * running.ABORT_SECONDS)
         assert len(bench.engine.aborts) == asked  # and it does not go on asking
 
     ((_, completion),) = serve(script).sent
@@ -164,7 +182,7 @@ def test_an_abort_spares_the_next_request_of_the_same_id(serve: Serve) -> None:
         await asyncio.sleep(0.05)
         bench.inbox.put("abort", ["again"])
         await bench.until_sent(1)
-        bench.generate(by_ids("again", seconds=5 * engine_process.ABORT_SECONDS))
+        bench.generate(by_ids("again", seconds=5 * running.ABORT_SECONDS))
         await bench.until_sent(2)
 
     first, second = (completion for _, completion in serve(script).sent)
@@ -289,7 +307,7 @@ def test_completions_that_are_ready_together_share_a_message() -> None:
 
     async def two() -> list[Any]:
         outputs = [output async for output in toy.generate({"prompt": "A"}, None, "r", lora_request=None, priority=0)]
-        return [engine_process.completion_from_vllm(output, by_ids("r"), 0) for output in outputs * 2]
+        return [completion_from_vllm(output, by_ids("r"), 0) for output in outputs * 2]
 
     one, other = asyncio.run(two())
     messages = [("completion", one), ("ready", "info"), ("completion", other), ("result", 1, b"")]

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -26,16 +27,23 @@ from reference import Reference, route_mismatches
 from torchrl_moe._errors import DigestMismatch, ManifestMismatch, ReplicaDiedError, WeightSyncError
 from torchrl_moe.data.weight_store import WeightStoreWriter
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, StageReport, SwapReport
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
-from torchrl_moe.weight_update import VLLMWeightSyncScheme, get_model_metadata
+from torchrl_moe.testing.tiny_moe import save_tiny_moe
+from torchrl_moe.weight_update import SyncReport, VLLMWeightSyncScheme, get_model_metadata
 from torchrl_moe.weight_update.sender import WeightSender
 
 EXPECTED = {"w": (torch.float32, torch.Size([4]))}
 
 
 # -- over a fake engine -----------------------------------------------------------------------------------------------
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    """What a worker says that has staged a version."""
+    done = {"running": False, "stage": "shadow", "reason": "", "fetched": 0.0, "loaded": 0.5, "error": None}
+    return {**done, **changes}
 
 
 class FakeLLM:
@@ -49,6 +57,10 @@ class FakeLLM:
         self.prompts: list[Any] = []
         self.counts: dict[str, tuple[str, int, int]] = {}  # state -> request, answer, tokens
         self.arriving: list[tuple[str, int]] = []  # tokens that come in after the pause, one per look
+        self.begins: list[list[bool]] = []  # what workers answer when they are to stage, if not yes
+        self.reports: list[list[dict[str, Any]]] = [[report()]]  # of staging, one per look; the last stays
+        self.whole: Any = [True]
+        self.on_resume: Callable[[], None] = lambda: None
 
     @property
     def output_processor(self) -> Any:
@@ -82,6 +94,23 @@ class FakeLLM:
 
     async def resume_generation(self) -> None:
         await self._step("resume")
+        self.on_resume()
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await self._step("abort", sorted(request_ids))
+        self.counts = {}
+
+    async def update_weight_version(self, version: str) -> None:
+        await self._step("version", version)
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> Any:
+        name = method.removeprefix("torchrl_moe_")
+        if name == "whole":
+            return self.whole
+        if name == "staged":
+            return self.reports.pop(0) if len(self.reports) > 1 else self.reports[0]
+        await self._step(name, *args)
+        return self.begins.pop(0) if name == "stage" and self.begins else [True]
 
     async def start_weight_update(self) -> None:
         await self._step("start")
@@ -105,6 +134,16 @@ GOOD = [
     ("finish", "7"),
     "resume",
     "probe",
+]
+
+
+SHADOW = [
+    ("pause", "keep", False),
+    ("change_places", 7),
+    "resume",
+    "probe",
+    ("version", "7"),
+    "drop_staged",
 ]
 
 
@@ -170,15 +209,66 @@ def test_the_cache_is_cleared_if_asked() -> None:
     assert engine.log[0] == ("pause", "keep", True)
 
 
-@pytest.mark.parametrize(("step", "done"), [("start", 2), ("update", 3), ("finish", 4)])
+FAILING = pytest.mark.parametrize(("step", "done"), [("start", 2), ("update", 3), ("finish", 4)])
+
+
+@FAILING
 def test_an_update_that_fails_leaves_the_engine_paused_and_says_why(step: str, done: int) -> None:
+    engine = FakeLLM()
+    engine.fail[step] = RuntimeError("boom")
+    engine.whole = [True, False]
+    weights = make(engine)
+    report = swap(weights)
+    assert (report.started, report.error) == (True, "RuntimeError: boom")
+    assert engine.log == GOOD[:done]
+    assert weights.version == 0
+
+
+@FAILING
+def test_an_update_that_fails_before_it_touched_the_model_leaves_the_old_weights_in_service(
+    step: str, done: int
+) -> None:
     engine = FakeLLM()
     engine.fail[step] = RuntimeError("boom")
     weights = make(engine)
     report = swap(weights)
-    assert report.error == "RuntimeError: boom"
-    assert engine.log == [*GOOD[:done], ("pause", "keep", False)]
+    assert (report.started, report.error) == (False, "RuntimeError: boom")
+    assert engine.log == [*GOOD[:done], "resume"]
     assert weights.version == 0
+
+
+def test_a_second_attempt_that_does_not_begin_cannot_bring_the_old_weights_back() -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
+    swap(weights)
+    engine.whole = [True]
+    assert swap(weights).started
+    assert engine.log.count("resume") == 0
+
+
+def test_a_second_attempt_that_cannot_even_pause_leaves_bad_weights_paused() -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
+    swap(weights)
+    engine.fail["pause"] = RuntimeError("no pause")
+    report = swap(weights)
+    assert (report.started, report.error) == (True, "RuntimeError: no pause")
+    assert "resume" not in engine.log
+
+
+def test_workers_that_do_not_answer_are_not_whole() -> None:
+    engine = FakeLLM()
+    engine.fail["update"] = RuntimeError("boom")
+
+    async def dead(method: str, args: tuple[Any, ...] = ()) -> Any:
+        raise RuntimeError("the engine is dead")
+
+    engine.collective_rpc = dead  # type: ignore[method-assign]
+    report = swap(make(engine))
+    assert (report.started, report.error) == (True, "RuntimeError: boom")
+    assert "resume" not in engine.log
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -187,12 +277,13 @@ def test_a_probe_that_is_not_a_number_pauses_the_engine_again(bad: float) -> Non
     engine.logprob = bad
     report = swap(make(engine))
     assert report.error == "WeightSyncError: the new weights give a log-prob that is not a number"
-    assert engine.log == [*GOOD, ("pause", "keep", False)]
+    assert report.started
+    assert engine.log == [*GOOD, ("pause", "keep", False), ("abort", [])]
 
 
 def test_a_failed_swap_can_be_tried_again() -> None:
     engine = FakeLLM()
-    engine.fail["update"] = RuntimeError("boom")
+    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
     weights = make(engine)
     swap(weights)
     engine.fail.clear()
@@ -221,24 +312,241 @@ def test_every_probe_is_computed_anew() -> None:
     assert len({request_id for _, request_id in engine.prompts}) == 3
 
 
+# -- staging ----------------------------------------------------------------------------------------------------------
+
+
+async def staged(weights: EngineWeights, version: int, stage: str = "auto", verify: str = "digest", **more: Any) -> Any:
+    return await weights.stage(version, stage, verify, more.get("threads", 1), more.get("manifest"))
+
+
+def memmap(engine: FakeLLM, folder: Path) -> EngineWeights:
+    weights = make(engine)
+    asyncio.run(weights.init("memmap", {"folder": str(folder)}))
+    engine.log.clear()
+    return weights
+
+
 def test_staging_needs_the_transport_and_then_checks_everything(tmp_path: Path) -> None:
     engine, store = FakeLLM(), WeightStoreWriter(tmp_path)
     weights = make(engine)
     with pytest.raises(WeightSyncError, match=r"not initialised: call init_all_workers_group\(\) first"):
-        asyncio.run(weights.stage(1))
-    asyncio.run(weights.init("memmap", str(tmp_path)))
-    assert engine.log == [("init", {"transport": "memmap", "folder": str(tmp_path)})]
+        asyncio.run(staged(weights, 1))
+    options = {"folder": str(tmp_path)}
+    asyncio.run(weights.init("memmap", options))
+    assert engine.log == [("init", {"transport": "memmap", "options": options})]
     manifest = store.publish([("w", torch.ones(4))], 1)
-    report = asyncio.run(weights.stage(1))
-    assert (report.nbytes, report.digest) == (16, manifest.digest)
+    found = asyncio.run(staged(weights, 1))
+    assert (found.nbytes, found.digest, found.stage, found.reason) == (16, manifest.digest, "shadow", "")
+    assert found.loaded == 0.5
+    assert 0 < found.fetched < found.seconds
+    engine.log.clear()
     with pytest.raises(ManifestMismatch, match="version 2 is not in the store"):
-        asyncio.run(weights.stage(2))
+        asyncio.run(staged(weights, 2))
     store.publish([("v", torch.ones(4))], 2)
     with pytest.raises(ManifestMismatch, match=r"1 missing \(w\); 1 unknown to the engine \(v\)"):
-        asyncio.run(weights.stage(2))
+        asyncio.run(staged(weights, 2))
     (tmp_path / "slot-1.weights").write_bytes(b"\x01" * 64)
     with pytest.raises(DigestMismatch, match="bytes of w"):
-        asyncio.run(weights.stage(1))
+        asyncio.run(staged(weights, 1))
+    assert engine.log == []  # no worker was asked
+    for verify in ("canary", "off"):
+        assert asyncio.run(staged(weights, 1, verify=verify)).digest == manifest.digest
+
+
+@pytest.mark.parametrize(("stage", "shadow"), [("auto", True), ("shadow", True), ("plain", False)])
+def test_workers_are_told_what_to_do(tmp_path: Path, stage: str, shadow: bool) -> None:
+    engine = FakeLLM()
+    weights = memmap(engine, tmp_path)
+    manifest = WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 1)
+    asyncio.run(staged(weights, 1, stage, verify="off", threads=3))
+    assert engine.log == [("stage", manifest.to_json(), shadow, False, 3)]
+
+
+def test_a_transport_that_cannot_look_versions_up_is_given_the_manifest(tmp_path: Path) -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    asyncio.run(weights.init("gloo", {"port": 1}))
+    manifest = WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 5)
+    with pytest.raises(WeightSyncError, match="cannot look version 5 up: give its manifest"):
+        asyncio.run(staged(weights, 5))
+    found = asyncio.run(staged(weights, 5, manifest=manifest.to_json()))
+    assert found.digest == manifest.digest
+    assert engine.log[-1] == ("stage", manifest.to_json(), True, True, 1)
+
+
+def test_workers_are_looked_after_until_all_have_ended(tmp_path: Path) -> None:
+    engine = FakeLLM()
+    weights = memmap(engine, tmp_path)
+    WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 1)
+    engine.begins = [[True, False], [True, True]]  # one is still at the version before
+    engine.reports = [
+        [{"running": True}, report()],
+        [{"running": True}, {"running": True}],
+        [report(loaded=2.0), report(stage="plain", reason="no room", fetched=1.0)],
+    ]
+    found = asyncio.run(staged(weights, 1))
+    assert [entry[0] for entry in engine.log] == ["stage", "stage"]
+    assert len(engine.reports) == 1
+    assert (found.stage, found.reason, found.loaded) == ("plain", "no room", 2.0)
+    assert found.fetched >= 1.0
+    engine.log.clear()
+    swap(weights, 1)
+    assert "start" in engine.log  # not all have it
+
+
+def test_a_staging_that_the_driver_gave_up_ends_with_the_next(tmp_path: Path) -> None:
+    async def run() -> tuple[StageReport, BaseException]:
+        engine, weights = FakeLLM(), make()
+        weights.engine = engine
+        await weights.init("memmap", {"folder": str(tmp_path)})
+        engine.reports = [[{"running": True}]]
+        stalled = asyncio.create_task(staged(weights, 1))
+        await asyncio.sleep(0.02)
+        engine.begins = [[False], [True]]
+        following = asyncio.create_task(staged(weights, 1))
+        await asyncio.sleep(0.02)
+        engine.reports = [[report()]]
+        (error,) = await asyncio.wait_for(asyncio.gather(stalled, return_exceptions=True), 5.0)
+        return await following, error
+
+    WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 1)
+    found, error = asyncio.run(run())
+    assert found.stage == "shadow"
+    assert str(error) == "another version was staged meanwhile"
+
+
+def test_a_worker_that_could_not_stage_says_why_and_nothing_is_swapped(tmp_path: Path) -> None:
+    engine = FakeLLM()
+    weights = memmap(engine, tmp_path)
+    WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 1)
+    asyncio.run(staged(weights, 1))
+    engine.reports = [[report(), report(error="MemoryError: no room")]]
+    with pytest.raises(WeightSyncError, match="version 1 could not be staged: MemoryError: no room"):
+        asyncio.run(staged(weights, 1))
+    engine.log.clear()
+    swap(weights, 1)
+    assert ("change_places", 1) not in engine.log
+
+
+# -- shadows ----------------------------------------------------------------------------------------------------------
+
+
+def shadowed(engine: FakeLLM, version: int = 7) -> EngineWeights:
+    weights = make(engine)
+    weights._in_shadow = version
+    return weights
+
+
+def test_a_version_in_the_shadow_changes_places_and_then_the_old_one_is_dropped() -> None:
+    engine = FakeLLM()
+    weights = shadowed(engine)
+    assert swap(weights).error is None
+    assert engine.log == SHADOW
+    assert weights.version == 7
+    engine.log.clear()
+    assert swap(weights).error is None
+    assert engine.log == GOOD  # it is not there any more
+
+
+def test_another_version_than_the_one_in_the_shadow_is_loaded_plainly() -> None:
+    engine = FakeLLM()
+    swap(shadowed(engine, version=8))
+    assert engine.log == [*GOOD, "drop_staged"]
+
+
+def test_a_canary_that_fails_brings_the_old_weights_back() -> None:
+    engine = FakeLLM()
+    engine.logprob = math.nan
+    weights = shadowed(engine)
+    report = swap(weights)
+    assert (report.started, report.error) == (
+        False,
+        "WeightSyncError: the new weights give a log-prob that is not a number",
+    )
+    back = [("pause", "keep", False), ("abort", []), ("change_places", 7), "resume", "drop_staged"]
+    assert engine.log == [*SHADOW[:4], *back]
+    assert weights.version == 0
+    engine.logprob = -1.0
+    engine.log.clear()
+    assert swap(weights).error is None
+    assert engine.log == GOOD
+
+
+def test_old_weights_that_do_not_come_back_leave_the_engine_paused() -> None:
+    engine = FakeLLM()
+    engine.logprob = math.nan
+    engine.on_resume = lambda: engine.fail.update(change_places=RuntimeError("no way back"))
+    report = swap(shadowed(engine))
+    assert report.started
+    assert "not a number" in report.error
+    assert engine.log[-2:] == [("change_places", 7), "drop_staged"]
+    assert engine.log.count("resume") == 1
+
+
+def test_a_shadow_that_will_not_change_places_leaves_the_old_weights_in_service() -> None:
+    engine = FakeLLM()
+    engine.fail["change_places"] = RuntimeError("version 7 is not in the shadow")
+    weights = shadowed(engine)
+    report = swap(weights)
+    assert (report.started, report.error) == (False, "RuntimeError: version 7 is not in the shadow")
+    assert engine.log == [*SHADOW[:2], "resume", "drop_staged"]
+    assert weights.version == 0
+
+
+# -- what leaves ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("good", [True, False])
+@pytest.mark.parametrize("shadow", [True, False])
+def test_nothing_that_new_weights_made_leaves_before_the_canary(good: bool, shadow: bool) -> None:
+    async def run() -> None:
+        engine = FakeLLM()
+        engine.counts = {"frozen": ("frozen", 0, 2)}
+        weights = shadowed(engine) if shadow else make(engine)
+        asked, answer = asyncio.Event(), asyncio.Event()
+
+        async def probe(prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+            asked.set()
+            await answer.wait()
+            yield SimpleNamespace(outputs=[SimpleNamespace(logprobs=[{5: SimpleNamespace(logprob=engine.logprob)}])])
+
+        engine.generate = probe  # type: ignore[method-assign]
+        engine.logprob = -1.0 if good else math.nan
+        assert await weights.deliver(completion("before", 0, 3)) is not None
+        swapping = asyncio.create_task(weights.swap(7, "keep", False))
+        await asked.wait()
+        leaving = asyncio.create_task(weights.deliver(completion("early", weights.version, 3)))
+        arriving = asyncio.create_task(weights.salt())
+        await asyncio.sleep(0.02)
+        assert not leaving.done()
+        assert not arriving.done()
+        answer.set()
+        assert ((await swapping).error is None) == good
+        await arriving
+        if not good and not shadow:  # neither old weights nor good new ones: until the next swap succeeds
+            await asyncio.sleep(0.02)
+            assert not leaving.done()
+            engine.logprob = -1.0
+            assert (await weights.swap(8, "keep", False)).error is None
+        left = await asyncio.wait_for(leaving, 5.0)
+        assert (left is None) == (not good)  # else it starts again
+        late = await weights.deliver(completion("frozen", weights.version, 4))
+        assert (late is None) == (not good)
+        if late is not None:
+            assert late.outputs[0].policy_versions.tolist() == [0, 0, 7, 7]
+        again = await weights.deliver(completion("frozen", weights.version, 2))
+        assert again is not None
+        assert again.outputs[0].policy_versions.tolist() == [weights.version] * 2
+
+    asyncio.run(run())
+
+
+def test_requests_that_ran_on_weights_that_failed_are_cut_short() -> None:
+    engine = FakeLLM()
+    engine.counts = {"a": ("a", 0, 2)}
+    engine.logprob = math.nan
+    swap(shadowed(engine))
+    assert ("abort", ["a"]) in engine.log
 
 
 # -- whose tokens -----------------------------------------------------------------------------------------------------
@@ -288,7 +596,7 @@ def test_a_failed_attempt_marks_nothing_twice() -> None:
     engine = FakeLLM()
     engine.counts = {"a": ("a", 0, 2)}
     weights = make(engine)
-    engine.fail["update"] = RuntimeError("boom")
+    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
     swap(weights, 1)
     engine.fail.clear()
     swap(weights, 1)
@@ -318,7 +626,10 @@ def test_requests_that_are_over_are_forgotten() -> None:
 
 TOLERANCE = 1e-5
 PROMPTS = [[72, 101, 108], list(range(40, 90)), [7], [200, 3, 3, 199] * 6]
-FAMILIES = [pytest.param(family, marks=pytest.mark.engine(family)) for family in ("qwen3_moe", "deepseek_v3")]
+FAMILIES = [
+    pytest.param(family, marks=pytest.mark.engine(family))
+    for family in ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3")
+]
 
 
 class Trainer:
@@ -344,6 +655,32 @@ class Trainer:
     def restore(self) -> None:
         self.model.load_state_dict(self.original)
         self.sender.update_weights()
+
+    def stage(self, version: int, how: str = "auto", verify: str = "digest") -> StageReport:
+        """Stage a version in the first replica."""
+        options = {"version": version, "stage": how, "verify": verify, "threads": 1, "manifest": None}
+        staged: StageReport = self.engine.roster[0].replica.call("stage_weights", 60.0, **options)
+        return staged
+
+    def update(self, how: str) -> SyncReport:
+        """Bring the first replica, and only it, to the model's weights in one of the ways."""
+        version = self.sender.publish()
+        staged = self.stage(version, how)
+        assert staged.stage == ("plain" if how == "plain" else "shadow"), staged.reason
+        report = self.sender.apply(version, {0: staged}, replicas=[0])
+        assert report.failed == {}
+        return report
+
+    def canary(self, ids: list[int], tolerance: float = 1e-4) -> dict[str, Any]:
+        """The model's own log-probs of a prompt."""
+        log_probs = self.reference(torch.tensor(ids))[0][1:].tolist()
+        return {"token_ids": ids, "log_probs": log_probs, "tolerance": tolerance}
+
+    def swap(self, version: int, **options: Any) -> SwapReport:
+        """Swap without the sender, which does not know of a canary."""
+        kwargs = {"version": version, "pause": "keep", "clear_cache": False, "canary": None, **options}
+        report: SwapReport = self.engine.roster[0].replica.call("swap_weights", 60.0, **kwargs)
+        return report
 
     def generate(self, prompts: Any = PROMPTS, tokens: int = 12, **kwargs: Any) -> Any:
         params = {"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, "temperature": 1.0}
@@ -397,15 +734,134 @@ Train = Callable[..., Trainer]
 def test_after_each_sync_the_engine_computes_what_the_trainer_does(family: str, train: Train) -> None:
     trainer = train()
     trainer.assert_agrees(trainer.generate())
-    for seed in (1, 2):
+    for seed, how in enumerate(("shadow", "plain", "auto", "shadow", "plain", "plain", "shadow")):
         trainer.change(seed)
-        assert trainer.distance(trainer.generate()) > 100 * TOLERANCE  # the change is one that shows
-        report = trainer.sender.update_weights()
-        assert report.failed == {}
+        assert trainer.distance(trainer.generate(PROMPTS[:1])) > 100 * TOLERANCE  # the change is one that shows
+        report = trainer.update(how)
         completions = trainer.generate()
         trainer.assert_agrees(completions)
         assert all((output.policy_versions == report.version).all() for c in completions for output in c.outputs)
-    print(f"{family}: {report!r}, |dlogp| {trainer.distance(completions):.1e}")
+        print(f"{family}, {how}: {report!r}, |dlogp| {trainer.distance(completions):.1e}")
+
+
+@pytest.mark.soak
+@pytest.mark.engine
+def test_a_tied_head_is_synced_in_both_ways(no_engine: EngineShelf, tmp_path: Path) -> None:
+    save_tiny_moe(tmp_path, "qwen3_moe", tie_word_embeddings=True)
+    with AsyncVLLM.from_pretrained(tmp_path, **SMALL) as engine:
+        trainer = Trainer(engine, tmp_path)
+        for seed, how in enumerate(("shadow", "plain", "plain", "shadow")):
+            trainer.change(seed, "embed")  # the head is these too
+            trainer.update(how)
+            assert trainer.distance(trainer.generate()) <= TOLERANCE
+        trainer.sender.shutdown()
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_generation_goes_on_while_a_version_is_staged(train: Train) -> None:
+    """Requests begin and end while the staging of one version is under way."""
+    trainer, stop = train(), threading.Event()
+    spans: list[tuple[float, float]] = []
+
+    def ask() -> None:
+        while not stop.is_set():
+            began = time.monotonic()
+            trainer.generate([[1, 2, 3]], tokens=2)
+            spans.append((began, time.monotonic()))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    version, deadline, inside = trainer.sender.publish(), time.monotonic() + 60, 0
+    try:
+        while not inside:
+            assert time.monotonic() < deadline
+            began = time.monotonic()
+            assert trainer.stage(version, "shadow").loaded > 0
+            ended = time.monotonic()
+            inside = sum(began < first and last < ended for first, last in list(spans))
+    finally:
+        stop.set()
+        thread.join(30.0)
+    assert not thread.is_alive()
+    trainer.assert_agrees(trainer.generate())  # none of those versions was swapped in, and all were alike
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_version_that_was_staged_and_never_applied_is_dropped(train: Train) -> None:
+    trainer = train()
+    before = trainer.generate()
+    trainer.change(21)
+    trainer.stage(trainer.sender.publish(), "shadow")
+    assert trainer.engine.stats()[0]["version"] == before[0].outputs[0].policy_versions[0]
+    trainer.change(22)
+    trainer.update("shadow")
+    trainer.assert_agrees(trainer.generate())
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.parametrize("how", ["shadow", "plain"])
+def test_a_canary_that_the_engine_gets_right_is_passed(train: Train, how: str) -> None:
+    trainer, ids = train(), list(range(60, 90))
+    for seed in (31, 32):
+        trainer.change(seed)
+        version = trainer.sender.publish()
+        trainer.stage(version, how, verify="canary")
+        assert trainer.swap(version, canary=trainer.canary(ids, TOLERANCE)).error is None
+        trainer.assert_agrees(trainer.generate())
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_canary_that_fails_brings_back_the_old_weights_for_every_request(train: Train) -> None:
+    """Requests in flight ran on the new weights for a moment: none of their tokens may be of those."""
+    trainer, prompts = train(), [list(range(start, 60)) for start in range(44, 56)]
+    good = trainer.update("shadow").version
+    old = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    canary = trainer.canary([5, 6, 7])  # of the old weights
+    trainer.change(41)
+    version = trainer.sender.publish()
+    trainer.stage(version, "shadow")
+    done: list[Completion] = []
+    thread = threading.Thread(target=lambda: done.extend(trainer.generate(prompts, tokens=300)))
+    thread.start()
+    let_run(trainer.engine)
+    report = trainer.swap(version, canary=canary)
+    assert not report.started
+    assert "the new weights' log-probs differ from the trainer's by up to" in str(report.error)
+    thread.join(60.0)
+    assert not thread.is_alive()
+    trainer.model.load_state_dict(old)
+    assert len(done) == len(prompts)
+    trainer.assert_agrees(done)
+    for completion in done:
+        assert completion.outputs[0].policy_versions.tolist() == [good] * 300
+        assert completion.outputs[0].finish_reason == "length"
+    trainer.assert_agrees(trainer.generate())
+    trainer.change(42)
+    trainer.update("shadow")
+    trainer.assert_agrees(trainer.generate())
+
+
+@pytest.mark.soak
+@pytest.mark.engine("qwen3_moe")
+def test_many_updates_leave_memory_and_descriptors_as_they_were(train: Train) -> None:
+    trainer = train()
+    process = trainer.engine.roster[0].replica._child.process.pid  # type: ignore[attr-defined]
+
+    def held() -> tuple[int, int]:
+        family = [psutil.Process(process), *psutil.Process(process).children(recursive=True)]
+        return sum(one.memory_info().rss for one in family), sum(one.num_fds() for one in family)
+
+    sizes = []
+    for seed in range(120):
+        trainer.change(seed)
+        trainer.update("shadow" if seed % 3 else "plain")
+        trainer.generate(PROMPTS[:1], tokens=2)
+        if seed >= 40:
+            sizes.append(held())
+    trainer.restore()
+    (first, files), (last, files_now) = sizes[0], sizes[-1]
+    assert files_now == files
+    assert last - first < 40 * (1 << 20)
 
 
 @pytest.mark.engine("deepseek_v3")
@@ -456,8 +912,18 @@ def test_a_prefix_cached_under_older_weights_is_not_used_again(train: Train, kv:
 
 
 @pytest.mark.engine("qwen3_moe")
-@pytest.mark.parametrize("kv", ["salt", "recompute"])
-def test_requests_in_flight_go_on_with_the_new_weights_and_each_token_knows_its_version(train: Train, kv: str) -> None:
+@pytest.mark.parametrize(
+    ("kv", "how"),
+    [
+        ("salt", "shadow"),
+        ("recompute", "shadow"),
+        pytest.param("salt", "plain", marks=pytest.mark.soak),
+        ("recompute", "plain"),
+    ],
+)
+def test_requests_in_flight_go_on_with_the_new_weights_and_each_token_knows_its_version(
+    train: Train, kv: str, how: str
+) -> None:
     """Tokens made before the swap have the old weights' log-probs, exactly up to the mark. Those after have the new
     weights' if the cache was recomputed; else their prefix is of both."""
     trainer, prompts = train(kv=kv), [list(range(start, 60)) for start in range(44, 56)]
@@ -471,7 +937,7 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_each_token_knows_its_
     old = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     trainer.change(4)
     after = trainer.sender.publish()
-    staged = trainer.sender.prefetch(after)
+    staged = {0: trainer.stage(after, how)}
     thread = threading.Thread(target=ask)
     thread.start()
     let_run(trainer.engine)
@@ -560,17 +1026,29 @@ def test_after_a_sync_each_of_two_replicas_agrees_with_the_trainer(engine: Async
 
 
 @pytest.mark.engine
-def test_a_failed_load_is_made_good_and_weights_that_are_no_numbers_end_the_replica(no_engine: EngineShelf) -> None:
+def test_weights_that_are_no_numbers_end_a_replica_only_if_the_old_ones_are_gone(no_engine: EngineShelf) -> None:
     folder = no_engine.folder("qwen3_moe")
     with AsyncVLLM.from_pretrained(folder, **SMALL) as engine:
         trainer = Trainer(engine, folder)
         trainer.change(5)
         version = trainer.sender.publish()
-        trainer.sender.prefetch(version)
-        replica = engine.roster[0].replica
-        missing = replica.call("swap_weights", 30.0, version=99, pause="keep", clear_cache=False)
-        assert "version 99 is not in the store" in missing.error
-        assert trainer.sender.apply(version).failed == {}
+        staged = {0: trainer.stage(version, "plain")}
+        missing = trainer.swap(99)
+        assert not missing.started
+        assert "version 99 is not in the store" in str(missing.error)
+        trainer.model.load_state_dict(trainer.original)
+        trainer.assert_agrees(trainer.generate())  # the load failed before its first tensor
+        trainer.change(5)
+        assert trainer.sender.apply(version, staged).failed == {}
+        trainer.assert_agrees(trainer.generate())
+
+        tensors = checkpoint_tensors(trainer.model)
+        tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], torch.nan)
+        version = trainer.sender.publish(tensors)
+        with pytest.raises(WeightSyncError, match="log-prob that is not a number") as caught:
+            trainer.sender.apply(version, {0: trainer.stage(version, "shadow")})
+        assert caught.value.report.replicas[0].attempts == 1
+        assert engine.roster[0].state.name == "SERVING"
         trainer.assert_agrees(trainer.generate())
 
         failures: list[Exception] = []
@@ -584,10 +1062,9 @@ def test_a_failed_load_is_made_good_and_weights_that_are_no_numbers_end_the_repl
         frozen = threading.Thread(target=ask)
         frozen.start()
         let_run(engine)
-        tensors = checkpoint_tensors(trainer.model)
-        tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], torch.nan)
+        version = trainer.sender.publish(tensors)
         with pytest.raises(WeightSyncError, match="log-prob that is not a number") as caught:
-            trainer.sender.update_weights(tensors)
+            trainer.sender.apply(version, {0: trainer.stage(version, "plain")})
         assert caught.value.report.replicas[0].attempts == 2
         frozen.join(30.0)
         assert len(failures) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from torchrl_moe import _compat
+from torchrl_moe.data.weight_store import WeightStoreWriter
 from torchrl_moe.modules.backends.vllm.worker_extension import WorkerExtension
 
 
@@ -22,6 +24,31 @@ def test_router_layers_are_those_of_the_model_that_runs(monkeypatch: pytest.Monk
     worker.model_runner = SimpleNamespace(get_model=lambda: model)
     assert worker.torchrl_moe_router_layers() == [1, 3]
     assert asked == [model]
+
+
+def test_the_weight_engine_is_asked_by_name(tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    class Engine:
+        whole = False
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: asked.append((name, args, kwargs)) or name
+
+    manifest = WeightStoreWriter(tmp_path).publish([("w", torch.ones(1))], 4)
+    worker = WorkerExtension()
+    worker.weight_transfer_engine = Engine()
+    assert worker.torchrl_moe_stage(manifest.to_json(), True, False, 2) == "stage"
+    assert worker.torchrl_moe_staged() == "staged"
+    worker.torchrl_moe_change_places(4)
+    worker.torchrl_moe_drop_staged()
+    assert worker.torchrl_moe_whole() is False
+    assert asked == [
+        ("stage", (manifest,), {"shadow": True, "verify": False, "threads": 2}),
+        ("staged", (), {}),
+        ("change_places", (4,), {}),
+        ("drop", (), {}),
+    ]
 
 
 def test_a_check_sees_the_parameters_as_they_were_and_the_model_as_it_is() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from torchrl_moe import _compat
 from torchrl_moe.modules.backends.replica import ReplicaInfo
-from torchrl_moe.modules.backends.vllm import engine_process
+from torchrl_moe.modules.backends.vllm import engine_process, running
 from torchrl_moe.modules.backends.vllm.stats_feed import Load
 
 KEPT: list[SharedMemory] = []
@@ -135,7 +135,7 @@ async def start(arguments: dict[str, Any]) -> tuple[ToyEngine, ReplicaInfo, Load
 def without_vllm(set_attribute: Any = setattr) -> None:
     """Put toys in the place of what imports vLLM."""
     set_attribute(_compat, "vllm_client_errors", lambda: (ValueError, TypeError))
-    set_attribute(engine_process, "SamplingParamsBuilder", lambda: lambda spec, guided_options: spec)
+    set_attribute(running, "SamplingParamsBuilder", lambda: lambda spec, guided_options: spec)
 
 
 if __name__ == "__main__":

@@ -16,36 +16,24 @@ import asyncio
 import os
 import pickle
 import sys
-import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from torchrl_moe import _compat
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.replica import (
-    Completion,
-    PauseMode,
-    ReplicaInfo,
-    ReplicaStats,
-    Request,
-    StageReport,
-    SwapReport,
-)
+from torchrl_moe.modules.backends.replica import PauseMode, ReplicaInfo, ReplicaStats, StageReport, SwapReport
 from torchrl_moe.modules.backends.vllm import wire
-from torchrl_moe.modules.backends.vllm.adapters import Adapters
 from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args
 from torchrl_moe.modules.backends.vllm.lifeline import Inbox, end_group, end_group_later
-from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
-from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder
+from torchrl_moe.modules.backends.vllm.running import RunningRequests
 from torchrl_moe.modules.backends.vllm.stats_feed import Load, StatsFeed
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 
 WATCH_SECONDS = 0.5
-ABORT_SECONDS = 0.01
 SHUTDOWN_SECONDS = 1.0  # that vLLM's own processes get to end
 
 
@@ -74,43 +62,22 @@ class EngineProcess:
         self.info = info
         self.load = load
         self.weights = EngineWeights(engine, lambda: checkpoint_metadata(_checkpoint_folder(info.model)))
-        self.counts = dict.fromkeys(("requests", "completions", "prompt_tokens", "cached_tokens"), 0)
-        self.counts["generated_tokens"] = 0
-        self.seconds = 0.0
+        self.requests = RunningRequests(
+            engine, self.weights, lambda completion: send(("completion", completion)), self._refuse
+        )
+        self.weights.in_flight = self.requests
         self._inbox = inbox
         self._send = send
-        self._open: dict[str, Request] = {}
         self._death_reported = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._errors = _compat.vllm_client_errors()
-        self._sampling = SamplingParamsBuilder()
-        self._adapters = Adapters(engine)
         self._feed = StatsFeed(load, self._figures, send)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def generate(self, packed: dict[str, Any]) -> None:
-        """Start one task per request of a message."""
-        for request in wire.unpack_requests(packed):
-            self._open[request.request_id] = request
-            self._spawn(self._run(request), partial(self._send_completion, request, time.monotonic()))
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, Any], *on_done: Callable[[asyncio.Task[Any]], None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        for callback in (self._tasks.discard, *on_done):
-            task.add_done_callback(callback)
-
-    def _send_completion(self, request: Request, started: float, task: asyncio.Task[Completion]) -> None:
-        del self._open[request.request_id]
-        if task.cancelled():  # the process is ending: the driver fails what is open
-            return
-        error = task.exception()
-        if error is None:
-            self._count(task.result(), time.monotonic() - started)
-            self._send(("completion", task.result()))
-        elif not self._report_death():
-            self._send(("refused", request.request_id, *self._described(error)))
+    def _refuse(self, request_id: str, error: BaseException) -> None:
+        if not self._report_death():
+            self._send(("refused", request_id, *self._described(error)))
 
     def _described(self, error: BaseException) -> tuple[str, str]:
         """Return whose fault an error is, and its words.
@@ -122,46 +89,14 @@ class EngineProcess:
             return "value", str(cause)
         return "engine", f"{type(cause).__name__}: {cause}"
 
-    async def _run(self, request: Request) -> Completion:
-        params = self._sampling(request.sampling_params, request.guided_options)
-        lora = await self._adapters.load(request.lora_request)
-        prompt: dict[str, Any] = await self.weights.salt()
-        if request.prompt_token_ids is None:
-            prompt["prompt"] = request.prompt
-        else:
-            prompt["prompt_token_ids"] = request.prompt_token_ids.tolist()
-        final = None
-        async for output in self.engine.generate(
-            prompt, params, request.request_id, lora_request=lora, priority=request.priority
-        ):
-            final = output
-        if final is None:
-            raise RuntimeError(f"vLLM ended request {request.request_id!r} without an output")
-        return self.weights.stamp(completion_from_vllm(final, request, self.weights.version))
-
-    def _count(self, completion: Completion, seconds: float) -> None:
-        self.counts["requests"] += 1
-        self.counts["completions"] += len(completion.outputs)
-        self.counts["prompt_tokens"] += len(completion.prompt_token_ids)
-        self.counts["cached_tokens"] += completion.num_cached_tokens
-        self.counts["generated_tokens"] += sum(len(output.token_ids) for output in completion.outputs)
-        self.seconds += seconds
-
-    def abort(self, request_ids: list[str]) -> None:
-        """Cut requests short. Asked until they are gone: vLLM does not know a request whose prompt it still reads."""
-        self._spawn(self._abort([self._open[name] for name in request_ids if name in self._open]))
-
-    async def _abort(self, requests: list[Request]) -> None:
-        # by the request and not by its id, which the driver may use again the moment it is free
-        while requests := [request for request in requests if self._open.get(request.request_id) is request]:
-            await self.engine.abort([request.request_id for request in requests])
-            await asyncio.sleep(ABORT_SECONDS)
-
     # -- commands ---------------------------------------------------------------------------------------------------
 
     def call(self, number: int, method: str, kwargs: dict[str, Any]) -> None:
         """Start a command; its value or its error is sent when it is done."""
-        self._spawn(self._answer(method, kwargs), partial(self._send_result, number))
+        task = asyncio.get_running_loop().create_task(self._answer(method, kwargs))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(partial(self._send_result, number))
 
     async def _answer(self, method: str, kwargs: dict[str, Any]) -> bytes:
         """Run a command. Its value is pickled here and unpickled by the caller, where a failure concerns only him."""
@@ -198,32 +133,36 @@ class EngineProcess:
     async def command_metadata(self) -> Any:
         return checkpoint_metadata(_checkpoint_folder(self.info.model))
 
-    async def command_init_weights(self, transport: str, folder: str) -> None:
-        await self.weights.init(transport, folder)
+    async def command_init_weights(self, transport: str, options: dict[str, Any]) -> None:
+        await self.weights.init(transport, options)
 
-    async def command_stage_weights(self, version: int) -> StageReport:
-        return await self.weights.stage(version)
+    async def command_stage_weights(
+        self, version: int, stage: str, verify: str, threads: int, manifest: str | None
+    ) -> StageReport:
+        return await self.weights.stage(version, stage, verify, threads, manifest)
 
-    async def command_swap_weights(self, version: int, pause: PauseMode, clear_cache: bool) -> SwapReport:
-        return await self.weights.swap(version, pause, clear_cache)
+    async def command_swap_weights(
+        self, version: int, pause: PauseMode, clear_cache: bool, canary: dict[str, Any] | None
+    ) -> SwapReport:
+        return await self.weights.swap(version, pause, clear_cache, canary)
 
     async def command_stats(self) -> ReplicaStats:
         return self._feed.stats()
 
     def _figures(self) -> ReplicaStats:
         # vLLM reports with each step, and an engine that has nothing to do makes none
-        load, busy = self.load, bool(self._open)
+        load, busy = self.load, bool(self.requests)
         return ReplicaStats(
             running=load.running if busy else 0,
             waiting=load.waiting if busy else 0,
             cache_usage=load.cache_usage if busy else 0.0,
-            generation_seconds=self.seconds,
+            generation_seconds=self.requests.seconds,
             cache_queries=load.cache_queries,
             cache_hits=load.cache_hits,
             preemptions=load.preemptions,
             steps=load.steps,
             step_at=load.step_at,
-            **self.counts,
+            **self.requests.counts,
         )
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -235,9 +174,10 @@ class EngineProcess:
         while True:
             kind, *rest = await self._inbox.messages.get()
             if kind == "generate":
-                self.generate(*rest)
+                for request in wire.unpack_requests(*rest):
+                    self.requests.start(request)
             elif kind == "abort":
-                self.abort(*rest)
+                self.requests.abort(*rest)
             elif kind == "call":
                 self.call(*rest)
             else:

@@ -1,7 +1,7 @@
 """What we add to vLLM's workers: methods that the engine process calls by name through ``collective_rpc``.
 
 It is imported inside worker processes only. Every method carries our prefix, because vLLM refuses an extension that
-shares a name with its worker class.
+shares a name with its worker class. None waits for anything: a worker that answers a call makes no tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from torchrl_moe import _compat
+from torchrl_moe.data.weight_store import Manifest
 
 __all__ = ["WorkerExtension"]
 
@@ -23,9 +24,10 @@ _compat.keep_cpu_experts_with_lora()
 
 
 class WorkerExtension:
-    """Mixed into vLLM's ``Worker``; ``model_runner`` is the worker's own."""
+    """Mixed into vLLM's ``Worker``; ``model_runner`` and ``weight_transfer_engine`` are the worker's own."""
 
     model_runner: Any
+    weight_transfer_engine: Any
     torchrl_moe_saved: dict[str, Tensor]
 
     def torchrl_moe_router_layers(self) -> list[int]:
@@ -35,6 +37,30 @@ class WorkerExtension:
         zero is an expert.
         """
         return _compat.router_layer_ids(self.model_runner.get_model())
+
+    def torchrl_moe_stage(self, manifest: str, shadow: bool, verify: bool, threads: int) -> bool:
+        """Begin to stage a version; see ``WeightEngine.stage``."""
+        version = Manifest.from_json(manifest)
+        began: bool = self.weight_transfer_engine.stage(version, shadow=shadow, verify=verify, threads=threads)
+        return began
+
+    def torchrl_moe_staged(self) -> dict[str, Any]:
+        """Return how far staging is; see ``Staging.report``."""
+        report: dict[str, Any] = self.weight_transfer_engine.staged()
+        return report
+
+    def torchrl_moe_change_places(self, version: int) -> None:
+        """Let the model and its shadow change places."""
+        self.weight_transfer_engine.change_places(version)
+
+    def torchrl_moe_drop_staged(self) -> None:
+        """Give up what was staged, or the old weights after a swap."""
+        self.weight_transfer_engine.drop()
+
+    def torchrl_moe_whole(self) -> bool:
+        """Whether the model can run: no layer of it is taken apart."""
+        whole: bool = self.weight_transfer_engine.whole
+        return whole
 
     def torchrl_moe_save_params(self) -> int:
         """Keep a copy of the parameters in host memory, for :meth:`torchrl_moe_validate`; return how many."""

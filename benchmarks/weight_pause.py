@@ -1,0 +1,193 @@
+"""How long generation stands still for a weight update: vLLM's bare reload, ours, and with a shadow model.
+
+One engine and its event loop in this process, eight requests generating all the while. Each round takes the three ways
+in turn, and the ratios are taken round by round. Bare is pause, start, load, finish, resume, with the expert kernels
+dropped first, without which vLLM 0.30 computes wrongly on CPU. Digests are checked before any pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+# before vllm or torch are imported: their processes inherit these
+SETTINGS = {
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+if __name__ == "__main__":
+    os.environ.update(SETTINGS)
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from benchmarks.report import Row, finish, median_range  # noqa: E402
+from torchrl_moe.data.weight_store import WeightStoreWriter  # noqa: E402
+from torchrl_moe.modules.backends.replica import StageReport  # noqa: E402
+from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata  # noqa: E402
+from torchrl_moe.modules.backends.vllm.engine_process import _start_engine  # noqa: E402
+from torchrl_moe.modules.backends.vllm.weights import EngineWeights  # noqa: E402
+from torchrl_moe.modules.policies.unstack import checkpoint_tensors  # noqa: E402
+from torchrl_moe.testing import ByteTokenizer, make_tiny_moe  # noqa: E402
+
+ROUNDS, REQUESTS = 5, 8
+QUIET_SECONDS = 3.0
+MODEL: dict[str, Any] = {
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "mlp_only_layers": [],
+}
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 27,
+    "max_model_len": 512,
+}
+
+
+class Traffic:
+    """Requests that generate all the while; ``gaps`` has the seconds between tokens, by what else went on.
+
+    Args:
+        engine: the ``AsyncLLM``.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.gaps: dict[str, list[float]] = {}
+        self.beside = "nothing"
+        self._engine = engine
+        self._tasks = [asyncio.create_task(self._ask(number)) for number in range(REQUESTS)]
+
+    async def _ask(self, number: int) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(max_tokens=400, ignore_eos=True, logprobs=0, output_kind=RequestOutputKind.DELTA)
+        for turn in range(1_000_000):
+            prompt = {"prompt_token_ids": [number, turn % 200], "cache_salt": f"{number}-{turn}"}
+            last, beside = 0.0, ""
+            async for _ in self._engine.generate(prompt, params, f"traffic-{number}-{turn}"):
+                now = time.perf_counter()
+                if beside == self.beside:  # both ends of the gap
+                    self.gaps.setdefault(beside, []).append(now - last)
+                last, beside = now, self.beside
+
+    async def stop(self) -> None:
+        """End all requests."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def stage(weights: EngineWeights, version: int, how: str) -> StageReport:
+    """Stage a version; what was asked for must be what was done."""
+    report = await weights.stage(version, how, "digest", 1, None)
+    assert report.stage == how, report.reason
+    return report
+
+
+async def measure_round(weights: EngineWeights, traffic: Traffic, version: int) -> dict[str, float]:
+    """Bring a version in three ways, and return the seconds of each."""
+    await stage(weights, version, "plain")
+    traffic.beside = "a swap"
+    started = time.perf_counter()
+    await weights.engine.pause_generation(mode="keep", clear_cache=False)
+    await weights._load(version)
+    await weights.engine.resume_generation()
+    seconds = {"bare": time.perf_counter() - started}
+    traffic.beside = "nothing"
+    for how in ("plain", "shadow"):
+        await asyncio.sleep(0.2)
+        traffic.beside = f"staging, {how}"
+        report = await stage(weights, version, how)
+        traffic.beside = "a swap"
+        swap = await weights.swap(version, "keep", False)
+        traffic.beside = "nothing"
+        assert swap.error is None, swap.error
+        seconds |= {how: swap.paused_seconds, f"staging {how}": report.seconds}
+    await asyncio.sleep(0.2)
+    return seconds
+
+
+async def measure(folder: Path, tensors: dict[str, Tensor]) -> tuple[list[dict[str, float]], dict[str, list[float]]]:
+    """Return the seconds of each round, and the token gaps."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as store, contextlib.ExitStack() as stack:
+        writer = WeightStoreWriter(store)
+        engine, _, _ = await _start_engine({"model": str(folder), **ENGINE})
+        stack.callback(engine.shutdown)
+        weights = EngineWeights(engine, lambda: checkpoint_metadata(folder))
+        await weights.init("memmap", {"folder": store})
+        traffic = Traffic(engine)
+        rounds = []
+        for number in range(ROUNDS + 1):
+            traffic.beside = "publishing"
+            changed = ((name, tensor * (1 + 0.01 * number)) for name, tensor in tensors.items())
+            await asyncio.to_thread(writer.publish, changed, number + 1)
+            traffic.beside = "nothing"
+            rounds.append(await measure_round(weights, traffic, number + 1))
+        await asyncio.sleep(QUIET_SECONDS)
+        await traffic.stop()
+        return rounds[1:], traffic.gaps  # the first round builds the second model
+
+
+def main() -> None:
+    """Measure on a model of 0.8 GB."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_tiny_moe("qwen3_moe", **MODEL)
+        model.save_pretrained(folder)
+        ByteTokenizer().save_pretrained(folder)
+        tensors = dict(checkpoint_tensors(model))
+        gigabytes = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
+        rounds, gaps = asyncio.run(measure(Path(folder), tensors))
+    size = f"{gigabytes:.2f} GB, {len(tensors)} tensors"
+    plain = [seconds["plain"] / seconds["bare"] for seconds in rounds]
+    shadow = [seconds["shadow"] / seconds["bare"] for seconds in rounds]
+    quiet, staging = (statistics.median(gaps[beside]) for beside in ("nothing", "staging, shadow"))
+    rows = [
+        Row(claim=f"{name}, seconds ({size})", value=median_range([seconds[key] for seconds in rounds], 3))
+        for key, name in (
+            ("bare", "paused, vLLM's bare reload"),
+            ("plain", "paused, plain"),
+            ("shadow", "paused, shadow"),
+            ("staging shadow", "staging beside generation, shadow"),
+        )
+    ]
+    rows += [
+        Row(
+            claim="token gap that one in a hundred exceeds, staging a shadow / nothing, ms",
+            value=" / ".join(
+                f"{statistics.quantiles(gaps[beside], n=100)[-1] * 1e3:.0f}"
+                for beside in ("staging, shadow", "nothing")
+            ),
+        ),
+        _ratio("paused, plain / bare", plain, 1.2),
+        _ratio("paused, shadow / bare", shadow, 0.1),
+        Row(
+            claim="median token gap, staging a shadow / nothing, ms",
+            value=f"{staging * 1e3:.1f} / {quiet * 1e3:.1f} ({len(gaps['staging, shadow'])} gaps)",
+            target="<= 2x",
+            met=staging <= 2 * quiet,
+        ),
+    ]
+    finish("weight_pause", rows)
+
+
+def _ratio(claim: str, values: list[float], limit: float) -> Row:
+    met = statistics.median(values) <= limit
+    return Row(claim=claim, value=median_range(values, 3), target=f"<= {limit:g}", met=met)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""vLLM's own models without an engine: after each way of loading they must be bitwise what a start would have made.
+
+Run as ``python -m modules.backends.vllm.reload_check FAMILY[:tied][:bf16] ...`` in a process of its own, since vLLM
+sets process-wide state; it prints one JSON object: case -> what differed. Packed linear layers are compared by what
+they compute, all else by its bytes. Every case loads three versions, by a shadow
+in a thread and by a plain reload.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+VERSIONS = (1, 2, 0)
+CPU = torch.device("cpu")
+
+
+def configuration(folder: Path, family: str, dtype: str) -> Any:
+    from vllm import AsyncEngineArgs
+
+    from torchrl_moe.testing.tiny_moe import TINY_MOE_FAMILIES
+
+    arguments = {"dtype": dtype, "enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 1 << 26}
+    return AsyncEngineArgs(
+        model=str(folder), **{**arguments, **TINY_MOE_FAMILIES[family].vllm_cpu_args}
+    ).create_engine_config()
+
+
+def start_vllm(config: Any) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+
+
+def started(config: Any) -> nn.Module:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model
+
+    with set_current_vllm_config(config):
+        model: nn.Module = get_model(vllm_config=config)
+    return model
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def all_tensors(model: nn.Module) -> dict[str, Tensor]:
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    biases = [
+        (f"{name}.router", module.router.e_score_correction_bias)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if hasattr(module, "router") and module.router.e_score_correction_bias is not None
+    ]
+    return dict([*named, *biases])
+
+
+def differences(model: nn.Module, fresh: nn.Module) -> Iterator[str]:
+    ours, theirs = all_tensors(model), all_tensors(fresh)
+    yield from ours.keys() ^ theirs.keys()
+    yield from (name for name in ours.keys() & theirs.keys() if not torch.equal(ours[name], theirs[name]))
+    others: dict[str, Any] = dict(fresh.named_modules())
+    for name, module in model.named_modules():
+        if hasattr(module, "cpu_linear"):
+            width = module.input_size if hasattr(module, "input_size") else module.embedding_dim
+            rows = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(module.params_dtype)
+            results = [linear.cpu_linear(rows, linear.weight, None) for linear in (module, others[name])]
+            if not torch.equal(*results):
+                yield f"{name} computes otherwise"
+
+
+def by_shadow(model: nn.Module, config: Any) -> Callable[[dict[str, Tensor]], None]:
+    from torchrl_moe.modules.backends.vllm.shadow import ShadowModel, reason_against
+
+    assert reason_against(model, config, CPU) == ""
+    registry = dict(config.compilation_config.static_forward_context)
+    shadow = ShadowModel(model, config, CPU)
+
+    def load(tensors: dict[str, Tensor]) -> None:
+        before, said = {name: tensor.clone() for name, tensor in all_tensors(model).items()}, []
+        thread = threading.Thread(target=lambda: said.append(shadow.load(tensors.items())))
+        thread.start()
+        thread.join()
+        assert said == [""]
+        assert all(torch.equal(tensor, before[name]) for name, tensor in all_tensors(model).items())
+        for _ in range(3):  # there, back, and there
+            shadow.swap()
+        shadow.release()
+        now = config.compilation_config.static_forward_context
+        assert now.keys() == registry.keys()
+        assert all(now[name] is module for name, module in registry.items())
+
+    return load
+
+
+def by_reload(model: nn.Module, config: Any) -> Callable[[dict[str, Tensor]], None]:
+    from vllm.config import set_current_vllm_config
+
+    from torchrl_moe.modules.backends.vllm.weight_engine import WeightEngine
+
+    worker = WeightEngine(None, config, CPU, model)
+
+    def load(tensors: dict[str, Tensor]) -> None:
+        with set_current_vllm_config(config):
+            worker.start_weight_update()
+            model.load_weights(iter(tensors.items()))  # type: ignore[operator]
+            worker.finish_weight_update()
+
+    return load
+
+
+def check(case: str) -> list[str]:
+    from torchrl_moe.testing.tiny_moe import save_tiny_moe
+
+    family, *options = case.split(":")
+    with tempfile.TemporaryDirectory() as place:
+        folders = [Path(place, str(seed)) for seed in range(3)]
+        for seed, folder in enumerate(folders):
+            save_tiny_moe(folder, family, seed=seed, num_hidden_layers=2, tie_word_embeddings="tied" in options)
+        configs = [configuration(folder, family, "bfloat16" if "bf16" in options else "float32") for folder in folders]
+        if not torch.distributed.is_initialized():
+            start_vllm(configs[0])
+        fresh = [started(config) for config in configs]
+        wrong = []
+        for way in (by_shadow, by_reload):
+            config = configuration(folders[0], family, "bfloat16" if "bf16" in options else "float32")
+            model = started(config)
+            load = way(model, config)
+            for version in VERSIONS:
+                load(tensors_of(folders[version]))
+                wrong += [f"{way.__name__} {version}: {name}" for name in differences(model, fresh[version])]
+        return wrong
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps({case: check(case) for case in sys.argv[1:]}))

@@ -1,0 +1,193 @@
+"""Parts of an answer put together, against what one whole answer would be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchrl_moe.modules.backends.replica import CompletionOutput, Request
+from torchrl_moe.modules.backends.vllm.continuation import can_continue, join, request_for_rest, sampling_for_rest
+
+P = 4  # prompt tokens
+
+
+@dataclass
+class Params:
+    n: int = 3
+    max_tokens: int | None = 10
+    min_tokens: int = 0
+    seed: int | None = None
+    stop: Any = None
+    detokenize: bool = True
+    include_stop_str_in_output: bool = False
+    routed_experts_prompt_start: int = 0
+    presence_penalty: float = 0.0
+    structured_outputs: Any = None
+    bad_words: Any = None
+
+    def clone(self) -> Params:
+        return copy.copy(self)
+
+
+def decode(ids: Sequence[int]) -> str:
+    """Tokens are bytes; what is no character (yet) is shown as tokenizers do."""
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def part(raw: bytes, start: int, version: int, reason: str = "length", text: str | None = None) -> CompletionOutput:
+    """An answer's tokens ``start`` to ``start + len(raw)``; log-prob and row of each say its place."""
+    places = np.arange(start, start + len(raw))
+    rows = places + P - 1 if start else np.arange(P + len(raw) - 1)
+    return CompletionOutput(
+        index=0,
+        token_ids=np.array(list(raw), np.int64),
+        text=raw.decode("utf-8", errors="ignore") if text is None else text,
+        finish_reason=reason,
+        policy_versions=np.full(len(raw), version, np.int32),
+        logprobs=-places.astype(np.float32),
+        routed_experts=rows[:, None, None].astype(np.uint8),
+    )
+
+
+def joined(first: bytes, rest: bytes, params: Params, reason: str = "length", text: str | None = None) -> Any:
+    one = part(first, 0, 3, "abort")
+    return join(2, one, part(rest, len(first), 4, reason, text), params, decode)
+
+
+def check(output: CompletionOutput, raw: bytes, text: str, first: int, reason: str) -> None:
+    assert output.index == 2
+    assert bytes(output.token_ids.tolist()) == raw
+    assert output.text == text
+    assert output.finish_reason == reason
+    assert output.policy_versions.tolist() == [3] * first + [4] * (len(raw) - first)
+    assert output.logprobs.tolist() == [-place for place in range(len(raw))]
+    assert output.routed_experts[:, 0, 0].tolist() == list(range(P + len(raw) - 1))
+
+
+def test_all_that_belongs_to_a_token_is_joined() -> None:
+    check(joined(b"abc", b"de", Params()), b"abcde", "abcde", 3, "length")
+
+
+def test_an_answer_that_starts_anew_is_the_rest_alone() -> None:
+    output = join(2, None, part(b"xyz", 0, 4), Params(), decode)
+    check(output, b"xyz", "xyz", 0, "length")
+
+
+def test_what_was_not_asked_for_stays_away() -> None:
+    one, two = part(b"ab", 0, 3), part(b"c", 2, 4)
+    for item in (one, two):
+        item.logprobs = item.routed_experts = None
+    output = join(0, one, two, Params(), decode)
+    assert (output.logprobs, output.routed_experts) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("first", "rest", "stop", "raw", "text"),
+    [
+        (b"one STO", b"P two", "STOP", b"one STOP", "one "),
+        (b"one S", b"TOP two", ["STOP"], b"one STOP", "one "),
+        (b"ab", b"cdcd", ["abcd", "bc"], b"abc", "a"),  # the one that ends first
+        (b"aab", b"c", "bcd", b"aabc", "aabc"),
+        (b"STOP one", b" two", "STOP", b"STOP one two", "STOP one two"),  # vLLM has let it pass: min_tokens
+    ],
+)
+def test_a_stop_string_across_the_cut_ends_the_answer(
+    first: bytes, rest: bytes, stop: Any, raw: bytes, text: str
+) -> None:
+    output = joined(first, rest, Params(stop=stop))
+    check(output, raw, text, len(first), "length" if text == (first + rest).decode() else "stop")
+
+
+def test_a_stop_string_may_stay_in_the_text() -> None:
+    output = joined(b"one S", b"TOP two", Params(stop="STOP", include_stop_str_in_output=True))
+    check(output, b"one STOP", "one STOP", 5, "stop")
+    assert output.stop_reason == "STOP"
+
+
+def test_a_stop_string_that_vllm_found_in_the_rest_stays_as_it_found_it() -> None:
+    output = joined(b"one ", b"two.", Params(stop="."), "stop", "two")
+    check(output, b"one two.", "one two", 4, "stop")
+
+
+def test_a_stop_string_before_the_least_number_of_tokens_does_not_count() -> None:
+    assert joined(b"S", b"TOP and on", Params(stop="STOP", min_tokens=6)).finish_reason == "length"
+    assert joined(b"S", b"TOP and on", Params(stop="STOP", min_tokens=3)).finish_reason == "stop"
+
+
+@pytest.mark.parametrize("cut", [5, 6])  # in the middle of a character of three bytes
+def test_a_cut_inside_a_character_gives_the_whole_text(cut: int) -> None:
+    raw = "a é€ b".encode()
+    assert decode(raw[:cut]).endswith("\ufffd")
+    output = joined(raw[:cut], raw[cut:], Params(), text="")  # vLLM was not asked for the rest's text
+    check(output, raw, "a é€ b", cut, "length")
+
+
+def test_a_token_that_ends_the_answer_has_no_text_after_a_cut_inside_a_character() -> None:
+    raw = "é!".encode()
+    assert joined(raw[:1], raw[1:], Params(), "stop", "").text == "é"
+    assert joined(raw[:1], raw[1:], Params(include_stop_str_in_output=True), "stop", "").text == "é!"
+
+
+def test_stop_strings_are_found_after_a_cut_inside_a_character() -> None:
+    raw = "é and STOP and on".encode()
+    check(joined(raw[:1], raw[1:], Params(stop="STOP"), text=""), raw[:11], "é and ", 1, "stop")
+
+
+def test_without_text_nothing_is_decoded() -> None:
+    def refuse(ids: Any) -> str:
+        raise AssertionError("decoded")
+
+    one, two = part(b"a", 0, 3, text=""), part(b"b", 1, 4, text="")
+    assert join(0, one, two, Params(detokenize=False), refuse).text == ""
+
+
+def test_the_rest_is_asked_for_with_what_is_left() -> None:
+    params = Params(max_tokens=10, min_tokens=4, seed=100, stop="x")
+    rest = sampling_for_rest(params, 2, P, part(b"abc", 0, 3), decode)
+    assert (rest.n, rest.max_tokens, rest.min_tokens, rest.seed, rest.stop) == (1, 7, 1, 105, "x")
+    assert rest.routed_experts_prompt_start == P + 2
+    assert (params.n, params.max_tokens, params.seed) == (3, 10, 100)  # the user's own is left alone
+
+
+def test_limits_that_were_not_set_or_are_reached_stay_so() -> None:
+    rest = sampling_for_rest(Params(max_tokens=None, min_tokens=2), 0, P, part(b"abc", 0, 3), decode)
+    assert (rest.max_tokens, rest.min_tokens, rest.seed) == (None, 0, None)
+
+
+def test_an_answer_that_starts_anew_is_asked_for_whole() -> None:
+    rest = sampling_for_rest(Params(seed=100, min_tokens=4), 2, P, None, decode)
+    assert (rest.n, rest.max_tokens, rest.min_tokens, rest.seed, rest.routed_experts_prompt_start) == (1, 10, 4, 102, 0)
+
+
+def test_after_a_cut_inside_a_character_vllm_makes_no_text() -> None:
+    rest = sampling_for_rest(Params(stop="x"), 0, P, part("é".encode()[:1], 0, 3), decode)
+    assert (rest.detokenize, rest.stop) == (False, None)
+
+
+def test_the_prompt_of_the_rest_has_the_tokens_so_far() -> None:
+    request = Request(request_id="r", sampling_params=None, prompt="text", priority=3)
+    prompt = np.array([1, 2], np.int64)
+    rest = request_for_rest(request, "r~1", prompt, part(b"\x05\x06", 0, 0))
+    assert (rest.request_id, rest.prompt, rest.priority) == ("r~1", None, 3)
+    assert rest.prompt_token_ids.tolist() == [1, 2, 5, 6]
+    assert rest.prompt_token_ids.dtype == np.int32
+    assert request_for_rest(request, "r~1", prompt, None).prompt_token_ids.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("params", "can"),
+    [
+        (Params(), True),
+        (Params(stop=["x"], seed=3), True),
+        (Params(structured_outputs={"regex": "a"}), False),
+        (Params(presence_penalty=0.1), False),
+        (Params(bad_words=["two words"]), False),
+    ],
+)
+def test_what_depends_on_where_the_answer_began_cannot_be_continued(params: Params, can: bool) -> None:
+    assert can_continue(params) is can

@@ -1,0 +1,168 @@
+"""Weights swapped into real replicas by hand, and what transformers makes of each token under the version it has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engines import EngineShelf
+from reference import Reference
+from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
+from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request, StageReport
+from torchrl_moe.modules.policies.unstack import checkpoint_tensors
+from torchrl_moe.weight_update.transports.gloo import GlooTransport
+from torchrl_moe.weight_update.transports.transport import StageOptions
+
+TOLERANCE = 1e-5
+SECONDS = 60.0
+
+
+class Memmap:
+    """The transport that has nothing to send: replicas read the store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._opened = folder, set[int]()
+
+    def stage(self, replica: Any, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
+        if id(replica) not in self._opened:
+            self._opened.add(id(replica))
+            replica.call("init_weights", timeout, transport="memmap", options={"folder": str(self.folder)})
+        report: StageReport = replica.call(
+            "stage_weights",
+            timeout,
+            version=manifest.version,
+            stage=options.stage,
+            verify=options.verify,
+            threads=options.threads,
+            manifest=None,
+        )
+        return report
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Versions:
+    """Versions of a model's weights, brought to the replicas of an engine one by one.
+
+    Replicas are called directly, so that a test chooses how they pause; the roster's versions stay as they are.
+    """
+
+    def __init__(self, engine: AsyncVLLM, shelf: EngineShelf, family: str, folder: Path, transport: str) -> None:
+        self.replicas = [entry.replica for entry in engine.roster]
+        self.reference = Reference(shelf.folder(family))
+        self.store = WeightStoreWriter(folder)
+        self.transport: Any = Memmap(folder) if transport == "memmap" else GlooTransport(folder)
+        self.held = engine.roster[0].version
+        self.now = self.held
+        self.weights: dict[int, dict[str, Tensor]] = {}
+        self.keep(self.now)
+
+    def keep(self, version: int) -> None:
+        state = self.reference.model.state_dict()
+        self.now, self.weights[version] = version, {name: tensor.clone() for name, tensor in state.items()}
+
+    def load(self, version: int) -> None:
+        self.reference.model.load_state_dict(self.weights[version])
+
+    @torch.no_grad()
+    def change(self, seed: int) -> None:
+        """Move every weight of the newest version, buffers too, by a tenth or so."""
+        self.load(self.now)
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in self.reference.model.state_dict().values():
+            tensor.add_(0.1 * tensor.std(correction=0) * torch.randn(tensor.shape, generator=generator))
+
+    def prepare(self, seed: int) -> Manifest:
+        """Make a version and stage it on all replicas."""
+        self.change(seed)
+        manifest = self.publish(max(self.weights) + 1)
+        self.keep(manifest.version)
+        for replica in self.replicas:
+            assert self.transport.stage(replica, manifest, StageOptions(), SECONDS).digest == manifest.digest
+        return manifest
+
+    def publish(self, version: int) -> Manifest:
+        return self.store.publish(checkpoint_tensors(self.reference.model).items(), version)
+
+    def swap(self, manifest: Manifest, pause: str = "keep", clear_cache: bool = False) -> None:
+        """Swap in what was staged, on all replicas."""
+        for replica in self.replicas:
+            how: dict[str, Any] = {"pause": pause, "clear_cache": clear_cache, "canary": None}
+            report = replica.call("swap_weights", SECONDS, version=manifest.version, **how)
+            assert report.error is None
+
+    def update(self, seed: int, pause: str = "keep", clear_cache: bool = False) -> int:
+        """Make a version, bring it to all replicas, and return its number."""
+        manifest = self.prepare(seed)
+        self.swap(manifest, pause, clear_cache)
+        return manifest.version
+
+    def close(self) -> None:
+        """Leave the replicas with the weights, and the version, that they had."""
+        self.load(self.held)
+        manifest = self.publish(self.held)
+        for replica in self.replicas:
+            self.transport.stage(replica, manifest, StageOptions(), SECONDS)
+        self.swap(manifest)
+        self.transport.close()
+
+    # -- what is true of an answer ----------------------------------------------------------------------------------
+
+    def check(self, completion: Completion, output: CompletionOutput, only: int | None = None) -> None:
+        """Each token's log-prob, and each row, is what its version makes of all that stands before it.
+
+        Args:
+            completion: what came of a request.
+            output: one of its answers.
+            only: look at the tokens of this version alone; by default at all.
+        """
+        prompt, answer = len(completion.prompt_token_ids), len(output.token_ids)
+        made_by = torch.from_numpy(output.policy_versions.astype(np.int64))
+        assert (made_by.diff() >= 0).all()
+        rows = torch.from_numpy(output.routed_experts.astype(np.int64))
+        assert len(rows) == prompt + answer - 1
+        row_by = torch.cat([made_by[:1].expand(prompt - 1), made_by])  # row t is made together with token t + 1
+        ids = torch.from_numpy(np.concatenate([completion.prompt_token_ids, output.token_ids]))
+        for version in set(made_by.tolist()) if only is None else {only}:
+            self.load(version)
+            log_probs, routes = self.reference(ids)
+            got = torch.from_numpy(output.logprobs.copy())
+            assert (got - log_probs[prompt:])[made_by == version].abs().max() <= TOLERANCE
+            for layer, expected in routes.items():
+                same = (rows[:, layer].sort(-1).values == expected[:-1].sort(-1).values).all(-1)
+                assert same[row_by == version].all()
+
+    def changed(self, before: int, after: int) -> float:
+        """Return by how much two versions differ, as log-probs show it."""
+        found = []
+        for version in (before, after):
+            self.load(version)
+            found.append(self.reference(torch.arange(40, 90))[0][1:])
+        return float((found[0] - found[1]).abs().max())
+
+
+def let_run(replica: Any, futures: Sequence[Future[Completion]], seconds: float = 0.2) -> None:
+    """Wait until requests run, and a little longer: long enough for tokens, too short for all of them."""
+    deadline = time.monotonic() + SECONDS
+    while not replica.stats(SECONDS).running and not any(future.done() for future in futures):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    time.sleep(seconds)
+
+
+def ask(name: str, ids: Any, **params: Any) -> Request:
+    common: Mapping[str, Any] = {"ignore_eos": True, "logprobs": 0, "temperature": 1.0, **params}
+    return Request(request_id=name, sampling_params=dict(common), prompt_token_ids=np.array(ids, np.int32))
+
+
+def random_ids(seed: int, length: int) -> Any:
+    return np.random.default_rng(seed).integers(0, 256, length)

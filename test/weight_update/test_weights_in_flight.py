@@ -1,0 +1,92 @@
+"""Requests across a weight swap, over the real engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines import EngineShelf
+from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.replica import Completion, Request
+from weight_update.in_flight import TOLERANCE, Versions, ask, let_run, random_ids
+
+
+@pytest.fixture
+def versions(engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path) -> Iterator[Versions]:
+    made = Versions(engine, shelf, "qwen3_moe", tmp_path, "memmap")
+    yield made
+    made.close()
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_what_swaps_cut_goes_on_by_itself_and_every_token_is_exact(versions: Versions) -> None:
+    (replica,) = versions.replicas
+    asked = [ask(f"one-{i}", random_ids(i, 12), max_tokens=460) for i in range(6)]
+    asked += [ask(f"three-{i}", random_ids(50 + i, 12), max_tokens=460, n=3) for i in range(4)]
+    guided = Request(
+        request_id="guided",
+        sampling_params={"max_tokens": 310, "logprobs": 0},
+        prompt_token_ids=np.arange(65, 90, dtype=np.int32),
+        guided_options={"regex": "[ab]{200,300}"},
+    )
+    first = versions.now
+    prepared = [versions.prepare(seed) for seed in (21, 22)]
+    for version in (first + 1, first + 2):
+        assert versions.changed(version - 1, version) > 100 * TOLERANCE
+    futures = replica.submit([*asked, ask("short", random_ids(90, 12), max_tokens=3, n=3), guided])
+    futures[-2].result(30)
+    for manifest in prepared:
+        let_run(replica, futures[-1:])
+        versions.swap(manifest, "abort")
+    done: list[Completion] = [future.result(60) for future in futures]
+    for completion, request in zip(done[:-2], asked, strict=True):
+        assert completion.request_id == request.request_id
+        assert [output.index for output in completion.outputs] == list(range(request.sampling_params.get("n", 1)))
+        for output in completion.outputs:
+            assert (len(output.token_ids), output.finish_reason) == (460, "length")
+            assert set(output.policy_versions.tolist()) == {first, first + 1, first + 2}
+            versions.check(completion, output)
+    (answer,) = done[-1].outputs  # a grammar cannot be taken up in its middle
+    assert set(answer.text) <= set("ab")
+    assert 200 <= len(answer.text) <= 300
+    assert set(answer.policy_versions.tolist()) == {versions.now}
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_after_a_hot_swap_no_first_token_comes_from_an_old_cache(versions: Versions) -> None:
+    """Many requests share a prefix that is cached; most of them wait in vLLM's queue when the weights change."""
+    (replica,) = versions.replicas
+    shared = random_ids(7, 400)
+    asked = [ask(f"q-{i}", np.append(shared, i), max_tokens=40, n=3) for i in range(150)]
+    before, manifest = versions.now, versions.prepare(31)
+    futures = replica.submit(asked)
+    futures[0].result(60)
+    versions.swap(manifest)
+    done: list[Completion] = [future.result(120) for future in futures]
+    outputs = [(completion, output) for completion in done for output in completion.outputs]
+    assert {int(output.policy_versions[0]) for _, output in outputs} == {before, versions.now}
+    late = [pair for pair in outputs if pair[1].policy_versions[0] == versions.now]
+    assert len(late) >= 20
+    for completion, output in late[:: max(len(late) // 40, 1)]:
+        versions.check(completion, output)
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_what_a_hot_swap_froze_goes_on_and_is_exact_if_the_cache_was_dropped(
+    versions: Versions, clear_cache: bool
+) -> None:
+    """Else the old weights' keys and values stay in its prefix: only what it had before the swap is exact."""
+    (replica,) = versions.replicas
+    before, manifest = versions.now, versions.prepare(41)
+    futures = replica.submit([ask(f"f-{i}", random_ids(i, 12), max_tokens=460, n=2) for i in range(8)])
+    let_run(replica, futures)
+    versions.swap(manifest, "keep", clear_cache)
+    for future in futures:
+        completion = future.result(60)
+        for output in completion.outputs:
+            assert set(output.policy_versions.tolist()) == {before, versions.now}
+            versions.check(completion, output, only=None if clear_cache else before)

@@ -1,0 +1,291 @@
+"""The trainer's end of gloo: against the worker's end in this process, and replicas that refuse, stall and go away."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchrl_moe._errors import DigestMismatch, ManifestMismatch, ReplicaDiedError, SyncTimeout, WeightSyncError
+from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
+from torchrl_moe.modules.backends.replica import StageReport
+from torchrl_moe.modules.backends.vllm.receivers.gloo import GlooReceiver
+from torchrl_moe.weight_update.transports import gloo
+from torchrl_moe.weight_update.transports.gloo import GlooTransport
+from torchrl_moe.weight_update.transports.transport import StageOptions
+
+TIMEOUT = 20.0
+TENSORS = {
+    "a.weight": torch.arange(3000, dtype=torch.float32).view(30, 100),
+    "b.bias": torch.linspace(-1, 1, 7, dtype=torch.bfloat16),
+    "c.count": torch.tensor([5], dtype=torch.int64),
+    "d.none": torch.empty(0, 4),
+}
+
+
+class Replica:
+    """Workers of one replica, in this process; ``act`` may put something in the place of receiving."""
+
+    def __init__(self, workers: int = 1, act: Callable[[Replica, Manifest], None] | None = None) -> None:
+        self.index, self.workers, self.act = 0, workers, act
+        self.receivers: list[GlooReceiver] = []
+        self.opened: list[dict[str, Any]] = []
+        self.asked: list[dict[str, Any]] = []
+
+    def wait_ready(self, timeout: float) -> Any:
+        return SimpleNamespace(tensor_parallel_size=self.workers)
+
+    def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
+        return getattr(self, command)(**kwargs)
+
+    def init_weights(self, transport: str, options: dict[str, Any]) -> None:
+        assert transport == "gloo"
+        self.opened.append(options)
+        self.close()
+        self.receivers = [GlooReceiver(options, options["rank_offset"] + index) for index in range(self.workers)]
+
+    def stage_weights(self, **kwargs: Any) -> StageReport:
+        self.asked.append(kwargs)
+        manifest = Manifest.from_json(kwargs["manifest"])
+        if self.act is not None:
+            self.act(self, manifest)
+        with ThreadPoolExecutor(self.workers) as pool:
+            options = {"verify": kwargs["verify"] == "digest", "threads": kwargs["threads"]}
+            list(pool.map(lambda receiver: receiver.fetch(manifest, **options), self.receivers))
+        return StageReport(seconds=0.0, nbytes=manifest.nbytes, digest=manifest.digest)
+
+    def close(self) -> None:
+        for receiver in self.receivers:
+            receiver.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WeightStoreWriter:
+    return WeightStoreWriter(tmp_path / "store")
+
+
+@pytest.fixture
+def bench(store: WeightStoreWriter) -> Iterator[Callable[..., tuple[GlooTransport, Replica]]]:
+    made: list[Any] = []
+
+    def make(workers: int = 1, act: Any = None, **choices: Any) -> tuple[GlooTransport, Replica]:
+        made.extend((GlooTransport(store.folder, **choices), Replica(workers, act)))
+        return made[-2], made[-1]
+
+    yield make
+    for item in made:
+        item.close()
+
+
+Bench = Callable[..., tuple[GlooTransport, Replica]]
+
+
+def check_held(replica: Replica, manifest: Manifest, scale: int = 1) -> None:
+    for receiver in replica.receivers:
+        with receiver.reading(receiver.manifest(manifest.version)) as tensors:
+            assert list(tensors) == list(TENSORS)
+            for name, tensor in TENSORS.items():
+                assert tensors[name].dtype == tensor.dtype
+                assert torch.equal(tensors[name], tensor * scale)
+
+
+def publish(store: WeightStoreWriter, version: int, scale: int = 1) -> Manifest:
+    return store.publish([(name, tensor * scale) for name, tensor in TENSORS.items()], version)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1000, 1 << 20])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_worker_has_the_published_tensors_version_after_version(
+    store: WeightStoreWriter, bench: Bench, workers: int, bucket_bytes: int
+) -> None:
+    transport, replica = bench(workers, bucket_bytes=bucket_bytes)
+    transport.open(replica, TIMEOUT)
+    for version in (1, 2, 3):
+        manifest = publish(store, version, version)
+        report = transport.stage(replica, manifest, StageOptions(threads=2), TIMEOUT)
+        assert (report.nbytes, report.digest) == (manifest.nbytes, manifest.digest)
+        check_held(replica, manifest, version)
+    assert len(replica.opened) == 1
+    assert replica.opened[0]["world_size"] == workers + 1
+    assert replica.opened[0]["rank_offset"] == 1
+    assert (replica.asked[0]["stage"], replica.asked[0]["verify"], replica.asked[0]["threads"]) == ("auto", "digest", 2)
+
+
+def test_the_rendezvous_listens_on_loopback_only(bench: Bench) -> None:
+    transport, replica = bench()
+    transport.open(replica, TIMEOUT)
+    port = replica.opened[0]["port"]
+    assert replica.opened[0]["address"] == "127.0.0.1"
+    listening = [
+        line.split()[1]
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and line.split()[1].endswith(f":{port:04X}")
+    ]
+    assert listening == [f"0100007F:{port:04X}"]
+
+
+def test_a_replica_that_was_not_opened_is_met_first(store: WeightStoreWriter, bench: Bench) -> None:
+    transport, replica = bench()
+    manifest = publish(store, 1)
+    transport.stage(replica, manifest, StageOptions(), TIMEOUT)
+    check_held(replica, manifest)
+
+
+def test_a_refusal_is_the_answer_at_once_and_the_next_version_arrives(store: WeightStoreWriter, bench: Bench) -> None:
+    def refuse(replica: Replica, manifest: Manifest) -> None:
+        raise ManifestMismatch("not my tensors")
+
+    transport, replica = bench(act=refuse)
+    transport.open(replica, TIMEOUT)
+    started = time.monotonic()
+    with pytest.raises(ManifestMismatch, match="not my tensors"):
+        transport.stage(replica, publish(store, 1), StageOptions(), TIMEOUT)
+    assert time.monotonic() - started < TIMEOUT / 2
+    replica.act = None
+    manifest = publish(store, 2)
+    transport.stage(replica, manifest, StageOptions(), TIMEOUT)
+    check_held(replica, manifest)
+    assert len(replica.opened) == 2  # in a group of its own
+
+
+def test_a_replica_that_stalls_is_given_up_and_can_be_met_again(store: WeightStoreWriter, bench: Bench) -> None:
+    awake = threading.Event()
+
+    def stall(replica: Replica, manifest: Manifest) -> None:
+        awake.wait(TIMEOUT)
+        raise ReplicaDiedError("too late")
+
+    transport, replica = bench(act=stall)
+    transport.open(replica, TIMEOUT)
+    with pytest.raises(SyncTimeout, match=r"version 1 was not there within 0\.3 s: .*ready"):
+        transport.stage(replica, publish(store, 1), StageOptions(), 0.3)
+    awake.set()
+    replica.act = None
+    manifest = publish(store, 2)
+    transport.stage(replica, manifest, StageOptions(), TIMEOUT)
+    check_held(replica, manifest)
+
+
+class HalfReader(GlooReceiver):
+    """Announces that it will read, and does something else."""
+
+    act: Callable[[Any], None]
+
+    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
+        group = self._group.result()
+        group.announce()
+        type(self).act(group)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error", "words"),
+    [(TIMEOUT, ReplicaDiedError, "the process ended"), (1.0, SyncTimeout, "bytes were sent when the time was up")],
+)
+def test_a_replica_that_is_lost_in_the_middle_costs_only_its_own_version(
+    store: WeightStoreWriter, bench: Bench, monkeypatch: pytest.MonkeyPatch, timeout: float, error: Any, words: str
+) -> None:
+    """It goes away, which its connection shows; or it does not read on, which only the clock does."""
+    big = {"w": torch.zeros(1 << 26, dtype=torch.uint8)}  # more than the sockets hold
+    dies = error is ReplicaDiedError
+    stopped = threading.Event()
+
+    def act(group: Any) -> None:
+        if dies:
+            group.close()
+            raise ReplicaDiedError("the process ended")
+        stopped.wait(TIMEOUT)
+
+    monkeypatch.setattr(HalfReader, "act", staticmethod(act), raising=False)
+    transport, lost = bench(bucket_bytes=1 << 24)
+    other = Replica()
+    for replica in (lost, other):
+        transport.open(replica, TIMEOUT)
+    lost.receivers[0].__class__ = HalfReader
+    manifest = store.publish(big.items(), 1)
+    found: list[StageReport] = []
+    thread = threading.Thread(target=lambda: found.append(transport.stage(other, manifest, StageOptions(), TIMEOUT)))
+    thread.start()
+    with pytest.raises(error, match=words):
+        transport.stage(lost, manifest, StageOptions(), timeout)
+    thread.join(TIMEOUT)
+    stopped.set()
+    assert found[0].digest == manifest.digest
+    manifest = publish(store, 2)
+    for replica in (lost, other):
+        transport.stage(replica, manifest, StageOptions(), TIMEOUT)
+        check_held(replica, manifest)
+    assert (len(lost.opened), len(other.opened)) == (2, 1)
+    other.close()
+
+
+def test_what_a_gone_peer_did_not_explain_is_a_sync_error(
+    store: WeightStoreWriter, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gloo, "GRACE_SECONDS", 0.1)
+    silent = threading.Event()
+
+    def act(group: Any) -> None:
+        group.close()
+        silent.wait(TIMEOUT)
+
+    monkeypatch.setattr(HalfReader, "act", staticmethod(act), raising=False)
+    transport, replica = bench()
+    transport.open(replica, TIMEOUT)
+    replica.receivers[0].__class__ = HalfReader
+    with pytest.raises(WeightSyncError, match="version 1 was not sent"):
+        transport.stage(
+            replica, store.publish([("w", torch.zeros(1 << 26, dtype=torch.uint8))], 1), StageOptions(), TIMEOUT
+        )
+    silent.set()
+
+
+@pytest.mark.parametrize("verify", ["digest", "off"])
+def test_bytes_that_changed_on_the_way_are_found_where_digests_are_asked_for(
+    store: WeightStoreWriter, bench: Bench, verify: Any
+) -> None:
+    transport, replica = bench()
+    manifest = publish(store, 1)
+    slot = np.memmap(store.folder / f"slot-{manifest.slot}.weights", np.uint8, "r+")
+    slot[manifest.entries[1].offset] ^= 1
+    if verify == "off":
+        transport.stage(replica, manifest, StageOptions(verify=verify), TIMEOUT)
+        return
+    with pytest.raises(DigestMismatch, match=r"version 1: bytes of b\.bias are not those published"):
+        transport.stage(replica, manifest, StageOptions(verify=verify), TIMEOUT)
+    with pytest.raises(ManifestMismatch, match="version 1 was not received; no version was"):
+        replica.receivers[0].manifest(1)
+
+
+def test_workers_that_do_not_come_are_a_timeout(bench: Bench) -> None:
+    transport, replica = bench(workers=0)
+    replica.wait_ready = lambda timeout: SimpleNamespace(tensor_parallel_size=1)  # type: ignore[method-assign]
+    with pytest.raises(SyncTimeout, match=r"the 2 ranks of a gloo group did not meet within 0\.3 s"):
+        transport.open(replica, 0.3)
+
+
+def test_an_address_that_is_not_this_hosts_is_said(bench: Bench) -> None:
+    transport, replica = bench(address="192.0.2.1")  # kept for documentation: nobody has it
+    with pytest.raises(WeightSyncError, match=r"no gloo group at 192\.0\.2\.1: .*assign requested address"):
+        transport.open(replica, TIMEOUT)
+
+
+def test_only_the_cpu_sends(tmp_path: Path) -> None:
+    GlooTransport(tmp_path, device="cpu")
+    with pytest.raises(ValueError, match="device='cuda:1': transport='gloo' sends from the CPU"):
+        GlooTransport(tmp_path, device="cuda:1")
+
+
+def test_closing_twice_does_no_harm(store: WeightStoreWriter, bench: Bench) -> None:
+    transport, replica = bench()
+    transport.stage(replica, publish(store, 1), StageOptions(), TIMEOUT)
+    transport.close()
+    transport.close()

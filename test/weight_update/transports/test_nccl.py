@@ -1,0 +1,132 @@
+"""The trainer's end of nccl: what it refuses, and when it sends. The sending itself takes two GPUs."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.data.weight_store import WeightStoreWriter
+from torchrl_moe.modules.backends.replica import StageReport
+from torchrl_moe.weight_update.transports.nccl import NcclTransport
+from torchrl_moe.weight_update.transports.transport import StageOptions
+
+SECONDS = 20.0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a CUDA device")
+def test_a_trainer_without_a_gpu_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightSyncError, match=r"needs a CUDA device in the trainer, .* use transport='gloo'"):
+        NcclTransport(tmp_path)
+
+
+class FakeTrainer:
+    """In the place of vLLM's NCCL: workers are ready when a test says so."""
+
+    made: list[FakeTrainer]
+
+    def __init__(self, init: Any, address: str, port: int, world_size: int, device: torch.device) -> None:
+        self.where = address, world_size, device
+        init({"master_port": port})
+        self.ready = 0
+        self.sent: list[dict[str, Tensor]] = []
+        self.closed = threading.Event()
+        FakeTrainer.made.append(self)
+
+    def is_ready(self, load: int) -> bool:
+        return load < self.ready
+
+    def send(self, tensors: Mapping[str, Tensor]) -> None:
+        self.sent.append({name: tensor.clone() for name, tensor in tensors.items()})
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Replica:
+    index = 0
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def wait_ready(self, timeout: float) -> Any:
+        return SimpleNamespace(tensor_parallel_size=2)
+
+    def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
+        self.calls.append((command, kwargs))
+        if command == "stage_weights":
+            return StageReport(seconds=0.0, nbytes=0, digest="", stage="plain", reason="nccl sends during the pause")
+        return None
+
+
+@pytest.fixture
+def transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclTransport]:
+    FakeTrainer.made = []
+    module = ModuleType("nccl_trainer")
+    module.NcclTrainer = FakeTrainer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchrl_moe.modules.backends.vllm.nccl_trainer", module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    made = NcclTransport(tmp_path, address="127.0.0.1", device="cpu")
+    yield made
+    made.close()
+
+
+def until_sent(trainer: FakeTrainer, count: int) -> None:
+    deadline = time.monotonic() + SECONDS
+    while len(trainer.sent) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_version_is_sent_when_the_workers_wait_and_again_when_they_do(
+    transport: NcclTransport, tmp_path: Path
+) -> None:
+    replica, store = Replica(), WeightStoreWriter(tmp_path)
+    manifest = store.publish([("w", torch.ones(3)), ("b", torch.zeros(2))], 1)
+    report = transport.stage(replica, manifest, StageOptions(threads=3), SECONDS)
+    assert report.reason
+    (trainer,) = FakeTrainer.made
+    assert trainer.where == ("127.0.0.1", 3, torch.device("cpu"))
+    (opened, options), (staged, arguments) = replica.calls
+    assert (opened, options["transport"], options["options"]["master_port"] > 0) == ("init_weights", "nccl", True)
+    assert staged == "stage_weights"
+    assert arguments == {
+        "version": 1,
+        "stage": "auto",
+        "verify": "off",
+        "threads": 3,
+        "manifest": manifest.to_json(),
+    }
+    time.sleep(0.05)
+    assert trainer.sent == []
+    for attempt in (1, 2):
+        trainer.ready = attempt
+        until_sent(trainer, attempt)
+    assert [list(tensors) for tensors in trainer.sent] == [["w", "b"]] * 2
+    assert torch.equal(trainer.sent[0]["w"], torch.ones(3))
+    manifest = store.publish([("w", torch.full((3,), 5.0))], 2)
+    transport.stage(replica, manifest, StageOptions(), SECONDS)
+    trainer.ready = 3
+    until_sent(trainer, 3)
+    assert torch.equal(trainer.sent[2]["w"], torch.full((3,), 5.0))
+
+
+def test_each_replica_has_a_group_of_its_own_which_a_new_one_replaces(transport: NcclTransport) -> None:
+    one, other = Replica(), Replica()
+    for replica in (one, other, one):
+        transport.open(replica, SECONDS)
+    first, second, third = FakeTrainer.made
+    assert [trainer.closed.is_set() for trainer in (first, second, third)] == [True, False, False]
+    transport.close()
+    transport.close()
+    assert second.closed.is_set()
+    assert third.closed.is_set()

@@ -1,0 +1,165 @@
+"""An answer that a weight swap cut short: what to ask vLLM for next, and how the parts become one answer again.
+
+The prompt of the next part is the old prompt and the tokens so far. The rows delivered already win: the next part
+brings routes, log-probs and versions of its own tokens only. The first part has G1 tokens, the rest G2.
+
+Stop strings: vLLM looks for them in the rest; here they are looked for across the cut. Where the cut is inside a
+character, vLLM's detokeniser cannot go on, and the text of the rest is made here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrl_moe.modules.backends.replica import CompletionOutput, Request
+
+__all__ = ["can_continue", "join", "request_for_rest", "sampling_for_rest"]
+
+Decode = Callable[[Sequence[int]], str]
+HALF = "\ufffd"  # what a tokenizer shows for the bytes of an unfinished character
+
+STATEFUL = (
+    "structured_outputs",
+    "bad_words",
+    "repetition_detection",
+    "thinking_token_budget",
+    "extra_args",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""Sampling parameters whose effect on the next token depends on where the answer began."""
+
+
+def can_continue(params: Any) -> bool:
+    """Whether the next token depends on prompt + answer only, and not on where one ends and the other begins.
+
+    If it does not, as with a grammar, whose state cannot be taken up again, the answer has to start anew.
+    """
+    return not any(getattr(params, name, None) for name in STATEFUL)
+
+
+def request_for_rest(request: Request, name: str, prompt_ids: NDArray[Any], first: CompletionOutput | None) -> Request:
+    """Return the request, called ``name``, for the rest of an answer; ``first`` is ``None`` if it starts anew."""
+    ids = prompt_ids if first is None else np.concatenate([prompt_ids, first.token_ids])
+    return replace(request, request_id=name, prompt=None, prompt_token_ids=ids.astype(np.int32))
+
+
+def sampling_for_rest(
+    params: Any, index: int, prompt_tokens: int, first: CompletionOutput | None, decode: Decode
+) -> Any:
+    """Return vLLM's ``SamplingParams`` for the rest of answer ``index``."""
+    rest = params.clone()
+    rest.n = 1
+    had = 0 if first is None else len(first.token_ids)
+    if rest.seed is not None:  # as vLLM seeds the answers of one request, and no number of the first part again
+        rest.seed += index + had
+    if first is None:
+        return rest
+    rest.min_tokens = max(rest.min_tokens - had, 0)
+    if rest.max_tokens is not None:
+        rest.max_tokens -= had
+    # the last token's row was still to come
+    rest.routed_experts_prompt_start = prompt_tokens + had - 1
+    if _ends_inside_a_character(first, params, decode):
+        rest.detokenize, rest.stop = False, None
+    return rest
+
+
+def _ends_inside_a_character(first: CompletionOutput, params: Any, decode: Decode) -> bool:
+    return bool(params.detokenize) and decode(first.token_ids.tolist()).endswith(HALF)
+
+
+def join(
+    index: int, first: CompletionOutput | None, rest: CompletionOutput, params: Any, decode: Decode
+) -> CompletionOutput:
+    """Put answer ``index`` together.
+
+    Args:
+        index: which of the request's answers it is.
+        first: the part before the cut; ``None`` if the answer started anew.
+        rest: the part after it.
+        params: of the whole answer.
+        decode: token ids to text, as vLLM would for this answer.
+
+    Shapes:
+        - token_ids, logprobs, policy_versions: ``[G1 + G2]``, less where a stop string ends the answer early
+        - routed_experts: ``[P + G1 - 1 + G2, L, K]``: the first row of the rest is that of the first part's last token
+    """
+    if first is None:
+        return replace(rest, index=index)
+    text = first.text + rest.text
+    if params.detokenize:
+        rest, text = _read(first, rest, params, decode)
+    return replace(
+        rest,
+        index=index,
+        token_ids=np.concatenate([first.token_ids, rest.token_ids]),
+        text=text,
+        policy_versions=np.concatenate([first.policy_versions, rest.policy_versions]),
+        logprobs=_concatenated(first.logprobs, rest.logprobs),
+        routed_experts=_concatenated(first.routed_experts, rest.routed_experts),
+    )
+
+
+def _concatenated(first: NDArray[Any] | None, rest: NDArray[Any] | None) -> NDArray[Any] | None:
+    return None if first is None or rest is None else np.concatenate([first, rest])
+
+
+def _read(first: CompletionOutput, rest: CompletionOutput, params: Any, decode: Decode) -> tuple[CompletionOutput, str]:
+    """Return the rest, ended where a stop string that vLLM could not see ends it, and the text of the whole answer."""
+    inside = _ends_inside_a_character(first, params, decode)
+    stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
+    if not inside and not stops:
+        return rest, first.text + rest.text
+    before, after = first.token_ids.tolist(), rest.token_ids.tolist()
+    known = len(decode(before).rstrip(HALF))
+
+    def text(count: int) -> str:
+        return first.text + decode([*before, *after[:count]])[known:]
+
+    # vLLM has looked through the rest by itself, unless it began inside a character
+    last_start = None if inside else len(first.text)
+    floor = len(text(max(params.min_tokens - len(before), 0)))
+    found = partial(_first_match, stops=stops, begun=len(first.text), floor=floor, last_start=last_start)
+    count = bisect_left(range(len(after) + 1), True, key=lambda count: found(text(count)) is not None)
+    if count > len(after):
+        if not inside:
+            return rest, first.text + rest.text
+        unseen = rest.finish_reason == "stop" and not params.include_stop_str_in_output  # the token that stopped it
+        return rest, text(len(after) - unseen)
+    match = found(text(count))
+    assert match is not None
+    start, stop = match
+    return _ended(rest, count, stop), text(count)[: start + (len(stop) if params.include_stop_str_in_output else 0)]
+
+
+def _first_match(
+    text: str, *, stops: Sequence[str], begun: int, floor: int, last_start: int | None
+) -> tuple[int, str] | None:
+    """Return where the stop string that ends first begins, and itself; one must end past both marks to count."""
+    found = []
+    for stop in stops:
+        start = text.find(stop, max(begun - len(stop) + 1, floor - len(stop) + 1, 0))
+        if start >= 0 and (last_start is None or start < last_start):
+            found.append((start + len(stop), start, stop))
+    return min(found, key=lambda match: match[0])[1:] if found else None
+
+
+def _ended(rest: CompletionOutput, count: int, stop: str) -> CompletionOutput:
+    """Return the first ``count`` tokens of the rest, as ended by a stop string."""
+    return replace(
+        rest,
+        token_ids=rest.token_ids[:count],
+        policy_versions=rest.policy_versions[:count],
+        logprobs=None if rest.logprobs is None else rest.logprobs[:count],
+        routed_experts=None if rest.routed_experts is None else rest.routed_experts[:count],
+        finish_reason="stop",
+        stop_reason=stop,
+    )
