@@ -1070,3 +1070,27 @@ def test_weights_that_are_no_numbers_end_a_replica_only_if_the_old_ones_are_gone
         assert len(failures) == 1
         assert engine.roster[0].state.name in ("QUARANTINED", "DEAD")
         trainer.sender.shutdown()
+
+
+@pytest.mark.soak
+@pytest.mark.engine
+@pytest.mark.parametrize("step", ["stage", "swap"])
+def test_an_engine_that_dies_in_a_step_ends_the_wait_for_it(no_engine: EngineShelf, step: str) -> None:
+    folder = no_engine.folder("qwen3_moe")
+    with AsyncVLLM.from_pretrained(folder, **SMALL) as engine:
+        trainer = Trainer(engine, folder)
+        version, child = trainer.sender.publish(), engine.roster[0].replica._child.process.pid  # type: ignore[attr-defined]
+
+        def kill() -> None:
+            for one in psutil.Process(child).children(recursive=True):
+                one.kill()
+
+        timer = threading.Timer(0.5, kill)
+        timer.start()
+        with pytest.raises(ReplicaDiedError):  # and not the EngineError of a call that ran into its deadline
+            while True:
+                trainer.stage(version, "plain" if step == "swap" else "shadow")
+                if step == "swap":
+                    assert trainer.swap(version).error is None
+        timer.join()
+        trainer.sender.shutdown()
