@@ -148,6 +148,7 @@ def test_a_writer_that_counts_anew_leaves_no_manifest_without_its_bytes(
 ) -> None:
     for version in (7, 8):
         writer.publish(constant(version).items(), version)
+    writer.close()
     WeightStoreWriter(writer.folder).publish(constant(1).items(), 1)
     with pytest.raises(ManifestMismatch, match=r"version 7 is not in the store, which holds \[1, 8\]"):
         reader.manifest(7)
@@ -249,21 +250,23 @@ def test_a_writer_killed_while_it_writes_leaves_the_last_version(
         writer.publish(constant(version).items(), version)
     script = (
         "import os, sys, torch\n"
-        "from torchrl_moe.data import weight_store\n"
-        "digest, calls = weight_store._digest, []\n"
-        "def deadly(raw):\n"
+        "from torchrl_moe.data.weight_store import slots\n"
+        "write, calls = slots._write, []\n"
+        "def deadly(*args):\n"
         "    calls.append(1)\n"
         "    if len(calls) == 2: os.kill(os.getpid(), 9)\n"
-        "    return digest(raw)\n"
-        "weight_store._digest = deadly\n"
-        "weight_store.WeightStoreWriter(sys.argv[1]).publish([(n, torch.full((9,), 3.)) for n in 'wv'], 3)\n"
+        "    return write(*args)\n"
+        "slots._write = deadly\n"
+        "slots.WeightStoreWriter(sys.argv[1]).publish([(n, torch.full((9,), 3.)) for n in 'wv'], 3)\n"
     )
+    writer.close()
     assert subprocess.run([sys.executable, "-c", script, str(writer.folder)]).returncode == -9
     with pytest.raises(ManifestMismatch, match=r"version 1 is not in the store, which holds \[2\]"):
         reader.manifest(1)
     reader.verify(reader.manifest(2))
     assert read(reader, 2)["w"].eq(2.0).all()
-    writer.publish(constant(4).items(), 4)  # the lock went with the process
+    again = WeightStoreWriter(writer.folder)  # the locks went with the process
+    again.publish(constant(4).items(), 4)
     reader.verify(reader.manifest(4))
 
 
