@@ -96,8 +96,9 @@ class MappedFile:
             os.close(descriptor)
         address = np.frombuffer(self.view, np.uint8).ctypes.data
         # torch warns of read-only memory; this does not say that it is. The mapping lives as long as a tensor does.
-        self._buffer: Any = (ctypes.c_uint8 * size).from_address(address)
-        self._buffer.owner = self.view
+        buffer: Any = (ctypes.c_uint8 * size).from_address(address)
+        buffer.owner = self.view
+        self._buffer = buffer
 
     def is_current(self) -> bool:
         """Whether the path still leads to this file, at the same size."""

@@ -84,9 +84,7 @@ class VersionsWriter:
         WeightSyncError: the folder has a writer, or belongs to someone else.
     """
 
-    def __init__(
-        self, folder: str | Path, keep_versions: int = 2, *, delta: bool = False, fsync: bool = False
-    ) -> None:
+    def __init__(self, folder: str | Path, keep_versions: int = 2, *, delta: bool = False, fsync: bool = False) -> None:
         self.folder = own_folder(Path(folder))
         self._keep, self._delta, self._fsync = keep_versions, delta, fsync
         self._writing = WriterLock(self.folder)

@@ -77,9 +77,7 @@ def kinds_of(tensors: Iterable[tuple[str, Tensor]], version: int) -> tuple[dict[
     return named, {name: (tensor.dtype, tensor.shape) for name, tensor in listed}
 
 
-def in_order(
-    tensors: Iterable[tuple[str, Tensor]], kinds: Mapping[str, TensorKind]
-) -> Iterator[tuple[str, Tensor]]:
+def in_order(tensors: Iterable[tuple[str, Tensor]], kinds: Mapping[str, TensorKind]) -> Iterator[tuple[str, Tensor]]:
     """Give tensors as they come, each once and as announced.
 
     Raises:

@@ -125,13 +125,18 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaInfo:
-    """What a replica says of itself once it serves. ``layout`` is ``None`` if no routes are captured."""
+    """What a replica says of itself once it serves.
+
+    ``layout`` is ``None`` if no routes are captured. ``dtype`` is torch's name of the one that the model computes in;
+    empty if that is not known.
+    """
 
     model: str
     layout: RoutingLayout | None
     max_model_len: int
     tensor_parallel_size: int = 1
     engine_version: str = ""
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,11 +185,25 @@ class ReplicaStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageReport:
-    """A version that a replica checked and may load: seconds it took, bytes, digest of names, dtypes, shapes, bytes."""
+    """A version that a replica checked and may load.
+
+    Attributes:
+        seconds: it took in all.
+        nbytes: of its tensors.
+        digest: of names, dtypes, shapes, and bytes.
+        fetched: seconds until the bytes were there and checked.
+        loaded: seconds to load them into the shadow.
+        stage: ``"shadow"`` if they are loaded already, ``"plain"`` if the pause will have to.
+        reason: why there is no shadow; empty if there is.
+    """
 
     seconds: float
     nbytes: int
     digest: str
+    fetched: float = 0.0
+    loaded: float = 0.0
+    stage: Literal["shadow", "plain"] = "plain"
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
