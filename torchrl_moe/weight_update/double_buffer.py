@@ -8,6 +8,7 @@ version, checks it, and swaps it in replica by replica.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from torchrl_moe.weight_update.publishing import Published
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.rolling import SYNCABLE, RollingSwap
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
+from torchrl_moe.weight_update.sender import WeightSender
+from torchrl_moe.weight_update.sources import Weights
 from torchrl_moe.weight_update.transports.memmap import MemmapTransport
 
 __all__ = ["VLLMDoubleBufferSyncScheme", "WeightReceiver"]
@@ -60,9 +63,24 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
         if local_addr is not None:
             self.store = replace(self.store, seen_as=Path(local_addr))
 
+    def create_sender(self) -> WeightSender:
+        """Return the trainer's side."""
+        return _DirectorySender(self)
+
     def create_receiver(self, vllm_engine: Any) -> WeightReceiver:
         """Return the engine's side, for a trainer that has no engine."""
         return WeightReceiver(self, vllm_engine)
+
+
+class _DirectorySender(WeightSender):
+    """A sender that, like TorchRL's, may know no engine: it writes, and a receiver looks."""
+
+    def update_weights(self, weights: Weights | None = None) -> SyncReport:
+        """Write a version, and bring it to the engine if one is known."""
+        if self.has_engine:
+            return super().update_weights(weights)
+        self.publish(weights)
+        return self.report_published()
 
 
 class WeightReceiver:
@@ -104,7 +122,7 @@ class WeightReceiver:
         if newest is None or not late:
             return False
         manifest = self._store.manifest(newest)
-        published = Published(version=newest, manifest=manifest)
+        published = Published(version=newest, manifest=manifest, began=time.perf_counter())
         staged = self._swap.stage(published, late)
         self.report = SyncReport(
             version=newest,

@@ -247,4 +247,5 @@ class RollingSwap:
 
 
 def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    plain = type(error) in (EngineError, WeightSyncError)
+    return str(error) if plain else f"{type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ from torchrl_moe.data.weight_store import check_tensors
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.weight_update.publishing import Published, Publisher
 from torchrl_moe.weight_update.ranks import is_first
-from torchrl_moe.weight_update.report import SyncReport
+from torchrl_moe.weight_update.report import ReplicaSync, SyncReport
 from torchrl_moe.weight_update.rolling import SYNCABLE, RollingSwap, Staged
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.sources import Weights
@@ -144,6 +144,11 @@ class WeightSender:
         if self._closed:
             raise RuntimeError("the sender was shut down: make a new scheme and sender")
 
+    @property
+    def has_engine(self) -> bool:
+        """Whether :meth:`init_all_workers_group` was told of an engine."""
+        return self._swap is not None
+
     def _ready(self) -> RollingSwap:
         self._check_open()
         if self._swap is None:
@@ -169,8 +174,8 @@ class WeightSender:
         """
         with self._lock:
             if self._swap is None and not is_first():
-                version = self.publish(weights)
-                return SyncReport(version=version, nbytes=0, digest="", published=0.0)
+                self.publish(weights)
+                return self.report_published()
             self._ready()
             version = self.publish(weights)
             return self.apply(version, prefetched=self.prefetch(version))
@@ -239,21 +244,26 @@ class WeightSender:
         """
         with self._lock:
             swap, published = self._ready(), self._newest(version)
-            manifest = published.manifest
-            if manifest is None:
-                raise RuntimeError("apply: rank 0 has the version, and the engine")
             staged = self.prefetch(version, replicas) if prefetched is None else prefetched
             outcomes = swap.swap(published, staged, list(staged) if replicas is None else replicas)
-            report = SyncReport(
-                version=version,
-                nbytes=manifest.nbytes,
-                digest=manifest.digest,
-                published=published.seconds,
-                replicas=tuple(outcome.asked(self._asked_at.get(outcome.replica, 0.0)) for outcome in outcomes),
+            report = self.report_published(
+                tuple(outcome.asked(self._asked_at.get(outcome.replica, 0.0)) for outcome in outcomes)
             )
             self._check_serving(swap.engine, report)
             self._announce(version)
             return report
+
+    def report_published(self, replicas: tuple[ReplicaSync, ...] = ()) -> SyncReport:
+        """Return a report of the version published last."""
+        published = self._newest(self.version)
+        manifest = published.manifest  # ranks other than 0 have none
+        return SyncReport(
+            version=published.version,
+            nbytes=0 if manifest is None else manifest.nbytes,
+            digest="" if manifest is None else manifest.digest,
+            published=published.seconds,
+            replicas=replicas,
+        )
 
     def bring(self, index: int) -> None:
         """Bring a replica that is STARTING to the version published last, and to SERVING; what was restarted needs it.
