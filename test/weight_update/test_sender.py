@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from torchrl_moe._errors import EngineError, ManifestMismatch, NoReplicaError, W
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM, make_tiny_moe
 from torchrl_moe.testing.fake_weights import EXPECTED
-from torchrl_moe.weight_update import VLLMWeightSyncScheme
+from torchrl_moe.weight_update import VLLMWeightSyncScheme, get_model_metadata
+from torchrl_moe.weight_update.canary import canary_of
 from weight_update.fleet import Connect, Fleet, always, soft, weights
 
 # -- the good case ----------------------------------------------------------------------------------------------------
@@ -368,4 +370,216 @@ def test_an_nn_module_is_registered_through_its_wrapper() -> None:
     sender = VLLMWeightSyncScheme().create_sender()
     sender.register_model(Wrapper())
     assert sender.publish() == 1
+    sender.shutdown()
+
+
+# -- publishing while the next forward runs ---------------------------------------------------------------------------
+
+
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let writers wait before each tensor's bytes."""
+    from torchrl_moe.data.weight_store import slots
+
+    go, write = threading.Event(), slots._write
+
+    def held(*args: Any) -> str:
+        assert go.wait(10.0)
+        return write(*args)
+
+    monkeypatch.setattr(slots, "_write", held)
+    return go
+
+
+def test_the_caller_goes_on_while_a_version_is_copied(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, go = Fleet(2), gate(monkeypatch)
+    sender = connect(engine)
+    assert sender.publish(weights(4), wait=False) == 1
+    assert sender.version == 0  # not there yet
+    go.set()
+    assert sender.wait_published() == sender.version == 1
+    assert sender.wait_published() == 1
+    assert sender.apply(1).failed == {}
+    assert engine.holds(1) == 4.0
+
+
+def test_the_next_step_waits_by_itself(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, go = Fleet(1), gate(monkeypatch)
+    sender = connect(engine)
+    version = sender.publish(weights(4), wait=False)
+    threading.Timer(0.05, go.set).start()
+    sender.apply(version)
+    assert engine.holds(0) == 4.0
+
+
+def test_weights_that_change_while_they_are_copied_are_not_published(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, go = Fleet(1), gate(monkeypatch)
+    sender = connect(engine)
+    go.set()
+    sender.update_weights(weights(1))
+    go.clear()
+    tensors = weights(2)
+    sender.publish(tensors, wait=False)
+    tensors["a"].add_(1)
+    go.set()
+    with pytest.raises(ManifestMismatch, match=r"changed while they were copied: call sender\.wait_published"):
+        sender.wait_published()
+    assert sender.version == 1
+    assert sender.update_weights(weights(3)).version == 2
+    assert engine.holds(0) == 3.0
+
+
+def test_a_guarded_optimiser_waits_before_its_step(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, go = Fleet(1), gate(monkeypatch)
+    sender, parameter = connect(engine), nn.Parameter(torch.full((2, 2), 5.0))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    sender.guard(optimizer)
+    parameter.grad = torch.ones(2, 2)
+    version = sender.publish({"a": parameter, "b": weights()["b"]}, wait=False)
+    threading.Timer(0.05, go.set).start()
+    optimizer.step()
+    assert parameter.eq(4).all()
+    sender.apply(version)
+    assert engine.holds(0) == 5.0
+
+
+def test_shutdown_waits_for_a_copy_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = gate(monkeypatch)
+    sender = VLLMWeightSyncScheme().create_sender()
+    sender.publish(weights(), wait=False)
+    threading.Timer(0.05, go.set).start()
+    sender.shutdown()
+    assert not sender.scheme.folder.exists()
+
+
+# -- restarted replicas -----------------------------------------------------------------------------------------------
+
+
+def test_the_engine_brings_a_restarted_replica_to_the_newest_weights(connect: Connect) -> None:
+    engine = Fleet(2)
+    sender = connect(engine)
+    sender.update_weights(weights(6))
+    sender.update_weights(weights(7))
+    engine.restart(1)
+    assert engine._bring is not None
+    engine._bring(1)
+    assert (engine.states, engine.versions) == (["SERVING"] * 2, [2, 2])
+    assert engine.holds(1) == 7.0
+    assert engine.fakes[0].asked["swap_weights"] == 2  # the other was left alone
+
+
+def test_before_anything_was_sent_a_restarted_replica_serves_its_checkpoint(connect: Connect) -> None:
+    engine = Fleet(2, late=[1])
+    connect(engine).bring(1)
+    assert engine.states == ["SERVING"] * 2
+    assert engine.fakes[1].asked == {}
+
+
+def test_a_replica_that_cannot_be_brought_says_so(connect: Connect) -> None:
+    engine = Fleet(3)
+    sender = connect(engine)
+    sender.update_weights(weights())
+    engine.restart(1).fail["stage_weights"] = always(EngineError("out of memory"))
+    with pytest.raises(WeightSyncError, match="replica 1 was not brought to version 1: out of memory"):
+        sender.bring(1)
+    assert engine.states == ["SERVING", "STARTING", "SERVING"]
+
+
+def test_after_shutdown_the_engine_asks_no_more(connect: Connect) -> None:
+    engine = Fleet(1)
+    sender = connect(engine)
+    assert engine._bring is not None
+    sender.shutdown()
+    assert engine._bring is None
+
+
+# -- what is sent -----------------------------------------------------------------------------------------------------
+
+
+def test_an_fp32_trainer_sends_a_bf16_engine_half_the_bytes(connect: Connect) -> None:
+    model = make_tiny_moe("deepseek_v3", num_hidden_layers=2)
+    halved = {
+        name: (dtype if "correction_bias" in name else torch.bfloat16, shape)
+        for name, (dtype, shape) in get_model_metadata(model).items()
+    }
+    engine = Fleet(1, expected=halved, dtype="bfloat16")
+    for dtype, share in (("engine", 0.5), ("trainer", 1.0)):
+        sender = VLLMWeightSyncScheme(dtype=dtype).create_sender()  # type: ignore[arg-type]
+        sender.register_model(model)
+        sender.init_all_workers_group(None, vllm_engine=engine)
+        nbytes = sender.update_weights().nbytes
+        assert nbytes == pytest.approx(share * sum(t.nbytes for t in model.state_dict().values()), rel=1e-3)
+        held = engine.fakes[0].weights
+        for name, (wide, _) in get_model_metadata(model).items():
+            sent = wide if dtype == "trainer" else halved[name][0]
+            assert held[name].dtype == sent, name
+        assert held["lm_head.weight"].float().allclose(model.lm_head.weight, rtol=1e-2)
+        sender.shutdown()
+
+
+def test_a_tied_name_that_the_engines_checkpoint_has_is_sent(connect: Connect) -> None:
+    model = make_tiny_moe("qwen3_moe", tie_word_embeddings=True, num_hidden_layers=2)
+    expected = {**get_model_metadata(model), "lm_head.weight": (torch.float32, model.lm_head.weight.shape)}
+    engine = Fleet(1, expected=expected)
+    sender = VLLMWeightSyncScheme().create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(dict.fromkeys(model.state_dict()), vllm_engine=engine)
+    assert sender.update_weights().failed == {}
+    assert torch.equal(engine.fakes[0].weights["lm_head.weight"], model.model.embed_tokens.weight)
+    sender.shutdown()
+
+
+def test_the_canary_goes_with_the_registered_model_only(connect: Connect) -> None:
+    model = make_tiny_moe("mixtral", num_hidden_layers=1)
+    engine = Fleet(1, expected=get_model_metadata(model))
+    sender = VLLMWeightSyncScheme(verify="canary").create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(None, vllm_engine=engine)
+    sender.update_weights()
+    assert engine.fakes[0].options["canary"] == canary_of(model)
+    assert engine.fakes[0].staging["verify"] == "canary"
+    sender.update_weights(model.state_dict())
+    assert engine.fakes[0].options["canary"] is None
+    sender.shutdown()
+
+
+# -- over and over ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["slots", "versions"])
+def test_two_hundred_syncs_leave_memory_descriptors_and_the_folder_flat(
+    connect: Connect, layout: str, tmp_path: Path
+) -> None:
+    engine = Fleet(2)
+    folder = tmp_path / "store"
+    sender = connect(engine, layout=layout, folder=folder)
+    figures = []
+    for number in range(200):
+        assert sender.update_weights(weights(number)).failed == {}
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        figures.append((len(os.listdir("/proc/self/fd")), len(files), sum(path.stat().st_size for path in files)))
+    early, late = figures[:10], figures[-10:]
+    for column, slack in ((0, 0), (1, 0), (2, 64)):  # a version's number grows by digits
+        assert max(row[column] for row in late) <= max(row[column] for row in early) + slack
+    assert threading.active_count() < 20
+
+
+# -- in TorchRL's trainer ---------------------------------------------------------------------------------------------
+
+
+def test_torchrls_hook_calls_it_as_its_own(connect: Connect) -> None:
+    """``GRPOTrainer(weight_sync_sender=)`` hands the sender to this hook."""
+    from torchrl.trainers.trainers import UpdateWeights
+
+    engine, model = Fleet(2), make_tiny_moe("mixtral", num_hidden_layers=1)
+    for replica in engine.fakes:
+        replica._expected = get_model_metadata(model)
+    sender = VLLMWeightSyncScheme().create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(get_model_metadata(model), vllm_engine=engine)
+    hook = UpdateWeights(sender=sender, update_weights_interval=2)
+    for _ in range(5):
+        hook()
+    assert engine.versions == [2, 2]
     sender.shutdown()

@@ -69,8 +69,8 @@ class LoraLayers:
         for layer in self._layers[key]:
             for adapter in layer.active_adapters:
                 if adapter in layer.lora_A and adapter not in layer.merged_adapters:
-                    delta = whole(layer.get_delta_weight(adapter)).to(total.device, total.dtype)
-                    total = total + delta
+                    delta = whole(layer.get_delta_weight(adapter)).to(total.device)
+                    total = (total + delta).to(weight.dtype)  # rounded once, after the sum, as peft does
         return total
 
 
