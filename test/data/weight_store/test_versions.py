@@ -17,7 +17,7 @@ from torch import Tensor
 from data.weight_store.children import exit_code_of
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.data.weight_store import VersionsWriter, WeightStoreReader
-from torchrl_moe.data.weight_store.versions import LEASE_SECONDS
+from torchrl_moe.data.weight_store.versions import LEASE_SECONDS, leased
 
 
 def tensors(**values: float) -> dict[str, Tensor]:
@@ -175,6 +175,21 @@ def test_a_writer_that_counts_anew_replaces_versions(tmp_path: Path) -> None:
         again.publish(tensors(a=-version).items(), version)
         assert WeightStoreReader(tmp_path).newest() == version
         assert read(tmp_path, version) == {"a": -version}
+
+
+def test_a_number_that_is_used_again_takes_those_with_it_that_need_its_bytes(tmp_path: Path) -> None:
+    writer, reader = VersionsWriter(tmp_path, keep_versions=3, delta=True), WeightStoreReader(tmp_path)
+    writer.publish(tensors(a=1, b=1).items(), 1)
+    manifest = writer.publish(tensors(a=1, b=2).items(), 2)
+    writer.close()
+    again = VersionsWriter(tmp_path, keep_versions=3, delta=True)
+    with leased(tmp_path, 1), pytest.raises(WeightSyncError, match="version 1 is there already, and a reader holds it"):
+        again.publish(tensors(a=9, b=9).items(), 1)
+    reader.verify(manifest)
+    again.publish(tensors(a=9, b=9).items(), 1)
+    with pytest.raises(ManifestMismatch, match=r"version 2 is not in the store, which holds \[1\]"):
+        reader.verify(manifest)
+    assert read(tmp_path, 1) == {"a": 9.0, "b": 9.0}
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------

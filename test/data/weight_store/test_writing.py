@@ -29,6 +29,17 @@ def test_a_folder_is_made_with_its_parents_or_closed_to_others(tmp_path: Path) -
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+def test_a_folder_of_other_things_is_left_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir(mode=0o755)
+    (folder / "thesis.tex").touch()
+    with pytest.raises(WeightSyncError, match="holds other things, and others may enter it"):
+        own_folder(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    (folder / "writer").touch()  # it was a store before
+    assert stat.S_IMODE(own_folder(folder).stat().st_mode) == 0o700
+
+
 def test_another_users_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(WeightSyncError, match="belongs to another user: name a folder of your own"):

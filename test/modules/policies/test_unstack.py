@@ -141,15 +141,15 @@ def test_changes_in_place_are_counted() -> None:
 
 
 def test_layers_that_are_no_slices_are_converted_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in families that interleave or permute; here one layer is made to look like it."""
+    """As in families that interleave or permute; here layers are made to look like it."""
     from torchrl_moe.modules.policies import unstack
 
     model = make_tiny_moe("qwen3_moe")
     wanted = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
     place = unstack._place
-    monkeypatch.setattr(unstack, "_place", lambda name, *rest: None if "layers.2" in name else place(name, *rest))
+    monkeypatch.setattr(unstack, "_place", lambda name, *rest: None if "experts.1" in name else place(name, *rest))
     weights = ModelWeights(model)
-    assert [keys[0].split(".mlp")[0] for keys in weights._converted] == ["model.layers.2"]
+    assert [keys[0].split(".mlp")[0] for keys in weights._converted] == [f"model.layers.{i}" for i in (1, 2, 3)]
     assert_same(dict(weights.tensors()), wanted)
     assert weights.kinds == model_metadata(model)
     assert weights.keys == set(model.state_dict())

@@ -22,7 +22,7 @@ from typing import IO
 
 from torch import Tensor
 
-from torchrl_moe._errors import ManifestMismatch
+from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.data.weight_store.flat import lay_out, send
 from torchrl_moe.data.weight_store.manifest import ALIGNMENT, Manifest, TensorEntry, TensorKind
 from torchrl_moe.data.weight_store.writing import (
@@ -144,14 +144,12 @@ class VersionsWriter:
     def _show(self, draft: Path, manifest: Manifest) -> None:
         place = version_folder(self.folder, manifest.version)
         if place.exists():  # of a trainer that counted as far before
-            self._remove(manifest.version)
+            self._make_way(manifest.version, place)
+        if self._fsync:
+            _fsync_folder(draft)
         os.rename(draft, place)
         if self._fsync:
-            descriptor = os.open(self.folder, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            _fsync_folder(self.folder)
         replace_text(self.folder / STABLE, f"v{manifest.version}\n", self._fsync)
 
     # -- collecting -------------------------------------------------------------------------------------------------
@@ -160,13 +158,12 @@ class VersionsWriter:
         there = version_folders(self.folder)
         live = sorted(version for version, path in there.items() if (path / MANIFEST).exists())
         newest = self._last.version if self._last is not None else -1
-        kept = {*sorted(live, key=lambda version: (version != newest, -version))[: self._keep], *self._leased()}
-        needed = {base for version in kept & set(live) for base in self._bases(version)}
-        for version in set(there) - kept:
-            if version not in needed:
-                self._remove(version)
-            else:  # its bytes only
-                (there[version] / MANIFEST).unlink(missing_ok=True)
+        kept = set(sorted(live, key=lambda version: (version != newest, -version))[: self._keep])
+        held = self._leased()
+        kept |= {version for version in live if version not in kept and (version in held or not self._hide(version))}
+        needed = {base for version in kept for base in self._bases(version)}
+        for version in set(there) - kept - needed:
+            shutil.rmtree(there[version])
 
     def _bases(self, version: int) -> set[int]:
         if self._last is not None and self._last.version == version:
@@ -193,18 +190,38 @@ class VersionsWriter:
                     held.add(int(number))
         return held
 
-    def _remove(self, version: int) -> None:
-        """Remove a version, unless a reader leased it in the last moment."""
-        place, gone = version_folder(self.folder, version), self.folder / f"v{version}.gone"
-        os.rename(place, gone)
+    def _hide(self, version: int) -> bool:
+        """Let a version be found no more, unless a reader leased it in the last moment."""
+        shown = version_folder(self.folder, version) / MANIFEST
+        hidden = shown.with_name("hidden")
+        os.rename(shown, hidden)
         if version in self._leased():
-            os.rename(gone, place)
-        else:
-            shutil.rmtree(gone)
+            os.rename(hidden, shown)
+            return False
+        return True
+
+    def _make_way(self, version: int, place: Path) -> None:
+        """Remove a version whose number is used again, and those that need its bytes."""
+        if version in self._leased():
+            raise WeightSyncError(f"version {version} is there already, and a reader holds it: count on from it")
+        for other, folder in version_folders(self.folder).items():
+            if other == version or ((folder / MANIFEST).exists() and version in self._bases(other)):
+                (folder / MANIFEST).unlink(missing_ok=True)
+        gone = place.with_name(f"{place.name}.gone")
+        os.rename(place, gone)
+        shutil.rmtree(gone)
 
     def close(self) -> None:
         """Let go of the folder; what is published stays. Idempotent."""
         self._writing.close()
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _unchanged(tensor: Tensor, before: TensorEntry | None, kind: tuple[str, tuple[int, ...]]) -> TensorEntry | None:

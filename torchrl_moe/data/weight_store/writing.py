@@ -19,16 +19,25 @@ __all__ = ["WriterLock", "in_order", "kinds_of", "naming_full_disks", "own_folde
 
 
 def own_folder(folder: Path) -> Path:
-    """Make a folder that only its owner may enter, and return it.
+    """Make a folder that only its owner may enter, and return it; one that is there must be a store, or empty.
 
     Raises:
-        WeightSyncError: it belongs to someone else.
+        WeightSyncError: it belongs to someone else, or holds other things.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
+    status = folder.stat()
+    if status.st_uid != os.getuid():
         raise WeightSyncError(f"the weight store {str(folder)!r} belongs to another user: name a folder of your own")
-    folder.chmod(0o700)
+    if status.st_mode & 0o077:
+        if not (folder / LOCK).exists() and any(folder.iterdir()):
+            raise WeightSyncError(
+                f"{str(folder)!r} holds other things, and others may enter it: name a folder of the weight store's own"
+            )
+        folder.chmod(0o700)
     return folder
+
+
+LOCK = "writer"
 
 
 class WriterLock:
@@ -41,7 +50,7 @@ class WriterLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        descriptor = os.open(folder / "writer", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         self._file = os.fdopen(descriptor, "r+")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -176,8 +176,14 @@ def _layout(base: nn.Module, state: Mapping[str, Tensor]) -> _Layout:
             layer = re.match(r".*?\.\d+\.", key)
             layers.setdefault(layer.group() if layer else key, []).append(key)
     names, converted = {piece.name for piece in found}, []
-    for keys in layers.values():
-        places = _numbered(base, {key: state[key].shape for key in keys})
+    first: dict[tuple[Any, ...], tuple[str, dict[str, Slice | None]]] = {}  # of layers that look alike
+    for prefix, keys in layers.items():
+        looks = tuple((key.removeprefix(prefix), state[key].shape) for key in keys)
+        known = first.get(looks)
+        places = {} if known is None else _moved(*known, prefix)
+        if not places or any(name not in wanted for name in places):
+            places = _numbered(base, {key: state[key].shape for key in keys})
+            first.setdefault(looks, (prefix, places))
         names |= set(places)
         slices = [place for place in places.values() if place is not None]
         if len(slices) == len(places):
@@ -204,12 +210,23 @@ def _whole_slice(name: str, key: str, tensor: Tensor) -> Slice:
     return Slice(name, key, shape, torch.empty(shape, device="meta").stride(), 0)
 
 
+def _moved(places_of: str, places: Mapping[str, Slice | None], prefix: str) -> dict[str, Slice | None]:
+    """Return one layer's places as those of another that looks the same."""
+    old, new = (re.sub(r".*\.(\d+)\.", r".\1.", name) for name in (places_of, prefix))
+    moved: dict[str, Slice | None] = {}
+    for name, place in places.items():
+        name = name.replace(old, new, 1)
+        moved[name] = place and replace(place, name=name, key=prefix + place.key.removeprefix(places_of))
+    return moved
+
+
 def _numbered(base: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, Slice | None]:
     """Convert tensors whose elements are their own numbers, and read the places off the result."""
     starts, numbered, start = {}, {}, 0
+    dtype = torch.int32 if sum(shape.numel() for shape in shapes.values()) < 1 << 31 else torch.int64
     for key, shape in shapes.items():
         starts[key] = start
-        numbered[key] = torch.arange(start, start + shape.numel()).view(shape)
+        numbered[key] = torch.arange(start, start + shape.numel(), dtype=dtype).view(shape)
         start += shape.numel()
     converted = _convert(base, dict(numbered))
     return {name: _place(name, tensor, starts, numbered) for name, tensor in converted.items()}
