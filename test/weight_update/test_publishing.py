@@ -20,9 +20,10 @@ from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.data.weight_store import WeightStoreReader
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
 from torchrl_moe.testing import make_tiny_moe
+from torchrl_moe.testing.fake_weights import EXPECTED
 from torchrl_moe.weight_update.canary import canary_of
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
-from torchrl_moe.weight_update.publishing import Publisher
+from torchrl_moe.weight_update.publishing import Published, Publisher
 from weight_update.fleet import weights
 
 
@@ -94,6 +95,17 @@ def test_a_publisher_that_is_closed_lets_the_next_one_in(tmp_path: Path) -> None
         publisher(tmp_path).publish(weights(), 2)
     writer.close()
     publisher(tmp_path).publish(weights(), 2)
+
+
+def test_of_replicated_trainers_only_the_first_writes_or_one_with_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchrl_moe.weight_update.publishing.is_first", lambda: False)
+    writer = publisher(tmp_path / "store")
+    assert writer.publish(weights(), 3) == Published(version=3, manifest=None)
+    assert not (tmp_path / "store").exists()
+    writer.expect(EXPECTED, None)
+    assert writer.publish(weights(), 3).manifest is not None
 
 
 # -- two ranks --------------------------------------------------------------------------------------------------------

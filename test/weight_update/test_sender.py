@@ -13,7 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from engines import EngineShelf
+from reference import Reference
 from torchrl_moe._errors import EngineError, ManifestMismatch, NoReplicaError, WeightSyncError
+from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM, make_tiny_moe
 from torchrl_moe.testing.fake_weights import EXPECTED
@@ -582,4 +585,87 @@ def test_torchrls_hook_calls_it_as_its_own(connect: Connect) -> None:
     for _ in range(5):
         hook()
     assert engine.versions == [2, 2]
+    sender.shutdown()
+
+
+# -- over real engines ------------------------------------------------------------------------------------------------
+
+TOLERANCE = 1e-5
+PROMPTS = [[72, 101, 108], list(range(40, 90)), [200, 3, 3, 199] * 6]
+WAYS: dict[str, dict[str, Any]] = {
+    "shadow, canary": {"stage": "shadow", "verify": "canary", "kv": "recompute"},
+    "plain, delta of a directory, drain": {"stage": "plain", "layout": "versions", "delta": True, "mode": "drain"},
+    "gloo, abort": {"transport": "gloo", "mode": "abort_resume", "prefetch": 2},
+    "nothing verified": {"verify": "off"},
+}
+
+
+def distance(engine: AsyncVLLM, reference: Reference) -> float:
+    """The largest difference between what the engine says of its answers and what the trainer's model does."""
+    params = {"max_tokens": 12, "ignore_eos": True, "logprobs": 0, "temperature": 1.0}
+    worst = 0.0
+    for completion in engine.generate(prompt_token_ids=PROMPTS, sampling_params=params, use_tqdm=False):
+        (output,) = completion.outputs
+        ids = torch.tensor([*completion.prompt_token_ids.tolist(), *output.token_ids.tolist()])
+        wanted = reference(ids)[0][len(completion.prompt_token_ids) :]
+        worst = max(worst, float((torch.tensor(output.logprobs) - wanted).abs().max()))
+    return worst
+
+
+@torch.no_grad()
+def move(model: nn.Module, seed: int, only: str = "") -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in model.state_dict().items():
+        if only in name:
+            tensor.add_(0.1 * tensor.std(correction=0) * torch.randn(tensor.shape, generator=generator))
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.usefixtures("one_thread")
+def test_an_engine_computes_what_the_trainer_does_however_it_is_sent(
+    engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path
+) -> None:
+    reference = Reference(shelf.folder("qwen3_moe"))
+    original = {name: tensor.clone() for name, tensor in reference.model.state_dict().items()}
+    for number, (way, choices) in enumerate(WAYS.items()):
+        folder = {"folder": tmp_path} if "layout" in choices else {}
+        sender = VLLMWeightSyncScheme(**choices, **folder, timeout_seconds=120.0).create_sender()
+        sender.register_model(reference.model)
+        sender.init_all_workers_group(None, vllm_engine=engine)
+        for seed in (2 * number, 2 * number + 1):
+            move(reference.model, seed, only="" if seed % 2 else "layers.2")
+            assert distance(engine, reference) > 100 * TOLERANCE  # the change is one that shows
+            report = sender.update_weights()
+            assert report.failed == {}, way
+            assert distance(engine, reference) <= TOLERANCE, way
+            print(f"{way}: {report}")
+        if number == 3:
+            sender.update_weights(original)  # the model's own, stacked names
+            reference.model.load_state_dict(original)
+            assert distance(engine, reference) <= TOLERANCE
+        sender.shutdown()
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.usefixtures("one_thread")
+def test_an_engine_computes_what_a_model_with_adapters_does(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    peft = pytest.importorskip("peft")
+    reference = Reference(shelf.folder("qwen3_moe"))
+    original = {name: tensor.clone() for name, tensor in reference.model.state_dict().items()}
+    config = peft.LoraConfig(
+        r=4,
+        init_lora_weights=False,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.gate.weight"],
+    )
+    torch.manual_seed(0)
+    model = peft.get_peft_model(reference.model, config)
+    sender = VLLMWeightSyncScheme().create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(None, vllm_engine=engine)
+    assert distance(engine, reference) > 100 * TOLERANCE
+    sender.update_weights()
+    assert distance(engine, reference) <= TOLERANCE
+    sender.register_model(model.unload())
+    assert sender.update_weights(original).failed == {}
     sender.shutdown()

@@ -80,7 +80,8 @@ class Publisher:
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def publish(self, weights: Weights | None, version: int) -> Published:
-        """Write a version. With sharded weights all ranks must call it; rank 0 writes, and its number counts.
+        """Write a version. Of several ranks, rank 0 writes, unless another has an engine of its own; with sharded
+        weights all must call it, and rank 0's number counts.
 
         Raises:
             ManifestMismatch: the weights are not the engine's tensors.
@@ -88,6 +89,8 @@ class Publisher:
         """
         source = source_of(weights, self.model, self.expected)
         if not source.is_sharded:
+            if not is_first() and self.expected is None:
+                return Published(version=version, manifest=None)
             canary = self._canary(weights)
             return self._write(source, source.tensors(), version, canary)
         version, stream = from_first(version), source.tensors()
