@@ -121,7 +121,7 @@ class Publisher:
             raise ValueError("wait=False: sharded weights are gathered by all ranks, which the forward would disturb")
         canary = self._canary(weights)
         thread = ThreadPoolExecutor(1, thread_name_prefix="weight-publisher")
-        future = thread.submit(self._write, source, _unchanged(source), version, canary)
+        future = thread.submit(self._write, source, _unchanged(source, source.changes()), version, canary)
         thread.shutdown(wait=False)  # it ends with its only task
         return future
 
@@ -156,9 +156,8 @@ class Publisher:
             self._writer = None
 
 
-def _unchanged(source: Source) -> Iterator[tuple[str, Tensor]]:
-    """Give a source's tensors, and find out at the end if somebody wrote into them meanwhile."""
-    before = source.changes()
+def _unchanged(source: Source, before: int) -> Iterator[tuple[str, Tensor]]:
+    """Give a source's tensors, and find out at the end if somebody wrote into them since the count was taken."""
     yield from source.tensors()
     if source.changes() != before:
         raise ManifestMismatch(
