@@ -20,7 +20,6 @@ PUBLIC: dict[str, str] = {
     "testing": "ByteTokenizer FakeAsyncVLLM make_tiny_moe",
 }
 NOT_BUILT_YET: dict[str, str] = {
-    "weight_update": "VLLMDoubleBufferSyncScheme",
     "collectors": PUBLIC["collectors"],
 }
 """Leave this list in the commit that builds the name."""

@@ -16,6 +16,7 @@ FROZEN_SIGNATURES: dict[str, str] = {
     "torchrl_moe.modules.policies.transformers_wrapper.TransformersWrapper.__init__": "TorchRL's, and the replay",
     "torchrl_moe.modules.policies.dense_distributions.DenseDistributions.get_dist": "TorchRL's signature",
     "torchrl_moe.objectives.grpo.GRPOLoss.__init__": "TorchRL's signature",
+    "torchrl_moe.weight_update.scheme.VLLMWeightSyncScheme.__init__": "TorchRL's signature, and the scheme's choices",
 }
 """Functions that users call with these names already -> why a dataclass would not do."""
 

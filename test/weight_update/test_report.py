@@ -7,8 +7,10 @@ import pytest
 from torchrl_moe.weight_update import SyncReport
 from torchrl_moe.weight_update.report import ReplicaSync
 
-GOOD = ReplicaSync(replica=0, waited=1.0, fetched=0.25, paused=0.5, loaded=0.125, attempts=1)
-BAD = ReplicaSync(replica=1, fetched=0.25, error="the replica is DEAD")
+GOOD = ReplicaSync(
+    replica=0, asked_at=0.25, fetched=0.25, swap_at=0.5, waited=1.0, paused=0.5, loaded=0.125, attempts=1
+)
+BAD = ReplicaSync(replica=1, asked_at=0.25, fetched=0.25, staged=3.0, error="the replica is DEAD")
 
 
 def report(*replicas: ReplicaSync) -> SyncReport:
@@ -20,13 +22,52 @@ def test_failed_names_the_replicas_without_the_version_and_why() -> None:
     assert report(GOOD).failed == {}
 
 
-def test_seconds_are_those_of_publishing_and_of_every_replica() -> None:
-    assert report(GOOD, BAD).seconds == pytest.approx(0.25 + 0.25 + 1.5)
+def test_seconds_are_those_until_the_last_replica_was_through() -> None:
+    assert report(GOOD).seconds == pytest.approx(0.5 + 1.0 + 0.5)
+    assert report(GOOD, BAD).seconds == pytest.approx(0.25 + 0.25 + 3.0)
     assert report().seconds == 0.25
 
 
 def test_its_line_shows_version_replicas_size_time_and_pause() -> None:
     assert repr(report(GOOD, BAD)) == (
-        "SyncReport(version=3, replicas=1/2, 12.3 MB, 2.000 s, longest pause 0.500 s, digest=01234567)"
+        "SyncReport(version=3, replicas=1/2, 12.3 MB, 3.500 s, longest pause 0.500 s, digest=01234567)"
     )
     assert "replicas=0/0" in repr(report())
+
+
+def test_the_timeline_has_a_row_for_each_phase_that_took_time() -> None:
+    rows = report(GOOD, BAD).timeline()
+    assert [(row["replica"], row["phase"], row["start"], row["seconds"]) for row in rows] == [
+        (-1, "publish", 0.0, 0.25),
+        (0, "fetch", 0.25, 0.25),
+        (0, "wait", 0.5, 1.0),
+        (0, "pause", 1.5, 0.5),
+        (1, "fetch", 0.25, 0.25),
+        (1, "stage", 0.5, 3.0),
+    ]
+
+
+def test_printed_it_has_a_line_for_each_replica() -> None:
+    lines = str(report(GOOD, BAD)).splitlines()
+    assert lines[0] == repr(report(GOOD, BAD))
+    assert lines[1].split() == [
+        *("replica", "fetched", "staged", "waited", "paused", "loaded", "stage", "tries", "outcome")
+    ]
+    assert lines[2].split() == ["0", "0.250", "0.000", "1.000", "0.500", "0.125", "plain", "1", "ok"]
+    assert lines[3].endswith("the replica is DEAD")
+
+
+def test_a_table_has_a_row_for_each_replica() -> None:
+    table = report(GOOD, BAD).to_pandas()
+    assert list(table["replica"]) == [0, 1]
+    assert list(table["version"]) == [3, 3]
+    assert list(table["paused"]) == [0.5, 0.0]
+
+
+def test_the_figure_has_a_bar_for_each_phase() -> None:
+    assert len(report(GOOD, BAD).figure().axes[0].patches) == 6
+
+
+def test_a_replica_is_told_when_it_was_asked() -> None:
+    assert GOOD.asked(0.75).asked_at == 0.75
+    assert GOOD.asked(0.75).paused == GOOD.paused

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.sender import WeightSender
@@ -17,8 +18,15 @@ from torchrl_moe.weight_update.sender import WeightSender
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"transport": "nccl"}, "transport must be one of 'memmap', got 'nccl'"),
-        ({"mode": "abort"}, "mode must be one of 'hot_swap', 'drain', got 'abort'"),
+        ({"transport": "mpi"}, "transport must be one of 'memmap', 'gloo', 'nccl', got 'mpi'"),
+        ({"mode": "abort"}, "mode must be one of 'hot_swap', 'drain', 'abort_resume', got 'abort'"),
+        ({"stage": "fast"}, "stage must be one of 'auto', 'shadow', 'plain', got 'fast'"),
+        ({"verify": True}, "verify must be one of 'digest', 'canary', 'off', got True"),
+        ({"prefetch": 0}, "prefetch must be at least 1 thread, got 0"),
+        ({"layout": "versions"}, "layout='versions' needs transport='memmap' and folder="),
+        ({"layout": "versions", "folder": "x", "transport": "gloo"}, "layout='versions' needs transport='memmap'"),
+        ({"delta": True}, "delta=True needs layout='versions'"),
+        ({"strategy": "tensordict"}, "strategy has no meaning: weights are read from the model's state dict"),
         ({"kv": "keep"}, "kv must be one of 'salt', 'recompute', got 'keep'"),
         ({"min_serving": -1}, "min_serving must be at least 0, got -1"),
         ({"timeout_seconds": 0}, "timeout_seconds must be positive, got 0"),
@@ -29,7 +37,7 @@ def test_a_bad_choice_is_refused_with_the_good_ones(kwargs: dict[str, Any], word
         VLLMWeightSyncScheme(**kwargs)
 
 
-@pytest.mark.parametrize("name", ["master_address", "master_port", "gpus_per_replica", "device", "strategy"])
+@pytest.mark.parametrize("name", ["master_address", "master_port", "gpus_per_replica", "device"])
 def test_torchrls_arguments_of_a_collective_are_refused_with_the_reason(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} belongs to a collective transport; transport='memmap' has no"):
         VLLMWeightSyncScheme(**{name: 1})
@@ -47,13 +55,18 @@ def test_num_replicas_has_a_meaning() -> None:
 def test_it_makes_a_sender_and_shows_its_choices() -> None:
     scheme = VLLMWeightSyncScheme(mode="drain", kv="recompute")
     assert isinstance(scheme.create_sender(), WeightSender)
-    assert repr(scheme) == "VLLMWeightSyncScheme(transport='memmap', mode='drain', kv='recompute')"
+    assert repr(scheme) == (
+        "VLLMWeightSyncScheme(transport='memmap', mode='drain', kv='recompute', stage='auto', verify='digest', "
+        "layout='slots')"
+    )
     scheme.shutdown()
 
 
 def test_its_own_folder_goes_at_shutdown_and_a_given_one_stays(tmp_path: Path) -> None:
     own, given = VLLMWeightSyncScheme(), VLLMWeightSyncScheme(folder=tmp_path / "store")
-    given.create_sender()
+    sender = given.create_sender()
+    sender.publish({"a": torch.ones(1)})
+    sender.shutdown()
     assert own.folder.is_dir()
     for scheme in (own, given, own):
         scheme.shutdown()
@@ -84,3 +97,29 @@ def test_a_process_that_ends_without_shutdown_leaves_no_memory_behind() -> None:
     folder, existed = subprocess.check_output([sys.executable, "-c", script], text=True).split()
     assert existed == "True"
     assert not Path(folder).exists()
+
+
+def test_a_refused_scheme_leaves_no_folder_behind() -> None:
+    memory = Path("/dev/shm")
+    before = set(memory.glob("torchrl_moe-weights-*"))
+    with pytest.raises(ValueError, match="keep_versions must be at least 2"):
+        VLLMWeightSyncScheme(keep_versions=1)
+    assert set(memory.glob("torchrl_moe-weights-*")) == before
+
+
+def test_choices_are_kept_in_groups(tmp_path: Path) -> None:
+    scheme = VLLMWeightSyncScheme(
+        folder=tmp_path,
+        layout="versions",
+        delta=True,
+        fsync=True,
+        keep_versions=4,
+        rolling=2,
+        prefetch=3,
+        stage="plain",
+    )
+    assert (scheme.store.seen_as, scheme.store.delta, scheme.store.fsync, scheme.store.keep_versions) == (
+        *(tmp_path, True, True),
+        4,
+    )
+    assert (scheme.staging.threads, scheme.staging.stage, scheme.swapping.rolling) == (3, "plain", 2)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,47 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from torchrl_moe._errors import EngineError, ManifestMismatch, NoReplicaError, ReplicaDiedError, WeightSyncError
+from engines import EngineShelf
+from reference import Reference
+from torchrl_moe._errors import EngineError, ManifestMismatch, NoReplicaError, WeightSyncError
+from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM, make_tiny_moe
-from torchrl_moe.weight_update import VLLMWeightSyncScheme
-from torchrl_moe.weight_update.sender import WeightSender
-from weight_update.fleet import EXPECTED, Fleet, SoftError, WeightReplica, weights
-
-Connect = Callable[..., WeightSender]
-
-
-@pytest.fixture
-def connect() -> Iterator[Connect]:
-    """Make a sender for an engine."""
-    senders = []
-
-    def make(engine: Any, **choices: Any) -> WeightSender:
-        sender = VLLMWeightSyncScheme(**{"timeout_seconds": 5.0, **choices}).create_sender()
-        senders.append(sender)
-        sender.init_all_workers_group(None, vllm_engine=engine)
-        return sender
-
-    yield make
-    for sender in senders:
-        sender.shutdown()
-
-
-def soft(*times: int) -> Callable[[int], Exception | None]:
-    """Fail softly the given times (0 is the first)."""
-    return lambda asked: SoftError("it went wrong") if asked in times else None
-
-
-def always(error: Exception) -> Callable[[int], Exception]:
-    return lambda asked: error
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
+from torchrl_moe.testing.fake_weights import EXPECTED
+from torchrl_moe.weight_update import VLLMWeightSyncScheme, get_model_metadata
+from torchrl_moe.weight_update.canary import canary_of
+from weight_update.fleet import Connect, Fleet, always, soft, weights
 
 # -- the good case ----------------------------------------------------------------------------------------------------
 
@@ -92,7 +62,7 @@ def test_requests_are_frozen_and_kv_says_what_becomes_of_the_cache(
 ) -> None:
     engine = Fleet(1)
     connect(engine, kv=kv).update_weights(weights())
-    assert engine.replicas[0].options == {"pause": "keep", "clear_cache": clear_cache, "canary": None}
+    assert engine.fakes[0].options == {"pause": "keep", "clear_cache": clear_cache, "canary": None}
 
 
 def test_the_steps_may_be_taken_by_themselves(connect: Connect) -> None:
@@ -119,9 +89,8 @@ def test_a_registered_model_is_sent_with_its_experts_one_by_one() -> None:
     sender = VLLMWeightSyncScheme().create_sender()
     sender.register_model(model)
     assert sender.publish() == 1
-    names = set(sender._store.folder.glob("manifest-*.json"))
-    assert len(names) == 1
-    assert "experts.3.gate_proj.weight" in next(iter(names)).read_text()
+    (manifest,) = sender.scheme.folder.glob("manifest-*.json")
+    assert "experts.3.gate_proj.weight" in manifest.read_text()
     sender.shutdown()
 
 
@@ -171,7 +140,7 @@ def test_metadata_may_be_the_engines_or_stacked_but_not_anything(connect: Connec
     engine, sender = Fleet(1), connect(Fleet(1))
     sender.init_all_workers_group(EXPECTED, vllm_engine=engine)
     sender.init_all_workers_group({"a": 0, "mlp.experts.gate_up_proj": 0}, vllm_engine=engine)
-    with pytest.raises(ManifestMismatch, match="metadata names neither the engine's checkpoint tensors nor"):
+    with pytest.raises(ManifestMismatch, match="metadata does not name the engine's checkpoint tensors: pass None"):
         sender.init_all_workers_group({"a": 0}, vllm_engine=engine)
 
 
@@ -224,13 +193,13 @@ def test_a_collector_counts_the_updates_that_took_effect(connect: Connect) -> No
     with pytest.raises(ManifestMismatch):
         sender.update_weights({"a": weights()["a"]})
     assert collector.count == 1
-    engine.replicas[1].fail["stage_weights"] = always(EngineError("no"))
+    engine.fakes[1].fail["stage_weights"] = always(EngineError("no"))
     version = sender.update_weights(weights()).version
     assert collector.count == 2
-    engine.replicas[1].fail.clear()
+    engine.fakes[1].fail.clear()
     sender.apply(version, replicas=[1])  # the same update
     assert collector.count == 2
-    for replica in engine.replicas:
+    for replica in engine.fakes:
         replica.fail["stage_weights"] = always(EngineError("no"))
     with pytest.raises(WeightSyncError):
         sender.update_weights(weights())
@@ -273,9 +242,10 @@ def test_a_replica_that_cannot_check_goes_on_with_its_old_version(connect: Conne
     engine = Fleet(3)
     sender = connect(engine)
     sender.update_weights(weights(1))
-    engine.replicas[1].fail["stage_weights"] = always(error)
+    engine.fakes[1].fail["stage_weights"] = always(error)
     report = sender.update_weights(weights(2))
-    assert report.failed == {1: str(error)}
+    kind = "ManifestMismatch: " if isinstance(error, ValueError) else ""
+    assert report.failed == {1: f"{kind}{error}"}
     assert engine.states == ["SERVING"] * 3
     assert engine.versions == [2, 1, 2]
     assert engine.holds(1) == 1.0
@@ -296,9 +266,10 @@ def test_damaged_bytes_touch_no_replica(connect: Connect) -> None:
 
 def test_another_trainers_bytes_under_our_version_touch_no_replica(connect: Connect, tmp_path: Path) -> None:
     engine = Fleet(2)
-    ours, theirs = connect(engine, folder=tmp_path), connect(Fleet(1), folder=tmp_path)
+    ours = connect(engine, folder=tmp_path)
     version = ours.publish(weights(1))
-    theirs.publish(weights(2))
+    ours._publisher.close()  # as if its lock were lost
+    connect(Fleet(1), folder=tmp_path).publish(weights(2))
     with pytest.raises(WeightSyncError, match="other bytes than were published: is the store shared"):
         ours.apply(version)
     assert engine.versions == [0, 0]
@@ -314,114 +285,6 @@ def test_only_the_last_version_can_be_applied(connect: Connect) -> None:
         sender.apply(1)
 
 
-# -- failures of the swap ---------------------------------------------------------------------------------------------
-
-
-def test_a_swap_that_fails_once_is_tried_again(connect: Connect) -> None:
-    engine = Fleet(2)
-    sender = connect(engine)
-    engine.replicas[0].fail["swap_weights"] = soft(0)
-    report = sender.update_weights(weights(3))
-    assert report.failed == {}
-    assert [entry.attempts for entry in report.replicas] == [2, 1]
-    assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
-
-
-def test_a_swap_that_fails_twice_is_for_good(connect: Connect) -> None:
-    engine = Fleet(3, token_seconds=60.0)
-    sender = connect(engine)
-    sender.update_weights(weights(1))
-    broken = engine.replicas[1]
-    broken.fail["swap_weights"] = soft(1, 2)
-    seen: list[str] = []
-    with engine.roster.listening(lambda: seen.append(engine.roster[1].state.name)):
-        failures: list[BaseException] = []
-
-        def ask() -> None:
-            try:
-                engine.generate([1], actor_index=1, use_tqdm=False)
-            except ReplicaDiedError as error:
-                failures.append(error)
-
-        frozen = threading.Thread(target=ask)
-        frozen.start()
-        eventually(lambda: engine.roster[1].inflight == 1)
-        report = sender.update_weights(weights(2))
-        frozen.join(5.0)
-    assert not frozen.is_alive()
-    assert len(failures) == 1  # frozen in it, and not left to wait
-    assert report.failed == {1: "it went wrong"}
-    assert report.replicas[1].attempts == 2
-    assert engine.versions == [2, 1, 2]
-    assert "QUARANTINED" in seen
-    assert "SERVING" not in seen[seen.index("QUARANTINED") :]
-    assert engine.roster[1].state not in (ReplicaState.SERVING, ReplicaState.SYNCING)
-    asked = broken.asked["swap_weights"]
-    report = sender.update_weights(weights(3))  # and never again
-    assert report.failed[1].startswith("the replica is ")
-    assert broken.asked["swap_weights"] == asked
-
-
-def test_a_replica_that_does_not_answer_is_not_asked_again(connect: Connect) -> None:
-    engine = Fleet(2)
-    engine.replicas[1].fail["swap_weights"] = always(EngineError("replica 1 did not answer 'swap_weights' within 5 s"))
-    report = connect(engine).update_weights(weights())
-    assert report.failed == {1: "replica 1 did not answer 'swap_weights' within 5 s"}
-    assert report.replicas[1].attempts == 1
-    assert engine.states == ["SERVING", "QUARANTINED"]
-    assert not engine.replicas[1].is_alive()
-
-
-@pytest.mark.parametrize("noted", [False, True])
-def test_a_replica_that_dies_is_dead_whoever_notes_it_first(connect: Connect, noted: bool) -> None:
-    engine = Fleet(3)
-
-    def die(_: int) -> Exception:
-        engine.replicas[0].die()
-        if noted:
-            engine.roster.mark_dead(0)
-        return ReplicaDiedError("replica 0 died")
-
-    engine.replicas[0].fail["swap_weights"] = die
-    sender = connect(engine)
-    assert sender.update_weights(weights()).failed == {0: "replica 0 died"}
-    assert engine.states == ["DEAD", "SERVING", "SERVING"]
-    assert sender.update_weights(weights()).failed == {0: "the replica is DEAD"}
-
-
-# -- how many must hold it --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("replicas", "broken", "min_serving", "enough"),
-    [
-        (3, 1, None, True),
-        (3, 2, None, False),
-        (1, 1, None, False),
-        (2, 1, None, True),
-        (3, 1, 3, False),
-        (3, 2, 1, True),
-        (2, 2, 0, True),
-    ],
-)
-def test_min_serving_decides_between_a_report_and_an_error(
-    connect: Connect, replicas: int, broken: int, min_serving: int | None, enough: bool
-) -> None:
-    engine = Fleet(replicas)
-    sender = connect(engine, min_serving=min_serving)
-    for replica in engine.replicas[:broken]:
-        replica.fail["swap_weights"] = soft(0, 1)
-    if enough:
-        report = sender.update_weights(weights())
-    else:
-        with pytest.raises(WeightSyncError, match=r"fewer than \d replicas hold version 1") as caught:
-            sender.update_weights(weights())
-        report = caught.value.report
-    assert sorted(report.failed) == list(range(broken))
-    assert report.version == 1
-    assert [entry.error is None for entry in report.replicas] == [False] * broken + [True] * (replicas - broken)
-
-
 # -- late replicas ----------------------------------------------------------------------------------------------------
 
 
@@ -429,13 +292,13 @@ def test_a_starting_replica_is_left_alone_until_it_is_named(connect: Connect) ->
     engine = Fleet(3, late=[1])
     sender = connect(engine)
     assert sender.update_weights(weights(4)).failed == {1: "the replica is STARTING"}
-    assert engine.replicas[1].asked == {}
+    assert engine.fakes[1].asked == {}
     assert engine.states == ["SERVING", "STARTING", "SERVING"]
-    swapped = engine.replicas[0].asked["swap_weights"]
+    swapped = engine.fakes[0].asked["swap_weights"]
     report = sender.apply(sender.version, replicas=[1])
     assert [entry.replica for entry in report.replicas] == [1]
     assert report.failed == {}
-    assert engine.replicas[0].asked["swap_weights"] == swapped
+    assert engine.fakes[0].asked["swap_weights"] == swapped
     assert (engine.states, engine.versions) == (["SERVING"] * 3, [1, 1, 1])
     assert engine.holds(1) == 4.0
     command, _, states = engine.log[-1]
@@ -446,7 +309,7 @@ def test_a_late_replica_that_fails_is_not_put_into_service(connect: Connect) -> 
     engine = Fleet(2, late=[1])
     sender = connect(engine)
     sender.update_weights(weights())
-    engine.replicas[1].fail["swap_weights"] = soft(0, 1)
+    engine.fakes[1].fail["swap_weights"] = soft(0, 1)
     assert sender.apply(1, replicas=[1]).failed == {1: "it went wrong"}  # the other still holds it
     assert engine.states == ["SERVING", "QUARANTINED"]
 
@@ -455,12 +318,8 @@ def test_a_new_process_in_a_replicas_place_is_told_of_the_store(connect: Connect
     engine = Fleet(2)
     sender = connect(engine)
     sender.update_weights(weights(6))
-    engine.replicas[1].die()
-    engine.roster.mark_dead(1)
-    engine.roster[1].replica = new = WeightReplica(1)
-    new.fleet = engine
-    engine.replicas[1] = new
-    engine.roster.set_state(1, ReplicaState.STARTING)
+    new = engine.restart(1)
+    assert engine.states == ["SERVING", "STARTING"]
     assert sender.apply(1, replicas=[1]).failed == {}
     assert new.asked == {"init_weights": 1, "stage_weights": 1, "swap_weights": 1}
     assert engine.holds(1) == 6.0
@@ -474,66 +333,13 @@ def test_a_replica_that_was_draining_goes_on_draining(connect: Connect) -> None:
     assert (engine.states, engine.versions) == (["SERVING", "DRAINING"], [1, 1])
 
 
-# -- draining ---------------------------------------------------------------------------------------------------------
-
-
-def test_drain_waits_for_requests_in_flight_and_sends_new_ones_elsewhere(connect: Connect) -> None:
-    engine = Fleet(2, token_seconds=0.02)
-    sender = connect(engine, mode="drain")
-    asking = threading.Thread(target=lambda: engine.generate([1], {"max_tokens": 10}, actor_index=0, use_tqdm=False))
-    asking.start()
-    eventually(lambda: engine.roster[0].inflight == 1)
-    seen: list[int] = []
-
-    def swapping(asked: int) -> None:
-        seen.append(engine.roster[0].inflight)
-
-    engine.replicas[0].fail["swap_weights"] = swapping
-    updating = threading.Thread(target=sender.update_weights, args=(weights(),))
-    updating.start()
-    eventually(lambda: engine.roster[0].state is ReplicaState.DRAINING)
-    (other,) = engine.generate([[2]], {"max_tokens": 1}, use_tqdm=False)
-    assert other.metrics.replica == 1
-    updating.join(5.0)
-    asking.join(5.0)
-    assert seen == [0]
-    assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
-
-
-def test_a_drain_that_takes_too_long_leaves_the_old_version_serving(connect: Connect) -> None:
-    engine = Fleet(2)
-    sender = connect(engine, mode="drain", timeout_seconds=0.1)
-    lease = engine.load_balancer.acquire_at(0, None)
-    report = sender.update_weights(weights())
-    assert report.failed == {0: "requests did not finish in time to drain"}
-    assert (engine.states, engine.versions) == (["SERVING"] * 2, [0, 1])
-    assert engine.replicas[0].asked["swap_weights"] == 0
-    lease.release()
-    assert sender.apply(1, replicas=[0]).failed == {}
-    assert engine.versions == [1, 1]
-
-
-def test_a_replica_that_dies_while_it_drains_is_not_waited_for(connect: Connect) -> None:
-    engine = Fleet(2)
-    sender = connect(engine, mode="drain")
-    lease = engine.load_balancer.acquire_at(0, None)
-    updating = threading.Thread(target=sender.update_weights, args=(weights(),))
-    updating.start()
-    eventually(lambda: engine.roster[0].state is ReplicaState.DRAINING)
-    engine.roster.mark_dead(0)
-    updating.join(2.0)
-    assert not updating.is_alive()
-    assert (engine.states, engine.versions) == (["DEAD", "SERVING"], [0, 1])
-    lease.release()
-
-
 # -- threads ----------------------------------------------------------------------------------------------------------
 
 
 def test_updates_from_many_threads_take_turns(connect: Connect) -> None:
     engine = Fleet(2)
     sender = connect(engine)
-    for replica in engine.replicas:
+    for replica in engine.fakes:
         replica.fail["swap_weights"] = lambda asked: time.sleep(0.002)
     engine.log.clear()
     errors: list[BaseException] = []
@@ -567,4 +373,299 @@ def test_an_nn_module_is_registered_through_its_wrapper() -> None:
     sender = VLLMWeightSyncScheme().create_sender()
     sender.register_model(Wrapper())
     assert sender.publish() == 1
+    sender.shutdown()
+
+
+# -- publishing while the next forward runs ---------------------------------------------------------------------------
+
+
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let writers wait before each tensor's bytes."""
+    from torchrl_moe.data.weight_store import slots
+
+    go, write = threading.Event(), slots._write
+
+    def held(*args: Any) -> str:
+        assert go.wait(10.0)
+        return write(*args)
+
+    monkeypatch.setattr(slots, "_write", held)
+    return go
+
+
+def test_the_caller_goes_on_while_a_version_is_copied(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, go = Fleet(2), gate(monkeypatch)
+    sender = connect(engine)
+    assert sender.publish(weights(4), wait=False) == 1
+    assert sender.version == 0  # not there yet
+    go.set()
+    assert sender.wait_published() == sender.version == 1
+    assert sender.wait_published() == 1
+    assert sender.apply(1).failed == {}
+    assert engine.holds(1) == 4.0
+
+
+def test_the_next_step_waits_by_itself(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, go = Fleet(1), gate(monkeypatch)
+    sender = connect(engine)
+    version = sender.publish(weights(4), wait=False)
+    threading.Timer(0.05, go.set).start()
+    sender.apply(version)
+    assert engine.holds(0) == 4.0
+
+
+def test_weights_that_change_while_they_are_copied_are_not_published(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, go = Fleet(1), gate(monkeypatch)
+    sender = connect(engine)
+    go.set()
+    sender.update_weights(weights(1))
+    go.clear()
+    tensors = weights(2)
+    sender.publish(tensors, wait=False)
+    tensors["a"].add_(1)
+    go.set()
+    with pytest.raises(ManifestMismatch, match=r"changed while they were copied: call sender\.wait_published"):
+        sender.wait_published()
+    assert sender.version == 1
+    assert sender.update_weights(weights(3)).version == 2
+    assert engine.holds(0) == 3.0
+
+
+def test_a_guarded_optimiser_waits_before_its_step(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, go = Fleet(1), gate(monkeypatch)
+    sender, parameter = connect(engine), nn.Parameter(torch.full((2, 2), 5.0))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    sender.guard(optimizer)
+    parameter.grad = torch.ones(2, 2)
+    version = sender.publish({"a": parameter, "b": weights()["b"]}, wait=False)
+    threading.Timer(0.05, go.set).start()
+    optimizer.step()
+    assert parameter.eq(4).all()
+    sender.apply(version)
+    assert engine.holds(0) == 5.0
+
+
+def test_shutdown_waits_for_a_copy_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = gate(monkeypatch)
+    sender = VLLMWeightSyncScheme().create_sender()
+    sender.publish(weights(), wait=False)
+    threading.Timer(0.05, go.set).start()
+    sender.shutdown()
+    assert not sender.scheme.folder.exists()
+
+
+# -- restarted replicas -----------------------------------------------------------------------------------------------
+
+
+def test_the_engine_brings_a_restarted_replica_to_the_newest_weights(connect: Connect) -> None:
+    engine = Fleet(2)
+    sender = connect(engine)
+    sender.update_weights(weights(6))
+    sender.update_weights(weights(7))
+    engine.restart(1)
+    assert engine._bring is not None
+    engine._bring(1)
+    assert (engine.states, engine.versions) == (["SERVING"] * 2, [2, 2])
+    assert engine.holds(1) == 7.0
+    assert engine.fakes[0].asked["swap_weights"] == 2  # the other was left alone
+
+
+def test_before_anything_was_sent_a_restarted_replica_serves_its_checkpoint(connect: Connect) -> None:
+    engine = Fleet(2, late=[1])
+    connect(engine).bring(1)
+    assert engine.states == ["SERVING"] * 2
+    assert engine.fakes[1].asked == {}
+
+
+def test_a_replica_that_cannot_be_brought_says_so(connect: Connect) -> None:
+    engine = Fleet(3)
+    sender = connect(engine)
+    sender.update_weights(weights())
+    engine.restart(1).fail["stage_weights"] = always(EngineError("out of memory"))
+    with pytest.raises(WeightSyncError, match="replica 1 was not brought to version 1: out of memory"):
+        sender.bring(1)
+    assert engine.states == ["SERVING", "STARTING", "SERVING"]
+
+
+def test_after_shutdown_the_engine_asks_no_more(connect: Connect) -> None:
+    engine = Fleet(1)
+    sender = connect(engine)
+    assert engine._bring is not None
+    sender.shutdown()
+    assert engine._bring is None
+
+
+# -- what is sent -----------------------------------------------------------------------------------------------------
+
+
+def test_an_fp32_trainer_sends_a_bf16_engine_half_the_bytes(connect: Connect) -> None:
+    model = make_tiny_moe("deepseek_v3", num_hidden_layers=2)
+    halved = {
+        name: (dtype if "correction_bias" in name else torch.bfloat16, shape)
+        for name, (dtype, shape) in get_model_metadata(model).items()
+    }
+    engine = Fleet(1, expected=halved, dtype="bfloat16")
+    for dtype, share in (("engine", 0.5), ("trainer", 1.0)):
+        sender = VLLMWeightSyncScheme(dtype=dtype).create_sender()  # type: ignore[arg-type]
+        sender.register_model(model)
+        sender.init_all_workers_group(None, vllm_engine=engine)
+        nbytes = sender.update_weights().nbytes
+        assert nbytes == pytest.approx(share * sum(t.nbytes for t in model.state_dict().values()), rel=1e-3)
+        held = engine.fakes[0].weights
+        for name, (wide, _) in get_model_metadata(model).items():
+            sent = wide if dtype == "trainer" else halved[name][0]
+            assert held[name].dtype == sent, name
+        assert held["lm_head.weight"].float().allclose(model.lm_head.weight, rtol=1e-2)
+        sender.shutdown()
+
+
+def test_a_tied_name_that_the_engines_checkpoint_has_is_sent(connect: Connect) -> None:
+    model = make_tiny_moe("qwen3_moe", tie_word_embeddings=True, num_hidden_layers=2)
+    expected = {**get_model_metadata(model), "lm_head.weight": (torch.float32, model.lm_head.weight.shape)}
+    engine = Fleet(1, expected=expected)
+    sender = VLLMWeightSyncScheme().create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(dict.fromkeys(model.state_dict()), vllm_engine=engine)
+    assert sender.update_weights().failed == {}
+    assert torch.equal(engine.fakes[0].weights["lm_head.weight"], model.model.embed_tokens.weight)
+    sender.shutdown()
+
+
+def test_the_canary_goes_with_the_registered_model_only(connect: Connect) -> None:
+    model = make_tiny_moe("mixtral", num_hidden_layers=1)
+    engine = Fleet(1, expected=get_model_metadata(model))
+    sender = VLLMWeightSyncScheme(verify="canary").create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(None, vllm_engine=engine)
+    sender.update_weights()
+    assert engine.fakes[0].options["canary"] == canary_of(model)
+    assert engine.fakes[0].staging["verify"] == "canary"
+    sender.update_weights(model.state_dict())
+    assert engine.fakes[0].options["canary"] is None
+    sender.shutdown()
+
+
+# -- over and over ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["slots", "versions"])
+def test_two_hundred_syncs_leave_memory_descriptors_and_the_folder_flat(
+    connect: Connect, layout: str, tmp_path: Path
+) -> None:
+    engine = Fleet(2)
+    folder = tmp_path / "store"
+    sender = connect(engine, layout=layout, folder=folder)
+    figures = []
+    for number in range(200):
+        assert sender.update_weights(weights(number)).failed == {}
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        figures.append((len(os.listdir("/proc/self/fd")), len(files), sum(path.stat().st_size for path in files)))
+    early, late = figures[:10], figures[-10:]
+    for column, slack in ((0, 0), (1, 0), (2, 64)):  # a version's number grows by digits
+        assert max(row[column] for row in late) <= max(row[column] for row in early) + slack
+    assert threading.active_count() < 20
+
+
+# -- in TorchRL's trainer ---------------------------------------------------------------------------------------------
+
+
+def test_torchrls_hook_calls_it_as_its_own(connect: Connect) -> None:
+    """``GRPOTrainer(weight_sync_sender=)`` hands the sender to this hook."""
+    from torchrl.trainers.trainers import UpdateWeights
+
+    engine, model = Fleet(2), make_tiny_moe("mixtral", num_hidden_layers=1)
+    for replica in engine.fakes:
+        replica._expected = get_model_metadata(model)
+    sender = VLLMWeightSyncScheme().create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(get_model_metadata(model), vllm_engine=engine)
+    hook = UpdateWeights(sender=sender, update_weights_interval=2)
+    for _ in range(5):
+        hook()
+    assert engine.versions == [2, 2]
+    sender.shutdown()
+
+
+# -- over real engines ------------------------------------------------------------------------------------------------
+
+TOLERANCE = 1e-5
+PROMPTS = [[72, 101, 108], list(range(40, 90)), [200, 3, 3, 199] * 6]
+WAYS: dict[str, dict[str, Any]] = {
+    "shadow, canary": {"stage": "shadow", "verify": "canary", "kv": "recompute"},
+    "plain, delta of a directory, drain": {"stage": "plain", "layout": "versions", "delta": True, "mode": "drain"},
+    "gloo, abort": {"transport": "gloo", "mode": "abort_resume", "prefetch": 2},
+    "nothing verified": {"verify": "off"},
+}
+
+
+def distance(engine: AsyncVLLM, reference: Reference) -> float:
+    """The largest difference between what the engine says of its answers and what the trainer's model does."""
+    params = {"max_tokens": 12, "ignore_eos": True, "logprobs": 0, "temperature": 1.0}
+    worst = 0.0
+    for completion in engine.generate(prompt_token_ids=PROMPTS, sampling_params=params, use_tqdm=False):
+        (output,) = completion.outputs
+        ids = torch.tensor([*completion.prompt_token_ids.tolist(), *output.token_ids.tolist()])
+        wanted = reference(ids)[0][len(completion.prompt_token_ids) :]
+        worst = max(worst, float((torch.tensor(output.logprobs) - wanted).abs().max()))
+    return worst
+
+
+@torch.no_grad()
+def move(model: nn.Module, seed: int, only: str = "") -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in model.state_dict().items():
+        if only in name:
+            tensor.add_(0.1 * tensor.std(correction=0) * torch.randn(tensor.shape, generator=generator))
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.usefixtures("one_thread")
+def test_an_engine_computes_what_the_trainer_does_however_it_is_sent(
+    engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path
+) -> None:
+    reference = Reference(shelf.folder("qwen3_moe"))
+    original = {name: tensor.clone() for name, tensor in reference.model.state_dict().items()}
+    for number, (way, choices) in enumerate(WAYS.items()):
+        folder = {"folder": tmp_path} if "layout" in choices else {}
+        sender = VLLMWeightSyncScheme(**choices, **folder, timeout_seconds=120.0).create_sender()
+        sender.register_model(reference.model)
+        sender.init_all_workers_group(None, vllm_engine=engine)
+        for seed in (2 * number, 2 * number + 1):
+            move(reference.model, seed, only="" if seed % 2 else "layers.2")
+            assert distance(engine, reference) > 100 * TOLERANCE  # the change is one that shows
+            report = sender.update_weights()
+            assert report.failed == {}, way
+            assert distance(engine, reference) <= TOLERANCE, way
+            print(f"{way}: {report}")
+        if number == 3:
+            sender.update_weights(original)  # the model's own, stacked names
+            reference.model.load_state_dict(original)
+            assert distance(engine, reference) <= TOLERANCE
+        sender.shutdown()
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.usefixtures("one_thread")
+def test_an_engine_computes_what_a_model_with_adapters_does(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    peft = pytest.importorskip("peft")
+    reference = Reference(shelf.folder("qwen3_moe"))
+    original = {name: tensor.clone() for name, tensor in reference.model.state_dict().items()}
+    config = peft.LoraConfig(
+        r=4,
+        init_lora_weights=False,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.gate.weight"],
+    )
+    torch.manual_seed(0)
+    model = peft.get_peft_model(reference.model, config)
+    sender = VLLMWeightSyncScheme().create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(None, vllm_engine=engine)
+    assert distance(engine, reference) > 100 * TOLERANCE
+    sender.update_weights()
+    assert distance(engine, reference) <= TOLERANCE
+    sender.register_model(model.unload())
+    assert sender.update_weights(original).failed == {}
     sender.shutdown()

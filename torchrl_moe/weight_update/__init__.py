@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torchrl_moe._lazy import attach
 
 if TYPE_CHECKING:
+    from torchrl_moe.weight_update.double_buffer import VLLMDoubleBufferSyncScheme as VLLMDoubleBufferSyncScheme
     from torchrl_moe.weight_update.metadata import get_model_metadata as get_model_metadata
     from torchrl_moe.weight_update.report import SyncReport as SyncReport
     from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme as VLLMWeightSyncScheme
@@ -16,6 +17,7 @@ else:
         __name__,
         {
             "SyncReport": ".report",
+            "VLLMDoubleBufferSyncScheme": ".double_buffer",
             "VLLMWeightSyncScheme": ".scheme",
             "get_model_metadata": ".metadata",
         },

@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 __all__ = ["ReplicaSync", "SyncReport"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSync:
-    """One replica's part: seconds until it could be taken out of service, checking, paused, loading; or its error."""
+    """One replica's part.
+
+    Attributes:
+        replica: its index.
+        asked_at: seconds after publishing began that it was told of the version.
+        fetched: seconds until its bytes were there and checked.
+        staged: seconds to load them into a shadow model, while it served.
+        swap_at: seconds after publishing began that its turn came.
+        waited: seconds until it could be taken out of service.
+        paused: seconds in which it made no token.
+        loaded: seconds of these that loading took.
+        stage: ``"shadow"`` if it had loaded the version before the pause, else ``"plain"``.
+        reason: why there was no shadow.
+        attempts: how often it was swapped.
+        error: why it does not hold the version; ``None`` if it does.
+    """
 
     replica: int
-    waited: float = 0.0
+    asked_at: float = 0.0
     fetched: float = 0.0
+    staged: float = 0.0
+    swap_at: float = 0.0
+    waited: float = 0.0
     paused: float = 0.0
     loaded: float = 0.0
+    stage: str = "plain"
+    reason: str = ""
     attempts: int = 0
     error: str | None = None
+
+    def asked(self, at: float) -> ReplicaSync:
+        """Return the same, with when it was told of the version."""
+        return replace(self, asked_at=at)
+
+    @property
+    def end(self) -> float:
+        """Seconds after publishing began that it was through."""
+        return max(self.asked_at + self.fetched + self.staged, self.swap_at + self.waited + self.paused)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +75,38 @@ class SyncReport:
 
     @property
     def seconds(self) -> float:
-        """From publishing to the last replica: they check at the same time, and are swapped one after another."""
-        checked = max((entry.fetched for entry in self.replicas), default=0.0)
-        return self.published + checked + sum(entry.waited + entry.paused for entry in self.replicas)
+        """From the beginning of publishing until the last replica was through."""
+        return max([self.published, *(entry.end for entry in self.replicas)])
+
+    def timeline(self) -> list[dict[str, Any]]:
+        """Return the phases as rows: ``replica`` (-1: the trainer), ``phase``, ``start`` and ``seconds``.
+
+        Phases are ``publish``, ``fetch``, ``stage``, ``wait`` and ``pause``; those that took no time are left out.
+        """
+        rows = [{"replica": -1, "phase": "publish", "start": 0.0, "seconds": self.published}]
+        for entry in self.replicas:
+            fetched, waited = entry.asked_at + entry.fetched, entry.swap_at + entry.waited
+            for phase, start, seconds in (
+                ("fetch", entry.asked_at, entry.fetched),
+                ("stage", fetched, entry.staged),
+                ("wait", entry.swap_at, entry.waited),
+                ("pause", waited, entry.paused),
+            ):
+                if seconds > 0:
+                    rows.append({"replica": entry.replica, "phase": phase, "start": start, "seconds": seconds})
+        return rows
+
+    def figure(self) -> Any:
+        """Draw :meth:`timeline`, a bar for each replica; a matplotlib figure."""
+        from torchrl_moe.render.timelines import timeline_figure
+
+        return timeline_figure(self.timeline(), f"weights, version {self.version}")
+
+    def to_pandas(self) -> Any:
+        """Return one row per replica as a pandas ``DataFrame``."""
+        import pandas
+
+        return pandas.DataFrame([{"version": self.version, **asdict(entry)} for entry in self.replicas])
 
     def __repr__(self) -> str:
         paused = max((entry.paused for entry in self.replicas), default=0.0)
@@ -56,3 +115,13 @@ class SyncReport:
             f"SyncReport(version={self.version}, replicas={good}/{len(self.replicas)}, {self.nbytes / 1e6:.1f} MB, "
             f"{self.seconds:.3f} s, longest pause {paused:.3f} s, digest={self.digest[:8]})"
         )
+
+    def __str__(self) -> str:
+        head = ("replica", "fetched", "staged", "waited", "paused", "loaded", "stage", "tries", "outcome")
+        rows: list[tuple[str, ...]] = [head]
+        for e in self.replicas:
+            seconds = (f"{value:.3f}" for value in (e.fetched, e.staged, e.waited, e.paused, e.loaded))
+            rows.append((str(e.replica), *seconds, e.stage, str(e.attempts), e.error or e.reason or "ok"))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join([repr(self), *lines])

@@ -1,7 +1,7 @@
 """``VLLMWeightSyncScheme``: how a trainer's weights reach the engine's replicas, under TorchRL's name.
 
-The scheme holds the choices, its sender does the work. The transport of this version is ``memmap``: a weight store in
-memory on one host, which a late or restarted replica can load from at any time.
+The scheme holds the choices, its sender does the work. Whatever the transport, a version is written to a weight store
+first, which a late or restarted replica can load from at any time.
 """
 
 from __future__ import annotations
@@ -13,34 +13,52 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
+from torchrl_moe.weight_update.options import CollectiveOptions, SourceOptions, StoreOptions, SwapOptions, one_of
+from torchrl_moe.weight_update.transports.transport import StageOptions
+
 if TYPE_CHECKING:
     from torchrl_moe.weight_update.sender import WeightSender
 
 __all__ = ["VLLMWeightSyncScheme"]
-
-TRANSPORTS = ("memmap",)
-MODES = ("hot_swap", "drain")
-CACHES = ("salt", "recompute")
-MEANINGLESS = ("master_address", "master_port", "gpus_per_replica", "device", "strategy")
 
 
 class VLLMWeightSyncScheme:
     """The choices of a weight sync.
 
     Args:
-        transport: ``"memmap"``: a weight store that trainer and engines map.
+        transport: ``"memmap"``: a weight store that trainer and engines map; ``"gloo"`` and ``"nccl"`` broadcast it.
         mode: of requests in flight: ``"hot_swap"`` freezes them during the swap, they go on with the new weights;
-            ``"drain"`` lets them finish first.
+            ``"drain"`` lets them finish first; ``"abort_resume"`` cuts them, and the engine resumes them by itself.
         kv: of cached prefixes: ``"salt"`` leaves them to the requests that made them and starts anew for each version;
             ``"recompute"`` drops the KV cache, and frozen requests are computed again.
+        stage: ``"shadow"`` loads a version into a second model while the first serves, so that the pause is short and
+            memory is needed twice; ``"plain"`` loads under the pause; ``"auto"`` is shadow where that works.
+        rolling: how many replicas are swapped at the same time.
+        min_serving: how many replicas must hold the new version for an update to succeed (all but one, by default), and
+            must serve meanwhile (all but ``rolling``, by default; one may always be away).
+        prefetch: how many threads of a replica read and hash a version.
+        verify: ``"digest"``: every byte is hashed where it arrives; ``"canary"``: the engine's log-probs of a fixed
+            prompt are compared with the registered model's own; ``"off"``: neither. The engine is asked for a token
+            that is a number in any case.
         folder: of the weight store; default: a new one in ``/dev/shm`` (or the temporary folder), removed at shutdown.
-        min_serving: how many replicas must hold the new version for an update to succeed; default: all but one.
+        layout: ``"slots"``: files in memory that are used again, for one host; ``"versions"``: a directory with one
+            folder per version, on a file system that all hosts share.
+        keep_versions: how many versions are there at the same time.
+        fsync: with ``"versions"``, whether they outlive a crash of the machine.
+        delta: with ``"versions"``, whether only tensors that changed are written.
+        dtype: of floating tensors: ``"engine"`` sends none wider than the engine has it, ``"trainer"`` sends as is.
+        lora: ``"merged"``: peft's adapters are added to their weights.
         timeout_seconds: deadline of each step of each replica.
         num_replicas: checked against the engine, if given.
-        **refused: TorchRL's arguments of its collective transport, which have no meaning for this one.
+        master_address: where the ranks of a collective transport meet; default: 127.0.0.1.
+        master_port: refused, since each replica has a group of its own, at a free port.
+        gpus_per_replica: checked against the engine's tensor parallel size, if given.
+        device: the trainer's, for ``"nccl"``.
 
     Raises:
-        ValueError: an unknown choice, or an argument without a meaning here.
+        ValueError: an unknown choice, or an argument without a meaning for the transport.
 
     Example::
 
@@ -52,30 +70,55 @@ class VLLMWeightSyncScheme:
 
     def __init__(
         self,
-        transport: Literal["memmap"] = "memmap",
-        mode: Literal["hot_swap", "drain"] = "hot_swap",
+        transport: Literal["memmap", "gloo", "nccl"] = "memmap",
+        mode: Literal["hot_swap", "drain", "abort_resume"] = "hot_swap",
         kv: Literal["salt", "recompute"] = "salt",
+        stage: Literal["auto", "shadow", "plain"] = "auto",
         *,
-        folder: str | os.PathLike[str] | None = None,
+        rolling: int = 1,
         min_serving: int | None = None,
+        prefetch: int = 1,
+        verify: Literal["digest", "canary", "off"] = "digest",
+        folder: str | os.PathLike[str] | None = None,
+        layout: Literal["slots", "versions"] = "slots",
+        keep_versions: int = 2,
+        fsync: bool = False,
+        delta: bool = False,
+        dtype: Literal["engine", "trainer"] | torch.dtype = "engine",
+        lora: Literal["merged"] = "merged",
         timeout_seconds: float = 120.0,
         num_replicas: int | None = None,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        gpus_per_replica: int | None = None,
+        device: torch.device | str | int | None = None,
         **refused: Any,
     ) -> None:
-        for name, value, allowed in (("transport", transport, TRANSPORTS), ("mode", mode, MODES), ("kv", kv, CACHES)):
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-        for name in refused:
-            if name not in MEANINGLESS:
-                raise TypeError(f"VLLMWeightSyncScheme has no argument {name!r}")
-            raise ValueError(f"{name} belongs to a collective transport; transport={transport!r} has no process group")
-        if min_serving is not None and min_serving < 0:
-            raise ValueError(f"min_serving must be at least 0, got {min_serving}")
-        if timeout_seconds <= 0:
-            raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds:g}")
-        self.transport, self.mode, self.kv = transport, mode, kv
-        self.min_serving, self.timeout_seconds, self.num_replicas = min_serving, timeout_seconds, num_replicas
-        self.folder = Path(folder) if folder is not None else _store_folder()
+        _refuse(refused)
+        one_of("transport", transport, ("memmap", "gloo", "nccl"))
+        one_of("stage", stage, ("auto", "shadow", "plain"))
+        one_of("verify", verify, ("digest", "canary", "off"))
+        if prefetch < 1:
+            raise ValueError(f"prefetch must be at least 1 thread, got {prefetch}")
+        self.transport, self.num_replicas = transport, num_replicas
+        self.staging = StageOptions(stage=stage, verify=verify, threads=prefetch)
+        self.swapping = SwapOptions(
+            mode=mode, kv=kv, rolling=rolling, min_serving=min_serving, timeout_seconds=timeout_seconds
+        )
+        self.source = SourceOptions(dtype=dtype, lora=lora)
+        self.collective = CollectiveOptions(
+            master_address=master_address, master_port=master_port, gpus_per_replica=gpus_per_replica, device=device
+        )
+        self.collective.check(transport)
+        if layout == "versions" and (folder is None or transport != "memmap"):
+            raise ValueError(
+                "layout='versions' needs transport='memmap' and folder=, on a file system that hosts share"
+            )
+        known = Path("." if folder is None else folder)
+        choices: dict[str, Any] = {"layout": layout, "keep_versions": keep_versions, "fsync": fsync, "delta": delta}
+        StoreOptions(folder=known, seen_as=known, **choices)  # refuses before a folder is made
+        self.folder = _store_folder() if folder is None else Path(folder)
+        self.store = StoreOptions(folder=self.folder, seen_as=self.folder, **choices)
         # also at interpreter exit: memory that nobody frees outlives the process
         self._clean = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True) if folder is None else None
 
@@ -91,7 +134,18 @@ class VLLMWeightSyncScheme:
             self._clean()
 
     def __repr__(self) -> str:
-        return f"VLLMWeightSyncScheme(transport={self.transport!r}, mode={self.mode!r}, kv={self.kv!r})"
+        swapping, staging = self.swapping, self.staging
+        return (
+            f"{type(self).__name__}(transport={self.transport!r}, mode={swapping.mode!r}, kv={swapping.kv!r}, "
+            f"stage={staging.stage!r}, verify={staging.verify!r}, layout={self.store.layout!r})"
+        )
+
+
+def _refuse(arguments: dict[str, Any]) -> None:
+    for name in arguments:
+        if name != "strategy":
+            raise TypeError(f"VLLMWeightSyncScheme has no argument {name!r}")
+        raise ValueError("strategy has no meaning: weights are read from the model's state dict, whatever it holds")
 
 
 def _store_folder() -> Path:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchrl_moe.modules import RouterReplay
-from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
+from torchrl_moe.modules.policies.unstack import ModelWeights, checkpoint_tensors, model_metadata
 from torchrl_moe.testing import make_tiny_moe
 
 FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3"]
@@ -79,17 +79,84 @@ def test_a_compiled_model_is_looked_through() -> None:
     assert_same(checkpoint_tensors(torch.compile(model)), checkpoint_tensors(model))
 
 
-@pytest.mark.parametrize("adapted", [{"get_base_model": lambda: None}, {"_hf_peft_config_loaded": True}])
-def test_adapters_must_be_merged_first(adapted: dict[str, object]) -> None:
-    model = make_tiny_moe()
-    for name, value in adapted.items():
-        nn.Module.__setattr__(model, name, value)
-    with pytest.raises(TypeError, match=r"a peft model has adapters .*: merge them first, model\.merge_and_unload"):
-        checkpoint_tensors(model)
-
-
 def test_metadata_is_of_the_same_tensors() -> None:
     model = make_tiny_moe("deepseek_v3", dtype=torch.bfloat16)
     expected = {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
     assert model_metadata(model) == expected
     assert {dtype for dtype, _ in expected.values()} == {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_are_views_of_the_stacked_tensors_and_made_once(family: str) -> None:
+    weights = ModelWeights(make_tiny_moe(family))
+    once = dict(weights.tensors())
+    storages = {tensor.untyped_storage().data_ptr() for tensor in weights._state().values()}
+    assert {tensor.untyped_storage().data_ptr() for tensor in once.values()} <= storages
+    assert all(tensor is once[name] for name, tensor in weights.tensors())
+
+
+def test_a_parameter_that_was_replaced_is_found_again() -> None:
+    model = make_tiny_moe("mixtral")
+    weights = ModelWeights(model)
+    before = {name: tensor.clone() for name, tensor in weights.tensors()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+    assert all(torch.equal(tensor, 2 * before[name]) for name, tensor in weights.tensors() if "weight" in name)
+
+
+def test_a_tied_name_that_is_asked_for_comes_too() -> None:
+    model = make_tiny_moe("qwen3_moe", tie_word_embeddings=True)
+    weights = ModelWeights(model, also=["lm_head.weight", "of_no_model.weight"])
+    found = dict(weights.tensors())
+    assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+    assert weights.kinds.keys() == found.keys() == checkpoint_tensors(model).keys() | {"lm_head.weight"}
+
+
+def test_a_state_dict_with_the_models_own_names_is_cut_alike() -> None:
+    model, other = make_tiny_moe("olmoe"), make_tiny_moe("olmoe", seed=1)
+    weights = ModelWeights(model)
+    assert weights.keys == set(model.state_dict())
+    assert_same(dict(weights.tensors(other.state_dict())), checkpoint_tensors(other))
+
+
+def test_what_is_not_contiguous_is_cut_right() -> None:
+    model = make_tiny_moe("qwen3_moe")
+    wanted = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
+    experts = model.model.layers[1].mlp.experts
+    experts.gate_up_proj.data = experts.gate_up_proj.data.mT.contiguous().mT
+    assert not experts.gate_up_proj.is_contiguous()
+    assert_same(checkpoint_tensors(model), wanted)
+
+
+def test_changes_in_place_are_counted() -> None:
+    model = make_tiny_moe()
+    weights = ModelWeights(model)
+    before = weights.changes()
+    dict(weights.tensors())
+    assert weights.changes() == before
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    optimizer.step()
+    assert weights.changes() > before
+
+
+def test_layers_that_are_no_slices_are_converted_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in families that interleave or permute; here layers are made to look like it."""
+    from torchrl_moe.modules.policies import unstack
+
+    model = make_tiny_moe("qwen3_moe")
+    wanted = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
+    place = unstack._place
+    monkeypatch.setattr(unstack, "_place", lambda name, *rest: None if "experts.1" in name else place(name, *rest))
+    weights = ModelWeights(model)
+    assert [keys[0].split(".mlp")[0] for keys in weights._converted] == [f"model.layers.{i}" for i in (1, 2, 3)]
+    assert_same(dict(weights.tensors()), wanted)
+    assert weights.kinds == model_metadata(model)
+    assert weights.keys == set(model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    assert torch.equal(
+        dict(weights.tensors())["model.layers.2.mlp.experts.3.up_proj.weight"],
+        2 * wanted["model.layers.2.mlp.experts.3.up_proj.weight"],
+    )

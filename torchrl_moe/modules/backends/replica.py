@@ -125,13 +125,18 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaInfo:
-    """What a replica says of itself once it serves. ``layout`` is ``None`` if no routes are captured."""
+    """What a replica says of itself once it serves.
+
+    ``layout`` is ``None`` if no routes are captured. ``dtype`` is torch's name of the one that the model computes in;
+    empty if that is not known.
+    """
 
     model: str
     layout: RoutingLayout | None
     max_model_len: int
     tensor_parallel_size: int = 1
     engine_version: str = ""
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,39 +1,246 @@
 """A trainer's weights under checkpoint names: experts one by one, as vLLM and the hub have them.
 
 transformers keeps the experts of a layer in one stacked tensor; checkpoints have one tensor per expert. The conversion
-is transformers' own, run backwards, the same as ``save_pretrained`` uses.
+is transformers' own, run backwards, the same as ``save_pretrained`` uses. It is run once, on tensors that number their
+own elements: the result says where in its stacked tensor each checkpoint tensor lies. From then on these are views. The
+few that are no slice (interleaved, or permuted in parts) are converted each time.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["checkpoint_tensors", "model_metadata"]
+from torchrl_moe.modules.policies.adapters import LoraLayers, base_model, has_adapters, whole
+
+__all__ = ["ModelWeights", "checkpoint_tensors", "model_metadata"]
+
+TensorKind = tuple[torch.dtype, torch.Size]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Where a checkpoint tensor lies in a tensor of the model's state dict, which is contiguous."""
+
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the view of it."""
+        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
+
+
+class ModelWeights:
+    """A transformers model's weights and persistent buffers, as ``save_pretrained`` would write them, but live.
+
+    Sharded tensors (FSDP2) are gathered one at a time; LoRA adapters are added to their weights one at a time.
+
+    Args:
+        model: it may be compiled, or wrapped by peft.
+        also: names that are wanted beside: those that the model ties to others, and so would write once.
+
+    Attributes:
+        kinds: checkpoint name -> (dtype, shape).
+
+    Raises:
+        TypeError: adapters that cannot be merged, or layers that cannot be converted one by one.
+    """
+
+    def __init__(self, model: nn.Module, also: Iterable[str] = ()) -> None:
+        bare: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
+        self._base = base_model(bare)
+        self._lora = LoraLayers(self._base) if has_adapters(bare) else None
+        state = self._state()
+        kept = _untied(state, self._base)
+        ties = {name: state[name] for name in also if name in state and name not in kept}
+        self._slices: dict[str, list[Slice]] = {}  # by the key that they are cut from
+        layout = _layout(self._base, kept)
+        for piece in (*layout.slices, *(_whole_slice(name, name, ties[name]) for name in ties)):
+            self._slices.setdefault(piece.key, []).append(piece)
+        self._converted = layout.converted
+        self.kinds: dict[str, TensorKind] = {
+            piece.name: (state[key].dtype, torch.Size(piece.shape))
+            for key, pieces in self._slices.items()
+            for piece in pieces
+        }
+        self.kinds |= {name: layout.kinds[name] for name in layout.kinds if name not in self.kinds}
+        self._views: dict[str, tuple[int, list[tuple[str, Tensor]]]] = {}
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks hold parts of it, so that all must read it together."""
+        return any(hasattr(tensor, "full_tensor") for tensor in self._state().values())
+
+    def changes(self) -> int:
+        """Count of in-place changes so far: another count means that somebody wrote into the weights."""
+        return sum(tensor._version for tensor in self._base.state_dict().values())
+
+    def tensors(self, state: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Give name and tensor, layer by layer, in the order of ``kinds``. Treat them as read-only.
+
+        Args:
+            state: tensors under the model's own names to take instead of its own.
+        """
+        own = state is None
+        source = self._state() if state is None else state
+        for key in self._slices:
+            tensor = source[key].detach()
+            if own and not self._is_merged(key) and tensor.is_contiguous() and not hasattr(tensor, "full_tensor"):
+                yield from self._views_of(key, tensor)
+            else:
+                yield from self._cut(key, self._complete(key, tensor, own))
+        for keys in self._converted:
+            tensors = {key: self._complete(key, source[key].detach(), own) for key in keys}
+            yield from _convert(self._base, tensors).items()
+
+    def _is_merged(self, key: str) -> bool:
+        return self._lora is not None and key in self._lora
+
+    def _complete(self, key: str, tensor: Tensor, own: bool) -> Tensor:
+        gathered = whole(tensor)
+        return self._lora.merged(key, gathered) if own and self._lora is not None and key in self._lora else gathered
+
+    def _views_of(self, key: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        pointer, views = self._views.get(key, (0, []))
+        if pointer != tensor.data_ptr() or not views:
+            self._views[key] = tensor.data_ptr(), list(self._cut(key, tensor))
+        return self._views[key][1]
+
+    def _cut(self, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        tensor = tensor.contiguous()
+        return ((piece.name, piece.of(tensor)) for piece in self._slices[key])
+
+    def _state(self) -> dict[str, Tensor]:
+        state = self._base.state_dict()
+        return state if self._lora is None else dict(self._lora.own_weights(state))
+
+    @property
+    def keys(self) -> set[str]:
+        """The model's own names of what is sent."""
+        return set(self._slices).union(*self._converted)
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return checkpoint name -> tensor of every weight and persistent buffer that ``save_pretrained`` would write.
 
-    Tied weights come once. Expert slices are views of the stacked tensors where transformers makes them so; treat all
-    as read-only. Buffers count: a router's correction bias is one.
-
-    Raises:
-        TypeError: the model has adapters beside its weights.
+    Tied weights come once. They are views of the model's tensors: treat all as read-only. Buffers count: a router's
+    correction bias is one. peft's LoRA adapters are added in.
     """
-    from transformers.core_model_loading import revert_weight_conversion
+    return dict(ModelWeights(model).tensors())
+
+
+def model_metadata(model: nn.Module) -> dict[str, TensorKind]:
+    """Return checkpoint name -> (dtype, shape) of what :func:`checkpoint_tensors` gives."""
+    return ModelWeights(model).kinds
+
+
+# -- where the tensors lie --------------------------------------------------------------------------------------------
+
+
+def _untied(state: Mapping[str, Tensor], base: nn.Module) -> dict[str, Tensor]:
+    """Return a state dict without the names that are another's, as the model's own files have it."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    bare: Any = getattr(model, "_orig_mod", model)  # of torch.compile
-    if hasattr(bare, "get_base_model") or getattr(bare, "_hf_peft_config_loaded", False):
-        raise TypeError("a peft model has adapters beside its weights: merge them first, model.merge_and_unload()")
-    state = remove_tied_weights_from_state_dict(dict(bare.state_dict()), bare)
-    converted: dict[str, Tensor] = revert_weight_conversion(bare, state)
-    return converted
+    local = {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in state.items()}
+    kept: Mapping[str, Any] = remove_tied_weights_from_state_dict(local, base)
+    return {name: state[name] for name in state if name in kept}
 
 
-def model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Return checkpoint name -> (dtype, shape) of what :func:`checkpoint_tensors` gives."""
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a model becomes a checkpoint: slices, groups of keys that are converted together, and what comes of all."""
+
+    slices: list[Slice]
+    converted: list[list[str]]
+    kinds: dict[str, TensorKind]
+
+
+def _layout(base: nn.Module, state: Mapping[str, Tensor]) -> _Layout:
+    """Find where each checkpoint tensor lies: what is only renamed first, then the stacked ones, a layer at a time."""
+    hollow = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in state.items()}
+    owners = {id(tensor): key for key, tensor in hollow.items()}
+    wanted = _convert(base, dict(hollow))
+    found = [_whole_slice(name, owners[id(tensor)], tensor) for name, tensor in wanted.items() if id(tensor) in owners]
+    renamed = {piece.key for piece in found}
+    layers: dict[str, list[str]] = {}
+    for key in state:
+        if key not in renamed:
+            layer = re.match(r".*?\.\d+\.", key)
+            layers.setdefault(layer.group() if layer else key, []).append(key)
+    names, converted = {piece.name for piece in found}, []
+    first: dict[tuple[Any, ...], tuple[str, dict[str, Slice | None]]] = {}  # of layers that look alike
+    for prefix, keys in layers.items():
+        looks = tuple((key.removeprefix(prefix), state[key].shape) for key in keys)
+        known = first.get(looks)
+        places = {} if known is None else _moved(*known, prefix)
+        if not places or any(name not in wanted for name in places):
+            places = _numbered(base, {key: state[key].shape for key in keys})
+            first.setdefault(looks, (prefix, places))
+        names |= set(places)
+        slices = [place for place in places.values() if place is not None]
+        if len(slices) == len(places):
+            found += slices
+        else:
+            converted.append(keys)
+    if names != set(wanted):
+        raise TypeError(
+            f"the layers of {type(base).__name__} cannot be un-stacked one by one: pass weights with checkpoint names"
+        )
+    order = {key: position for position, key in enumerate(state)}
+    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in wanted.items()}
+    return _Layout(sorted(found, key=lambda piece: order[piece.key]), converted, kinds)
+
+
+def _convert(base: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(base, state)
+
+
+def _whole_slice(name: str, key: str, tensor: Tensor) -> Slice:
+    shape = tuple(tensor.shape)
+    return Slice(name, key, shape, torch.empty(shape, device="meta").stride(), 0)
+
+
+def _moved(places_of: str, places: Mapping[str, Slice | None], prefix: str) -> dict[str, Slice | None]:
+    """Return one layer's places as those of another that looks the same."""
+    old, new = (re.sub(r".*\.(\d+)\.", r".\1.", name) for name in (places_of, prefix))
+    moved: dict[str, Slice | None] = {}
+    for name, place in places.items():
+        name = name.replace(old, new, 1)
+        moved[name] = place and replace(place, name=name, key=prefix + place.key.removeprefix(places_of))
+    return moved
+
+
+def _numbered(base: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, Slice | None]:
+    """Convert tensors whose elements are their own numbers, and read the places off the result."""
+    starts, numbered, start = {}, {}, 0
+    dtype = torch.int32 if sum(shape.numel() for shape in shapes.values()) < 1 << 31 else torch.int64
+    for key, shape in shapes.items():
+        starts[key] = start
+        numbered[key] = torch.arange(start, start + shape.numel(), dtype=dtype).view(shape)
+        start += shape.numel()
+    converted = _convert(base, dict(numbered))
+    return {name: _place(name, tensor, starts, numbered) for name, tensor in converted.items()}
+
+
+def _place(name: str, numbers: Tensor, starts: Mapping[str, int], numbered: Mapping[str, Tensor]) -> Slice | None:
+    if not numbers.numel():
+        return None
+    first = int(numbers.flatten()[0])
+    key = max((key for key in starts if starts[key] <= first), key=lambda key: starts[key])
+    stride = [
+        int(numbers.select(axis, 1).flatten()[0]) - first if size > 1 else 1 for axis, size in enumerate(numbers.shape)
+    ]
+    place = Slice(name, key, tuple(numbers.shape), tuple(stride), first - starts[key])
+    last = place.offset + sum((size - 1) * step for size, step in zip(place.shape, stride, strict=True))
+    fits = min(stride, default=0) >= 0 and last < numbered[key].numel()
+    return place if fits and torch.equal(place.of(numbered[key]), numbers) else None

@@ -231,6 +231,7 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Lo
         max_model_len=model_config.max_model_len,
         tensor_parallel_size=engine_args.tensor_parallel_size,
         engine_version=vllm.__version__,
+        dtype=str(model_config.dtype).removeprefix("torch."),
     )
     return engine, info, logger.load
 

@@ -1,0 +1,104 @@
+"""Adapters added to their weights are what ``merge_and_unload`` makes, and the model stays as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchrl_moe.modules.policies.adapters import LoraLayers, base_model, has_adapters, whole
+from torchrl_moe.modules.policies.unstack import ModelWeights, checkpoint_tensors
+from torchrl_moe.testing import make_tiny_moe
+
+peft = pytest.importorskip("peft")
+
+TARGETS: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "experts": {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    "router": {"target_parameters": ["mlp.gate.weight"], "lora_alpha": 32},
+    "head": {"target_modules": ["o_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+def adapted(family: str, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
+    torch.manual_seed(0)
+    model = make_tiny_moe(family, dtype=dtype)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **config))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("targets", list(TARGETS))
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_merged_on_the_fly_is_merged_for_good(family: str, targets: str, dtype: torch.dtype) -> None:
+    model = adapted(family, dtype, **TARGETS[targets])
+    if targets == "head":
+        nn.init.normal_(model.base_model.model.lm_head.modules_to_save["default"].weight)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights = ModelWeights(model)
+    found = {name: tensor.clone() for name, tensor in weights.tensors()}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in found.items()} == weights.kinds
+    wanted = checkpoint_tensors(model.merge_and_unload())
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    plain = checkpoint_tensors(make_tiny_moe(family, dtype=dtype))
+    assert any(not torch.equal(found[name], plain[name]) for name in plain)  # the adapters do something
+
+
+def test_they_are_of_now() -> None:
+    model = adapted("qwen3_moe", target_modules=["q_proj"])
+    weights = ModelWeights(model)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    before = dict(weights.tensors())[name].clone()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_B" in parameter_name:
+                parameter.zero_()
+    after = dict(weights.tensors())[name]
+    assert not torch.equal(after, before)
+    assert torch.equal(after, model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight)
+
+
+def test_an_adapter_that_was_merged_already_counts_once() -> None:
+    model = adapted("qwen3_moe", target_modules=["q_proj"])
+    apart = {name: tensor.clone() for name, tensor in ModelWeights(model).tensors()}
+    model.merge_adapter()
+    together = dict(ModelWeights(model).tensors())
+    assert all(torch.equal(apart[name], together[name]) for name in apart)
+
+
+def test_adapters_added_without_a_wrapper_count_too() -> None:
+    model = make_tiny_moe()
+    plain = checkpoint_tensors(make_tiny_moe())
+    model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"]))
+    assert has_adapters(model)
+    found = checkpoint_tensors(model)
+    assert found.keys() == plain.keys()
+    changed = {name for name in plain if not torch.equal(found[name], plain[name])}
+    assert changed == {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(4)}
+
+
+@pytest.mark.parametrize("extra", [{"use_dora": True}, {"lora_bias": True}])
+def test_what_is_no_plain_sum_is_refused(extra: dict[str, Any]) -> None:
+    targets = ["q_proj"]
+    model = make_tiny_moe()
+    if "lora_bias" in extra:
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.bias = nn.Parameter(torch.zeros(layer.self_attn.q_proj.out_features))
+    config = peft.LoraConfig(r=4, target_modules=targets, **extra)
+    with pytest.raises(TypeError, match=r"q_proj has an adapter that is no plain sum .*: call model\.merge_and_unload"):
+        checkpoint_tensors(peft.get_peft_model(model, config))
+
+
+def test_a_model_without_adapters_has_none() -> None:
+    model = make_tiny_moe()
+    assert not has_adapters(model)
+    assert base_model(model) is model
+    assert "lm_head.weight" not in LoraLayers(model)
+
+
+def test_a_tensor_that_is_not_sharded_is_whole() -> None:
+    tensor = torch.ones(2)
+    assert whole(tensor) is tensor

@@ -1,0 +1,79 @@
+"""Fake replicas take weights as engines do, and fail as they are told to."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchrl_moe._errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError
+from torchrl_moe.data.weight_store import WeightStoreWriter
+from torchrl_moe.modules.backends.replica import Replica, SwapReport
+from torchrl_moe.testing.fake_weights import FakeFleet, FakeWeightReplica, SoftError, Stall
+
+STAGE: dict[str, Any] = {"stage": "auto", "verify": "digest", "threads": 1, "manifest": None}
+SWAP: dict[str, Any] = {"pause": "keep", "clear_cache": False, "canary": None}
+TENSORS = {"a": torch.ones(2, 2), "b": torch.ones(3, dtype=torch.int64)}
+
+
+@pytest.fixture
+def replica(tmp_path: Path) -> FakeWeightReplica:
+    replica = FakeWeightReplica(dtype="bfloat16")
+    WeightStoreWriter(tmp_path).publish(TENSORS.items(), 1)
+    replica.call("init_weights", 1.0, transport="memmap", options={"folder": str(tmp_path)})
+    return replica
+
+
+def test_it_is_a_replica_that_loads_copies(replica: FakeWeightReplica) -> None:
+    assert isinstance(replica, Replica)
+    assert replica.wait_ready(1.0).dtype == "bfloat16"
+    assert replica.call("stage_weights", 1.0, version=1, **STAGE).nbytes == 40
+    assert replica.call("swap_weights", 1.0, version=1, **SWAP).error is None
+    assert replica.version == 1
+    assert torch.equal(replica.weights["a"], TENSORS["a"])
+    assert replica.asked == {"init_weights": 1, "stage_weights": 1, "swap_weights": 1}
+
+
+def test_it_checks_names_and_bytes(replica: FakeWeightReplica, tmp_path: Path) -> None:
+    (tmp_path / "slot-1.weights").write_bytes(b"x" + (tmp_path / "slot-1.weights").read_bytes()[1:])
+    with pytest.raises(DigestMismatch, match="bytes of a"):
+        replica.call("stage_weights", 1.0, version=1, **STAGE)
+    replica.call("stage_weights", 1.0, version=1, **{**STAGE, "verify": "off"})
+    with pytest.raises(ManifestMismatch, match="2 missing"):
+        replica._expected = {"x": TENSORS["a"], "y": TENSORS["b"]}  # type: ignore[assignment]
+        replica.call("stage_weights", 1.0, version=1, **STAGE)
+
+
+def test_errors_are_raised_reported_or_never_come(replica: FakeWeightReplica) -> None:
+    replica.fail["swap_weights"] = lambda asked: SoftError("soft", restored=asked == 1) if asked < 2 else None
+    reports = [replica.call("swap_weights", 1.0, version=1, **SWAP) for _ in range(3)]
+    assert [(report.started, report.error) for report in reports] == [(True, "soft"), (False, "soft"), (True, None)]
+    assert isinstance(reports[0], SwapReport)
+    replica.fail["stage_weights"] = lambda asked: Stall()
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"did not answer 'stage_weights' within 0\.05 s"):
+        replica.call("stage_weights", 0.05, version=1, **STAGE)
+    assert time.monotonic() - began >= 0.05
+    replica.die()
+    with pytest.raises(ReplicaDiedError):
+        replica.call("metadata", 1.0)
+
+
+def test_it_has_one_transport_and_wants_it_opened() -> None:
+    with pytest.raises(EngineError, match="the fake engine has no transport 'gloo'"):
+        FakeWeightReplica().call("init_weights", 1.0, transport="gloo", options={})
+    with pytest.raises(EngineError, match="the weight transport is not initialised"):
+        FakeWeightReplica().call("stage_weights", 1.0, version=1, **STAGE)
+
+
+def test_a_fleet_generates_too_and_restarts() -> None:
+    with FakeFleet(2, late=[1]) as engine:
+        assert engine.states == ["SERVING", "STARTING"]
+        assert len(engine.generate([1], {"max_tokens": 2}, use_tqdm=False).outputs[0].token_ids) == 2
+        new = engine.restart(0)
+        assert engine.roster[0].replica is new is engine.fakes[0]
+        new.call("metadata", 1.0)
+        assert engine.log[-1] == ("metadata", 0, ["STARTING", "STARTING"])

@@ -1,0 +1,143 @@
+"""TorchRL's double-buffer name: a sender that may know no engine, and a receiver that looks."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torchrl.weight_update.llm.vllm_double_buffer import VLLMDoubleBufferSyncScheme as TorchRLScheme
+
+from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.data.weight_store import WeightStoreReader
+from torchrl_moe.testing import make_tiny_moe
+from torchrl_moe.testing.fake_weights import SoftError
+from torchrl_moe.weight_update import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, get_model_metadata
+from weight_update.fleet import Fleet, always, weights
+
+
+def test_torchrls_lines_work_as_they_are(tmp_path: Path) -> None:
+    """The example of TorchRL's own class, sender here and receiver there."""
+    model = make_tiny_moe("mixtral", num_hidden_layers=1)
+    engine = Fleet(2, expected=get_model_metadata(model))
+    scheme = VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path / "weights"), num_threads=2, strategy="tensordict")
+    sender = scheme.create_sender()
+    sender.register_model(model)
+    report = sender.update_weights()
+    assert (report.version, report.replicas) == (1, ())
+    receiver = VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path / "weights")).create_receiver(engine)
+    assert receiver.poll_and_apply() is True
+    assert torch.equal(engine.fakes[1].weights["lm_head.weight"], model.lm_head.weight)
+    assert receiver.poll_and_apply() is False  # nothing new
+    assert receiver.report is not None
+    assert receiver.report.seconds < 60
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    sender.update_weights()
+    receiver.apply_weights()
+    assert torch.equal(engine.fakes[0].weights["lm_head.weight"], model.lm_head.weight)
+    assert engine.versions == [2, 2]
+    sender.shutdown()
+    assert (tmp_path / "weights" / "STABLE").exists()  # the folder is the user's
+
+
+def test_the_arguments_are_torchrls(tmp_path: Path) -> None:
+    theirs = TorchRLScheme(str(tmp_path), str(tmp_path / "x"), 3, "state_dict")
+    ours = VLLMDoubleBufferSyncScheme(str(tmp_path), str(tmp_path / "x"), 3, "state_dict")
+    assert str(ours.store.folder) == theirs.remote_addr
+    assert str(ours.store.seen_as) == theirs.local_addr
+    assert ours.staging.threads == theirs.num_threads
+    assert isinstance(ours, VLLMWeightSyncScheme)
+
+
+def test_engines_may_see_the_directory_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "mounted").symlink_to(tmp_path / "trainer")
+    engine = Fleet(1)
+    scheme = VLLMDoubleBufferSyncScheme(tmp_path / "trainer", tmp_path / "mounted")
+    scheme.create_sender().publish(weights(3))
+    assert scheme.create_receiver(engine).poll_and_apply()
+    assert engine.fakes[0].reader is not None
+    assert engine.fakes[0].reader.folder == tmp_path / "mounted"
+    assert engine.holds(0) == 3.0
+
+
+def test_a_sender_that_knows_the_engine_brings_weights_to_it(tmp_path: Path) -> None:
+    engine, sender = Fleet(2), VLLMDoubleBufferSyncScheme(tmp_path).create_sender()
+    sender.init_all_workers_group(None, vllm_engine=engine)
+    assert len(sender.update_weights(weights(2)).replicas) == 2
+    assert engine.versions == [1, 1]
+    sender.shutdown()
+
+
+def test_before_anything_was_published_there_is_nothing_to_apply(tmp_path: Path) -> None:
+    assert VLLMDoubleBufferSyncScheme(tmp_path / "none").create_receiver(Fleet(1)).poll_and_apply() is False
+
+
+def test_too_few_replicas_are_an_error_and_only_the_late_ones_are_asked_again(tmp_path: Path) -> None:
+    engine, scheme = Fleet(3), VLLMDoubleBufferSyncScheme(tmp_path)
+    sender, receiver = scheme.create_sender(), scheme.create_receiver(engine)
+    sender.publish(weights())
+    for index in (0, 1):
+        engine.fakes[index].fail["swap_weights"] = always(SoftError("not now", restored=True))
+    with pytest.raises(WeightSyncError, match="fewer than 2 replicas hold version 1") as caught:
+        receiver.poll_and_apply()
+    assert caught.value.report is receiver.report
+    assert engine.versions == [0, 0, 1]
+    engine.fakes[0].fail.clear()
+    assert receiver.poll_and_apply()
+    assert engine.versions == [1, 0, 1]
+    assert engine.fakes[2].asked["swap_weights"] == 1
+    sender.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda folder: VLLMDoubleBufferSyncScheme(folder, strategy="pickle"), "strategy must be one of 'tensordict'"),
+        (lambda folder: VLLMDoubleBufferSyncScheme(folder, num_threads=0), "prefetch must be at least 1 thread, got 0"),
+        (lambda folder: VLLMDoubleBufferSyncScheme(folder).create_receiver("x"), "vllm_engine must be an AsyncVLLM"),
+        (
+            lambda folder: VLLMDoubleBufferSyncScheme(folder).create_receiver(Fleet(1)).apply_weights({"a": 1}),
+            "the receiver takes what the sender published, in place; pass nothing",
+        ),
+    ],
+)
+def test_a_bad_argument_is_refused(build: object, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        build(tmp_path)  # type: ignore[operator]
+
+
+def test_what_a_looking_reader_gets_is_always_whole(tmp_path: Path) -> None:
+    """TorchRL's own scheme writes in place: half of such reads there were torn between two versions."""
+    sender, torn = VLLMDoubleBufferSyncScheme(tmp_path).create_sender(), []
+    sender.publish(weights(1))
+    stop = threading.Event()
+
+    def look() -> None:
+        store = WeightStoreReader(tmp_path)
+        while not stop.is_set():
+            manifest = store.manifest(store.newest() or 1) if store.newest() else None
+            if manifest is None:
+                continue
+            with store.reading(manifest) as found:
+                torn.append(bool((found["a"] != found["b"][0]).any()))
+
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            look()
+        except WeightSyncError as error:  # the version came and went between two lines
+            errors.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    for number in range(2, 100):
+        sender.publish(weights(number))
+    stop.set()
+    thread.join(10.0)
+    assert not any(torn)
+    assert torn or errors
+    sender.shutdown()

@@ -1,0 +1,69 @@
+"""Groups of choices: what follows from them, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchrl_moe.weight_update.options import CollectiveOptions, SourceOptions, StoreOptions, SwapOptions
+
+
+@pytest.mark.parametrize(
+    ("choices", "replicas", "hold", "serve"),
+    [
+        ({}, 1, 1, 0),
+        ({}, 2, 1, 1),
+        ({}, 4, 3, 3),
+        ({"rolling": 3}, 4, 3, 1),
+        ({"rolling": 9}, 4, 3, 0),
+        ({"min_serving": 4}, 4, 4, 3),  # one may always be away
+        ({"min_serving": 2, "rolling": 4}, 4, 2, 2),
+        ({"min_serving": 0}, 4, 0, 0),
+    ],
+)
+def test_how_many_must_hold_a_version_and_how_many_must_serve_meanwhile(
+    choices: dict[str, Any], replicas: int, hold: int, serve: int
+) -> None:
+    options = SwapOptions(**choices)
+    assert (options.must_hold(replicas), options.must_serve(replicas)) == (hold, serve)
+
+
+@pytest.mark.parametrize(
+    ("kind", "choices", "words"),
+    [
+        (SwapOptions, {"rolling": 0}, "rolling must be at least 1, got 0"),
+        (StoreOptions, {"layout": "files"}, "layout must be one of 'slots', 'versions', got 'files'"),
+        (StoreOptions, {"keep_versions": 1}, "keep_versions must be at least 2"),
+        (StoreOptions, {"fsync": True}, "fsync=True needs layout='versions'"),
+        (SourceOptions, {"dtype": "float32"}, "dtype must be one of 'engine', 'trainer', got 'float32'"),
+        (SourceOptions, {"dtype": torch.int8}, "dtype must be a floating one, got torch.int8"),
+        (SourceOptions, {"lora": "adapter"}, "lora must be one of 'merged', got 'adapter'"),
+    ],
+)
+def test_a_bad_choice_is_refused(kind: Any, choices: dict[str, Any], words: str) -> None:
+    folders = {"folder": Path("x"), "seen_as": Path("x")} if kind is StoreOptions else {}
+    with pytest.raises(ValueError, match=words):
+        kind(**folders, **choices)
+
+
+@pytest.mark.parametrize(
+    ("transport", "choices", "words"),
+    [
+        ("memmap", {"master_address": "10.0.0.1"}, "master_address belongs to a collective transport"),
+        ("gloo", {"master_port": 1}, "master_port has no meaning: each replica has a group of its own"),
+        ("gloo", {"device": "cuda:0"}, "transport='gloo' sends from the CPU"),
+        ("nccl", {"gpus_per_replica": 0}, "gpus_per_replica must be at least 1, got 0"),
+    ],
+)
+def test_a_collectives_argument_must_have_a_meaning(transport: str, choices: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        CollectiveOptions(**choices).check(transport)
+
+
+def test_those_that_have_one_pass() -> None:
+    CollectiveOptions(master_address="10.0.0.1", gpus_per_replica=2, device="cpu").check("gloo")
+    CollectiveOptions(master_address="10.0.0.1", device="cuda:1").check("nccl")
+    CollectiveOptions().check("memmap")

@@ -1,0 +1,264 @@
+"""Replicas change over a few at a time, and a failure of one is nobody else's."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from torchrl_moe._errors import EngineError, ReplicaDiedError, WeightSyncError
+from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.testing.fake_weights import SoftError, Stall
+from weight_update.fleet import Connect, Fleet, always, eventually, soft, weights
+
+# -- failures of the swap ---------------------------------------------------------------------------------------------
+
+
+def test_a_swap_that_fails_once_is_tried_again(connect: Connect) -> None:
+    engine = Fleet(2)
+    sender = connect(engine)
+    engine.fakes[0].fail["swap_weights"] = soft(0)
+    report = sender.update_weights(weights(3))
+    assert report.failed == {}
+    assert [entry.attempts for entry in report.replicas] == [2, 1]
+    assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
+
+
+def test_a_swap_that_fails_twice_is_for_good(connect: Connect) -> None:
+    engine = Fleet(3, token_seconds=60.0)
+    sender = connect(engine)
+    sender.update_weights(weights(1))
+    broken = engine.fakes[1]
+    broken.fail["swap_weights"] = soft(1, 2)
+    seen: list[str] = []
+    with engine.roster.listening(lambda: seen.append(engine.roster[1].state.name)):
+        failures: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                engine.generate([1], actor_index=1, use_tqdm=False)
+            except ReplicaDiedError as error:
+                failures.append(error)
+
+        frozen = threading.Thread(target=ask)
+        frozen.start()
+        eventually(lambda: engine.roster[1].inflight == 1)
+        report = sender.update_weights(weights(2))
+        frozen.join(5.0)
+    assert not frozen.is_alive()
+    assert len(failures) == 1  # frozen in it, and not left to wait
+    assert report.failed == {1: "it went wrong"}
+    assert report.replicas[1].attempts == 2
+    assert engine.versions == [2, 1, 2]
+    assert "QUARANTINED" in seen
+    assert "SERVING" not in seen[seen.index("QUARANTINED") :]
+    assert engine.roster[1].state not in (ReplicaState.SERVING, ReplicaState.SYNCING)
+    asked = broken.asked["swap_weights"]
+    report = sender.update_weights(weights(3))  # and never again
+    assert report.failed[1].startswith("the replica is ")
+    assert broken.asked["swap_weights"] == asked
+
+
+def test_a_replica_that_does_not_answer_is_not_asked_again(connect: Connect) -> None:
+    engine = Fleet(2)
+    engine.fakes[1].fail["swap_weights"] = always(EngineError("replica 1 did not answer 'swap_weights' within 5 s"))
+    report = connect(engine).update_weights(weights())
+    assert report.failed == {1: "replica 1 did not answer 'swap_weights' within 5 s"}
+    assert report.replicas[1].attempts == 1
+    assert engine.states == ["SERVING", "QUARANTINED"]
+    assert not engine.fakes[1].is_alive()
+
+
+@pytest.mark.parametrize("noted", [False, True])
+def test_a_replica_that_dies_is_dead_whoever_notes_it_first(connect: Connect, noted: bool) -> None:
+    engine = Fleet(3)
+
+    def die(_: int) -> Exception:
+        engine.fakes[0].die()
+        if noted:
+            engine.roster.mark_dead(0)
+        return ReplicaDiedError("replica 0 died")
+
+    engine.fakes[0].fail["swap_weights"] = die
+    sender = connect(engine)
+    assert sender.update_weights(weights()).failed == {0: "ReplicaDiedError: replica 0 died"}
+    assert engine.states == ["DEAD", "SERVING", "SERVING"]
+    assert sender.update_weights(weights()).failed == {0: "the replica is DEAD"}
+
+
+# -- how many must hold it --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("replicas", "broken", "min_serving", "enough"),
+    [
+        (3, 1, None, True),
+        (3, 2, None, False),
+        (1, 1, None, False),
+        (2, 1, None, True),
+        (3, 1, 3, False),
+        (3, 2, 1, True),
+        (2, 2, 0, True),
+    ],
+)
+def test_min_serving_decides_between_a_report_and_an_error(
+    connect: Connect, replicas: int, broken: int, min_serving: int | None, enough: bool
+) -> None:
+    engine = Fleet(replicas)
+    sender = connect(engine, min_serving=min_serving)
+    for replica in engine.fakes[:broken]:
+        replica.fail["swap_weights"] = soft(0, 1)
+    if enough:
+        report = sender.update_weights(weights())
+    else:
+        with pytest.raises(WeightSyncError, match=r"fewer than \d replicas hold version 1") as caught:
+            sender.update_weights(weights())
+        report = caught.value.report
+    assert sorted(report.failed) == list(range(broken))
+    assert report.version == 1
+    assert [entry.error is None for entry in report.replicas] == [False] * broken + [True] * (replicas - broken)
+
+
+# -- draining ---------------------------------------------------------------------------------------------------------
+
+
+def test_drain_waits_for_requests_in_flight_and_sends_new_ones_elsewhere(connect: Connect) -> None:
+    engine = Fleet(2, token_seconds=0.02)
+    sender = connect(engine, mode="drain")
+    asking = threading.Thread(target=lambda: engine.generate([1], {"max_tokens": 10}, actor_index=0, use_tqdm=False))
+    asking.start()
+    eventually(lambda: engine.roster[0].inflight == 1)
+    seen: list[int] = []
+
+    def swapping(asked: int) -> None:
+        seen.append(engine.roster[0].inflight)
+
+    engine.fakes[0].fail["swap_weights"] = swapping
+    updating = threading.Thread(target=sender.update_weights, args=(weights(),))
+    updating.start()
+    eventually(lambda: engine.roster[0].state is ReplicaState.DRAINING)
+    (other,) = engine.generate([[2]], {"max_tokens": 1}, use_tqdm=False)
+    assert other.metrics.replica == 1
+    updating.join(5.0)
+    asking.join(5.0)
+    assert seen == [0]
+    assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
+
+
+def test_a_drain_that_takes_too_long_leaves_the_old_version_serving(connect: Connect) -> None:
+    engine = Fleet(2)
+    sender = connect(engine, mode="drain", timeout_seconds=0.1)
+    lease = engine.load_balancer.acquire_at(0, None)
+    report = sender.update_weights(weights())
+    assert report.failed == {0: "requests did not finish in time to drain"}
+    assert (engine.states, engine.versions) == (["SERVING"] * 2, [0, 1])
+    assert engine.fakes[0].asked["swap_weights"] == 0
+    lease.release()
+    assert sender.apply(1, replicas=[0]).failed == {}
+    assert engine.versions == [1, 1]
+
+
+def test_a_replica_that_dies_while_it_drains_is_not_waited_for(connect: Connect) -> None:
+    engine = Fleet(2)
+    sender = connect(engine, mode="drain")
+    lease = engine.load_balancer.acquire_at(0, None)
+    updating = threading.Thread(target=sender.update_weights, args=(weights(),))
+    updating.start()
+    eventually(lambda: engine.roster[0].state is ReplicaState.DRAINING)
+    engine.roster.mark_dead(0)
+    updating.join(2.0)
+    assert not updating.is_alive()
+    assert (engine.states, engine.versions) == (["DEAD", "SERVING"], [0, 1])
+    lease.release()
+
+
+# -- a few at a time --------------------------------------------------------------------------------------------------
+
+
+def most_away(engine: Fleet) -> int:
+    """How many replicas were SYNCING at the same time."""
+    return max(states.count("SYNCING") for command, _, states in engine.log if command == "swap_weights")
+
+
+@pytest.mark.parametrize(
+    ("choices", "most"),
+    [
+        ({}, 1),
+        ({"rolling": 2}, 2),
+        ({"rolling": 4}, 4),
+        ({"rolling": 4, "min_serving": 3}, 1),
+        ({"rolling": 3, "min_serving": 2}, 2),
+    ],
+)
+def test_no_more_are_away_than_rolling_and_min_serving_allow(
+    connect: Connect, choices: dict[str, Any], most: int
+) -> None:
+    engine = Fleet(4)
+    sender = connect(engine, **choices)
+    together = threading.Barrier(most)
+
+    def meet(_: int) -> None:
+        together.wait(10.0)
+
+    for replica in engine.fakes:
+        replica.fail["swap_weights"] = meet
+    for number in (1, 2):
+        report = sender.update_weights(weights(number))
+        assert report.failed == {}
+        assert [entry.replica for entry in report.replicas] == [0, 1, 2, 3]
+    assert most_away(engine) == most
+    assert engine.states == ["SERVING"] * 4
+
+
+def test_replicas_that_are_lost_do_not_keep_the_others_from_their_turn(connect: Connect) -> None:
+    engine = Fleet(3)
+    sender = connect(engine, min_serving=2, rolling=2)
+    engine.roster.mark_dead(2)
+    assert sender.update_weights(weights()).failed == {2: "the replica is DEAD"}
+    assert engine.versions == [1, 1, 0]
+
+
+def test_a_stalled_replica_is_named_and_the_others_go_on(connect: Connect) -> None:
+    engine = Fleet(3)
+    sender = connect(engine, timeout_seconds=0.2)
+    engine.fakes[0].fail["stage_weights"] = always(Stall())
+    engine.fakes[1].fail["swap_weights"] = always(Stall())
+    with pytest.raises(WeightSyncError, match="fewer than 2 replicas hold version 1") as caught:
+        sender.update_weights(weights())
+    assert caught.value.report.failed == {
+        0: "SyncTimeout: replica 0 did not answer 'stage_weights' within 0.2 s",
+        1: "SyncTimeout: replica 1 did not answer 'swap_weights' within 0.2 s",
+    }
+    assert engine.states == ["SERVING", "QUARANTINED", "SERVING"]  # the first was not touched
+    assert engine.versions == [0, 0, 1]
+
+
+def test_an_error_that_nobody_expected_leaves_no_replica_syncing(connect: Connect) -> None:
+    engine = Fleet(2)
+    sender = connect(engine)
+    engine.fakes[0].fail["swap_weights"] = always(KeyError("a bug"))
+    with pytest.raises(KeyError, match="a bug"):
+        sender.update_weights(weights())
+    assert engine.states[0] == "QUARANTINED"
+    assert engine.states[1] == "SERVING"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_swap_whose_old_weights_survive_changes_nothing(connect: Connect, late: bool) -> None:
+    engine = Fleet(2, late=[1] if late else [])
+    sender = connect(engine, min_serving=0)
+    engine.fakes[1].fail["swap_weights"] = always(SoftError("the canary sings another song", restored=True))
+    version = sender.publish(weights())
+    report = sender.apply(version, replicas=[1])
+    assert report.failed == {1: "the canary sings another song"}
+    assert report.replicas[0].attempts == 1
+    assert engine.states == ["SERVING", "STARTING" if late else "SERVING"]
+    assert engine.versions == [0, 0]
+
+
+def test_the_mode_says_how_requests_are_paused_and_the_stage_is_passed_on(connect: Connect) -> None:
+    engine = Fleet(1)
+    connect(engine, mode="abort_resume", stage="shadow", prefetch=3, verify="off").update_weights(weights())
+    assert engine.fakes[0].options["pause"] == "abort"
+    assert engine.fakes[0].staging == {"stage": "shadow", "verify": "off", "threads": 3}

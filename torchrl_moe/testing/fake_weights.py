@@ -1,0 +1,194 @@
+"""Fake replicas that take weights: they read the real store, keep a log, and fail where told to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_moe._errors import EngineError
+from torchrl_moe.data.weight_store import Manifest, WeightStoreReader, check_tensors
+from torchrl_moe.modules.backends.replica import PauseMode, ReplicaInfo, StageReport, SwapReport
+from torchrl_moe.modules.serving.service import GenerationService
+from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.testing.fake_engine import FakeAsyncVLLM, FakeReplica
+
+__all__ = ["FakeFleet", "FakeWeightReplica", "SoftError", "Stall"]
+
+Kinds = Mapping[str, tuple[torch.dtype, torch.Size]]
+EXPECTED: Kinds = {"a": (torch.float32, torch.Size([2, 2])), "b": (torch.int64, torch.Size([3]))}
+
+
+class SoftError(Exception):
+    """A failure of a swap that the replica survives, and reports.
+
+    Args:
+        message: its words.
+        restored: whether the old weights are still whole.
+    """
+
+    def __init__(self, message: str, restored: bool = False) -> None:
+        super().__init__(message)
+        self.restored = restored
+
+
+class Stall(Exception):
+    """A replica that does not answer: the caller's own deadline ends the call."""
+
+
+class FakeWeightReplica(FakeReplica):
+    """One fake engine that takes weights.
+
+    Args:
+        index: place in the service.
+        expected: name -> (dtype, shape) of what it takes.
+        dtype: that it pretends to compute in; torch's name.
+        **kwargs: see :class:`~torchrl_moe.testing.fake_engine.FakeReplica`.
+
+    Attributes:
+        fail: command -> a function of how many times it was asked before; the error that it returns, if any, is raised.
+            One for ``swap_weights`` that is a :class:`SoftError` is reported.
+        asked: how often each command came.
+        options: what the last swap was told.
+        weights: copies of the tensors that were loaded last.
+    """
+
+    def __init__(self, index: int = 0, *, expected: Kinds = EXPECTED, dtype: str = "", **kwargs: Any) -> None:
+        super().__init__(index, **kwargs)
+        self._expected, self._dtype = expected, dtype
+        self.fail: dict[str, Callable[[int], Exception | None]] = {}
+        self.asked: Counter[str] = Counter()
+        self.options: dict[str, Any] = {}
+        self.staging: dict[str, Any] = {}
+        self.weights: dict[str, Tensor] = {}
+        self.reader: WeightStoreReader | None = None
+        self.note: Callable[[str, int], None] | None = None
+
+    def wait_ready(self, timeout: float) -> ReplicaInfo:
+        """Serve at once."""
+        info = super().wait_ready(timeout)
+        return ReplicaInfo(model=info.model, layout=info.layout, max_model_len=info.max_model_len, dtype=self._dtype)
+
+    def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
+        """Answer weight commands too."""
+        method = getattr(self, f"command_{command}", None)
+        if method is None:
+            return super().call(command, timeout, **kwargs)
+        self._check_alive()
+        if self.note is not None:
+            self.note(command, self.index)
+        fail = self.fail.get(command)
+        error = None if fail is None else fail(self.asked[command])
+        self.asked[command] += 1
+        if isinstance(error, Stall):
+            time.sleep(timeout)
+            raise EngineError(f"replica {self.index} did not answer {command!r} within {timeout:g} s")
+        if isinstance(error, SoftError):
+            return SwapReport(started=not error.restored, paused_seconds=0.5, error=str(error))
+        if error is not None:
+            raise error
+        return method(**kwargs)
+
+    def command_metadata(self) -> Kinds:
+        """Name -> (dtype, shape) of what is expected."""
+        return self._expected
+
+    def command_init_weights(self, transport: str, options: Mapping[str, Any]) -> None:
+        """Open the store."""
+        if transport != "memmap":
+            raise EngineError(f"the fake engine has no transport {transport!r}")
+        self.reader = WeightStoreReader(options["folder"])
+
+    def command_stage_weights(
+        self, version: int, stage: str, verify: str, threads: int, manifest: str | None
+    ) -> StageReport:
+        """Check a version as an engine does."""
+        found = self._store.manifest(version) if manifest is None else Manifest.from_json(manifest)
+        check_tensors(found.tensors, self._expected)
+        if verify == "digest":
+            self._store.verify(found, threads)
+        self.staging = {"stage": stage, "verify": verify, "threads": threads}
+        shadow = stage == "shadow"
+        return StageReport(
+            seconds=0.75 if shadow else 0.25,
+            nbytes=found.nbytes,
+            digest=found.digest,
+            fetched=0.25,
+            loaded=0.5 if shadow else 0.0,
+            stage="shadow" if shadow else "plain",
+            reason="" if shadow else "a fake has no shadow unless it is asked for one",
+        )
+
+    def command_swap_weights(
+        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None
+    ) -> SwapReport:
+        """Copy a version's tensors."""
+        self.options = {"pause": pause, "clear_cache": clear_cache, "canary": canary}
+        with self._store.reading(self._store.manifest(version)) as tensors:
+            self.weights = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.version = version
+        return SwapReport(loading_seconds=0.25, paused_seconds=0.5)
+
+    @property
+    def _store(self) -> WeightStoreReader:
+        if self.reader is None:
+            raise EngineError("the weight transport is not initialised")
+        return self.reader
+
+
+class FakeFleet(FakeAsyncVLLM):
+    """An engine of fake replicas that take weights; it serves on construction.
+
+    Args:
+        num_replicas: how many.
+        expected: name -> (dtype, shape) of what they take.
+        late: indices of replicas that are STARTING.
+        **kwargs: see :class:`FakeWeightReplica`.
+
+    Attributes:
+        log: one line per weight command: which, of which replica, and the states of all by then.
+    """
+
+    def __init__(
+        self, num_replicas: int = 3, *, expected: Kinds = EXPECTED, late: Sequence[int] = (), **kwargs: Any
+    ) -> None:
+        self.fakes = [FakeWeightReplica(index, expected=expected, **kwargs) for index in range(num_replicas)]
+        self.replicas = list(self.fakes)
+        self.log: list[tuple[str, int, list[str]]] = []
+        self._log_lock = threading.Lock()
+        GenerationService.__init__(self, self.fakes)
+        for replica in self.fakes:
+            replica.note = self._note
+            self.infos.append(replica.wait_ready(0.0))
+            if replica.index not in late:
+                self.roster.set_state(replica.index, ReplicaState.SERVING)
+        self._running = True
+
+    def restart(self, index: int) -> FakeWeightReplica:
+        """Put a new replica, STARTING, in the place of one that died."""
+        self.fakes[index].die()
+        self.roster.mark_dead(index)
+        new = FakeWeightReplica(index, expected=self.fakes[index].command_metadata())
+        new.note = self._note
+        self.fakes[index] = self.replicas[index] = self.roster[index].replica = new
+        self.roster.set_state(index, ReplicaState.STARTING)
+        return new
+
+    def _note(self, command: str, index: int) -> None:
+        with self._log_lock:
+            self.log.append((command, index, self.states))
+
+    @property
+    def states(self) -> list[str]:
+        """Names of the replicas' states."""
+        return [entry.state.name for entry in self.roster]
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions that the service knows the replicas to hold."""
+        return [entry.version for entry in self.roster]

@@ -1,0 +1,134 @@
+"""The choices of a weight sync in groups, each checked where it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+__all__ = ["CollectiveOptions", "SourceOptions", "StoreOptions", "SwapOptions", "one_of"]
+
+
+def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
+    """Raise ``ValueError`` unless a choice is one of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """Where versions lie.
+
+    Attributes:
+        folder: of the store, as the trainer sees it.
+        seen_as: the same, as the engines see it.
+        layout: ``"slots"`` of one host, or a directory of ``"versions"`` that several hosts share.
+        keep_versions: how many are there at the same time.
+        fsync: whether a version must be on the disk before it is named.
+        delta: whether only tensors that changed are written.
+    """
+
+    folder: Path
+    seen_as: Path
+    layout: Literal["slots", "versions"] = "slots"
+    keep_versions: int = 2
+    fsync: bool = False
+    delta: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("layout", self.layout, ("slots", "versions"))
+        if self.keep_versions < 2:
+            raise ValueError(f"keep_versions must be at least 2 (one serves, one is written), got {self.keep_versions}")
+        for name in ("fsync", "delta"):
+            if getattr(self, name) and self.layout == "slots":
+                raise ValueError(f"{name}=True needs layout='versions': slots are overwritten in memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions:
+    """What of a model is sent.
+
+    Attributes:
+        dtype: ``"engine"``: no wider than the engine or its checkpoint has a tensor; ``"trainer"``: as it is; or a
+            dtype for all floating tensors.
+        lora: ``"merged"``: adapters are added to their weights.
+    """
+
+    dtype: Literal["engine", "trainer"] | torch.dtype = "engine"
+    lora: Literal["merged"] = "merged"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype):
+            one_of("dtype", self.dtype, ("engine", "trainer"))
+        elif not self.dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating one, got {self.dtype}")
+        one_of("lora", self.lora, ("merged",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapOptions:
+    """How replicas change over.
+
+    Attributes:
+        mode: of requests in flight: frozen, waited for, or cut and resumed.
+        kv: of cached prefixes.
+        rolling: how many replicas at the same time.
+        min_serving: how many replicas must hold a version for an update to succeed, and how many must serve meanwhile.
+        timeout_seconds: of each step of each replica.
+    """
+
+    mode: Literal["hot_swap", "drain", "abort_resume"] = "hot_swap"
+    kv: Literal["salt", "recompute"] = "salt"
+    rolling: int = 1
+    min_serving: int | None = None
+    timeout_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        one_of("mode", self.mode, ("hot_swap", "drain", "abort_resume"))
+        one_of("kv", self.kv, ("salt", "recompute"))
+        if self.rolling < 1:
+            raise ValueError(f"rolling must be at least 1, got {self.rolling}")
+        if self.min_serving is not None and self.min_serving < 0:
+            raise ValueError(f"min_serving must be at least 0, got {self.min_serving}")
+        if self.timeout_seconds <= 0:
+            raise ValueError(f"timeout_seconds must be positive, got {self.timeout_seconds:g}")
+
+    def must_hold(self, num_replicas: int) -> int:
+        """Return how many replicas must hold a version in the end: all but one, if not said."""
+        return max(num_replicas - 1, 1) if self.min_serving is None else self.min_serving
+
+    def must_serve(self, num_replicas: int) -> int:
+        """Return how many replicas must serve meanwhile; one at a time may always be away."""
+        floor = num_replicas - self.rolling if self.min_serving is None else self.min_serving
+        return max(min(floor, num_replicas - 1), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveOptions:
+    """TorchRL's arguments of a transport with process groups: where ranks meet, and the trainer's device.
+
+    There is one group per replica, each at a free port.
+    """
+
+    master_address: str | None = None
+    master_port: int | None = None
+    gpus_per_replica: int | None = None
+    device: torch.device | str | int | None = None
+
+    def check(self, transport: str) -> None:
+        """Raise ``ValueError`` for what has no meaning for a transport."""
+        if transport == "memmap":
+            for name in ("master_address", "master_port", "gpus_per_replica", "device"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} belongs to a collective transport; transport='memmap' has no process group"
+                    )
+        if self.master_port is not None:
+            raise ValueError("master_port has no meaning: each replica has a group of its own, at a free port")
+        if transport == "gloo" and self.device is not None and torch.device(self.device).type != "cpu":
+            raise ValueError(f"device={self.device!r}: transport='gloo' sends from the CPU")
+        if self.gpus_per_replica is not None and self.gpus_per_replica < 1:
+            raise ValueError(f"gpus_per_replica must be at least 1, got {self.gpus_per_replica}")

@@ -1,0 +1,166 @@
+"""Writing versions to the weight store: from whatever holds the weights, at once or while the next forward runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_moe._errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.data.weight_store import Manifest, VersionsWriter, WeightStoreWriter, check_tensors
+from torchrl_moe.modules.policies.unstack import ModelWeights
+from torchrl_moe.weight_update.canary import canary_of
+from torchrl_moe.weight_update.metadata import trained_model
+from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
+from torchrl_moe.weight_update.ranks import from_first, is_first
+from torchrl_moe.weight_update.sources import Kinds, Source, Weights, cast_kinds, source_of
+
+__all__ = ["Published", "Publisher"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """A version in the store.
+
+    Attributes:
+        version: its number.
+        manifest: what it holds; ``None`` on ranks that did not write it.
+        began: when, on the clock of ``time.perf_counter``.
+        seconds: it took.
+        canary: a prompt and the trainer's log-probs of it; ``None`` if there is no model to ask.
+    """
+
+    version: int
+    manifest: Manifest | None
+    began: float = 0.0
+    seconds: float = 0.0
+    canary: dict[str, Any] | None = field(default=None, repr=False)
+
+
+class Publisher:
+    """Writes versions.
+
+    Args:
+        store: where.
+        source: what of a model.
+        lock_seconds: how long to wait for readers of a slot.
+        with_canary: whether to ask the model for the log-probs of a fixed prompt.
+
+    Attributes:
+        model: the registered one's weights.
+        expected: name -> (dtype, shape) of what the engine has, once it is known.
+        engine_dtype: that the engine computes in, once it is known.
+    """
+
+    def __init__(self, store: StoreOptions, source: SourceOptions, lock_seconds: float, with_canary: bool) -> None:
+        self._store, self._options = store, source
+        self._lock_seconds, self._with_canary = lock_seconds, with_canary
+        self._writer: WeightStoreWriter | VersionsWriter | None = None
+        self._module: nn.Module | None = None
+        self.model: ModelWeights | None = None
+        self.expected: Kinds | None = None
+        self.engine_dtype: torch.dtype | None = None
+
+    def register(self, model: nn.Module) -> None:
+        """Take the model that is sent where nothing else is given."""
+        self._module = trained_model(model)
+        self.model = ModelWeights(self._module, self.expected or ())
+
+    def expect(self, expected: Kinds, engine_dtype: torch.dtype | None) -> None:
+        """Take note of what the engine has; tied names that it has twice are sent twice."""
+        self.expected, self.engine_dtype = expected, engine_dtype
+        if self._module is not None:
+            self.model = ModelWeights(self._module, expected)
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def publish(self, weights: Weights | None, version: int) -> Published:
+        """Write a version. Of several ranks, rank 0 writes, unless another has an engine of its own; with sharded
+        weights all must call it, and rank 0's number counts.
+
+        Raises:
+            ManifestMismatch: the weights are not the engine's tensors.
+            WeightSyncError: they could not be written.
+        """
+        source = source_of(weights, self.model, self.expected)
+        if not source.is_sharded:
+            if not is_first() and self.expected is None:
+                return Published(version=version, manifest=None)
+            canary = self._canary(weights)
+            return self._write(source, source.tensors(), version, canary)
+        version, stream = from_first(version), source.tensors()
+        canary = self._canary(weights)
+        written = False
+        try:
+            if is_first():
+                done = self._write(source, stream, version, canary)
+                written = True
+            else:
+                done = Published(version=version, manifest=None)
+        finally:
+            for _ in stream:  # the other ranks wait for this one's part of every tensor
+                pass
+            written = bool(from_first(written))
+        if not written:
+            raise WeightSyncError(f"rank 0 could not publish version {version}; its own error says why")
+        return done
+
+    def publish_behind(self, weights: Weights | None, version: int) -> Future[Published]:
+        """Write a version in a thread of its own, while the tensors must not change.
+
+        Raises:
+            ValueError: the weights are sharded, and gathering them would meet the forward's own collectives.
+        """
+        source = source_of(weights, self.model, self.expected)
+        if source.is_sharded:
+            raise ValueError("wait=False: sharded weights are gathered by all ranks, which the forward would disturb")
+        canary = self._canary(weights)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="weight-publisher")
+        future = thread.submit(self._write, source, _unchanged(source, source.changes()), version, canary)
+        thread.shutdown(wait=False)  # it ends with its only task
+        return future
+
+    def _write(
+        self, source: Source, tensors: Iterator[tuple[str, Tensor]], version: int, canary: dict[str, Any] | None
+    ) -> Published:
+        if self.expected is not None:
+            check_tensors(source.kinds, self.expected)
+        kinds = cast_kinds(source.kinds, self._options.dtype, self.expected, self.engine_dtype)
+        began = time.perf_counter()
+        if self._writer is None:
+            self._writer = self._open()
+        manifest = self._writer.publish(tensors, version, kinds)
+        seconds = time.perf_counter() - began
+        return Published(version=version, manifest=manifest, began=began, seconds=seconds, canary=canary)
+
+    def _open(self) -> WeightStoreWriter | VersionsWriter:
+        store = self._store
+        if store.layout == "slots":
+            return WeightStoreWriter(store.folder, self._lock_seconds, store.keep_versions)
+        return VersionsWriter(store.folder, store.keep_versions, delta=store.delta, fsync=store.fsync)
+
+    def _canary(self, weights: Weights | None) -> dict[str, Any] | None:
+        if not self._with_canary or weights is not None or self._module is None:
+            return None
+        return canary_of(self._module, self.engine_dtype)
+
+    def close(self) -> None:
+        """Let go of the store. Idempotent."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _unchanged(source: Source, before: int) -> Iterator[tuple[str, Tensor]]:
+    """Give a source's tensors, and find out at the end if somebody wrote into them since the count was taken."""
+    yield from source.tensors()
+    if source.changes() != before:
+        raise ManifestMismatch(
+            "the weights were changed while they were copied: call sender.wait_published() before the "
+            "optimiser's step, or sender.guard(optimizer) once"
+        )

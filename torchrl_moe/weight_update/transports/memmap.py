@@ -1,0 +1,42 @@
+"""The transport without a transfer: replicas map the weight store themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchrl_moe.data.weight_store import Manifest
+from torchrl_moe.modules.backends.replica import Replica, StageReport
+from torchrl_moe.weight_update.transports.transport import StageOptions
+
+__all__ = ["MemmapTransport"]
+
+
+class MemmapTransport:
+    """See :class:`~torchrl_moe.weight_update.transports.transport.Transport`.
+
+    Args:
+        folder: of the weight store, as the replicas see it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def open(self, replica: Replica, timeout: float) -> None:
+        """Tell a replica where the store is."""
+        replica.call("init_weights", timeout, transport="memmap", options={"folder": str(self.folder)})
+
+    def stage(self, replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
+        """Let a replica read a version."""
+        staged: StageReport = replica.call(
+            "stage_weights",
+            timeout,
+            version=manifest.version,
+            stage=options.stage,
+            verify=options.verify,
+            threads=options.threads,
+            manifest=None,
+        )
+        return staged
+
+    def close(self) -> None:
+        """Nothing is held."""
