@@ -37,6 +37,7 @@ class Driver:
 
     def __init__(self, host: ReplicaHost, name: str) -> None:
         self.name = name
+        self.figures: list[Any] = []
         self.connection: Connection = dial(host.address())
         self._write(wire.encode(name))
 
@@ -52,8 +53,10 @@ class Driver:
         self.say("generate", wire.pack_requests([request]), opens=(request_id,))
 
     def hear(self) -> tuple[Any, ...]:
-        """The next message."""
-        return wire.receive(self.connection)
+        """The next message that is not of figures, which come by the clock."""
+        while (message := wire.receive(self.connection))[0] == "figures":
+            self.figures.append(message[1])
+        return message
 
     def hear_all(self) -> list[tuple[Any, ...]]:
         """All messages to the end."""
@@ -160,6 +163,19 @@ def test_the_end_closes_the_door_and_leaves_no_process_and_no_folder() -> None:
     assert driver.hear_all()[-1][0] == "died"
     with pytest.raises(OSError):
         Driver(host, "late")
+
+
+def test_figures_are_told_to_all(host: Host) -> None:
+    drivers = Driver(host, "one"), Driver(host, "two")
+    assert [driver.hear()[0] for driver in drivers] == ["ready", "ready"]
+    drivers[0].ask("x")
+    assert completed(drivers[0].hear()) == {"one/x": [2]}
+
+    def told(driver: Driver) -> bool:
+        stats(driver, 0)  # which also hears what came before
+        return any(figures.requests == 1 for figures in driver.figures)
+
+    until(lambda: all(map(told, drivers)), 10)
 
 
 def test_its_log_can_be_read(host: Host) -> None:
