@@ -43,8 +43,8 @@ class ClusterHolder:
         return str(self._cluster.address)
 
     def pair(self, folder: Path) -> AsyncVLLM:
-        """Return two replicas of a model, on two nodes, started once."""
-        if self._pair is None:
+        """Return two replicas of a model, on two nodes, started once, and again if a test has ended them."""
+        if self._pair is None or not self._pair.is_running:
             resources = {"CPU": 1.0, "slot": 1.0}
             self._pair = AsyncVLLM.from_pretrained(
                 folder, 2, backend="ray", name="test-pair", resources=resources, **SMALL
