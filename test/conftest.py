@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from clusters import ClusterHolder
     from engines import EngineShelf, EngineSpec
     from torchrl_moe.modules import AsyncVLLM
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Adds a marker that only this file reads."""
+    config.addinivalue_line("markers", "ray: asks for the Ray cluster, and runs beside the others that do")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts engine tests last, those of one engine together, and skips ``gpu`` tests where there is no CUDA device."""
+    """Puts tests with Ray, then those with an engine last, each engine's together; skips ``gpu`` tests without CUDA."""
     items.sort(key=_engine_order)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
@@ -27,6 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _engine_order(item: pytest.Item) -> str:
     marker = item.get_closest_marker("engine")
+    if item.get_closest_marker("ray") is not None:
+        return f"cluster {marker is not None}"
     if marker is None:
         return ""
     # last on an engine: what changes its weights, and so its version
@@ -63,9 +71,37 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineShelf]:
     shelf.clear()
 
 
+@pytest.fixture(scope="session")
+def clusters() -> Iterator[ClusterHolder]:
+    """The holder of the Ray cluster that tests share."""
+    from clusters import ClusterHolder
+
+    holder = ClusterHolder()
+    yield holder
+    holder.clear()
+
+
 @pytest.fixture
-def engine(request: pytest.FixtureRequest, shelf: EngineShelf) -> AsyncVLLM:
+def ray_cluster(clusters: ClusterHolder, shelf: EngineShelf) -> ClusterHolder:
+    """A Ray cluster of two nodes with two CPUs each, which this process is in; no shared engine is alive beside it.
+
+    Mark the test ``ray`` too: then it runs beside the others.
+    """
+    shelf.clear()
+    clusters.start()
+    return clusters
+
+
+@pytest.fixture
+def ray_pair(ray_cluster: ClusterHolder, shelf: EngineShelf) -> AsyncVLLM:
+    """Two real replicas in the cluster, one on each node, under the name "test-pair"."""
+    return ray_cluster.pair(shelf.folder("qwen3_moe"))
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, shelf: EngineShelf, clusters: ClusterHolder) -> AsyncVLLM:
     """The shared engine that the test's ``engine`` marker describes. Leave it as you found it."""
+    clusters.clear()
     return shelf.get(_spec(request))
 
 

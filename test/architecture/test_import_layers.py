@@ -21,6 +21,7 @@ BELOW: dict[str, set[str]] = {
     "modules": {"modules.policies", "modules.backends.vllm"},  # the public face, and any file straight in it
     "modules.policies": {"modules.serving", "modules.replay"},
     "modules.serving": {"modules.backends"},
+    "modules.backends.ray": {"modules.backends.vllm"},  # an actor hosts an engine process
     "modules.backends.vllm": {"modules.backends"},
     "modules.backends": {"data", "ops"},  # the replica protocol
     "modules.replay": {"data", "ops"},
@@ -33,12 +34,12 @@ BELOW: dict[str, set[str]] = {
     "_lazy": set(),
     "": set(),  # the package's own __init__: it loads nothing, so anyone may import it
 }
-ONLY_IN_FUNCTIONS = {("modules.serving", "modules.backends.vllm")}
-"""An engine constructs its replicas: on vLLM if it is asked to, and without loading vLLM if it is not."""
+ONLY_IN_FUNCTIONS = {("modules.serving", "modules.backends.vllm"), ("modules.serving", "modules.backends.ray")}
+"""An engine constructs its replicas: on vLLM or Ray if it is asked to, and without loading them if it is not."""
 
 PLACES: dict[str, tuple[str, ...]] = {
     "vllm": ("modules.backends.vllm", "_compat"),
-    "ray": (),  # the files that place actors
+    "ray": tuple(f"modules.backends.ray.{file}" for file in ("actor", "actor_link", "cluster")),  # they place actors
     "transformers": ("modules.policies", "modules.replay", "testing"),
 }
 PURE: dict[str, set[str]] = {

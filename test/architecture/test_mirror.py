@@ -14,6 +14,8 @@ ACROSS: dict[str, str] = {
     "test_readme.py": "the README's words",
     "modules/replay/test_families.py": "every MoE of transformers, and the page that lists them",
     "modules/policies/test_fidelity.py": "what replay is worth in bf16, with a real engine",
+    "modules/backends/test_conformance.py": "the replica protocol, for each kind of replica",
+    "modules/serving/test_connect.py": "a service in a Ray cluster, and its drivers",
     "objectives/test_invariance.py": "no split of a batch changes a loss, for each of them",
     "modules/policies/test_parity.py": "engine and policy together compute what transformers computes",
     "modules/replay/test_composition.py": "replay with peft, torch.compile and FSDP2",

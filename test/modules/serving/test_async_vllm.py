@@ -141,7 +141,7 @@ OWN_USES: dict[str, Callable[[AsyncVLLM], Any]] = {  # those of every service: t
 
 def test_every_public_name_of_its_own_is_tried_below() -> None:
     names = {name for name in vars(AsyncVLLM) if not name.startswith("_")}
-    assert names == OWN_USES.keys() | {"start", "launch", "from_pretrained"}
+    assert names == OWN_USES.keys() | {"start", "launch", "from_pretrained", "connect", "disconnect"}
 
 
 @pytest.mark.parametrize("name", OWN_USES)
@@ -320,6 +320,16 @@ def test_engine_arguments_of_vllm_are_taken(scripted: Any) -> None:
         (lambda: AsyncVLLM({"model": "m"}, 0), ValueError, "num_replicas must be at least 1, got 0"),
         (lambda: AsyncVLLM({"model": "m"}, -2), ValueError, "num_replicas must be at least 1, got -2"),
         (lambda: AsyncVLLM({"model": "m"}, backend="slurm"), ValueError, "backend must be .*, got 'slurm'"),
+        (
+            lambda: AsyncVLLM({"model": "m"}, name="s"),
+            ValueError,
+            "name given with backend='local': only backend='ray'",
+        ),
+        (
+            lambda: AsyncVLLM({"model": "m"}, namespace="n", resources={"CPU": 1}),
+            ValueError,
+            "namespace, resources given with backend='local'",
+        ),
         (lambda: AsyncVLLM({}), ValueError, "engine_args names no model"),
         (lambda: AsyncVLLM("m"), TypeError, "engine_args must be a mapping or vllm.AsyncEngineArgs, got str"),
         (lambda: AsyncVLLM.launch({"model": "m"}, 0), ValueError, "num_replicas must be at least 1"),
@@ -329,6 +339,25 @@ def test_a_bad_service_is_refused(scripted: Any, call: Any, error: type[Exceptio
     with pytest.raises(error, match=words):
         call()
     assert scripted.made == []
+
+
+def test_a_replica_is_made_again_as_it_was_made_first(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    engine = AsyncVLLM({"model": "m"}, 2)
+    _, first = scripted.made
+    again = engine.make_replica(1)
+    assert again is not first
+    assert (again.index, again.arguments, again.environment) == (first.index, first.arguments, first.environment)
+    assert again.environment["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_a_service_of_child_processes_cannot_be_left(scripted: Any) -> None:
+    with AsyncVLLM.launch({"model": "m"}) as engine:
+        assert engine.name is None
+        with pytest.raises(RuntimeError, match="disconnect: this service ends with its driver"):
+            engine.disconnect()
+        assert engine.is_running
 
 
 def test_two_words_for_the_devices_must_agree(scripted: Any, model: Path) -> None:

@@ -1,7 +1,8 @@
 """``AsyncVLLM``: the generation service over vLLM replicas, under the names that TorchRL gives it.
 
-The replicas are child processes of the driver and die with it. Route capture is on if and only if the model has
-experts; log-probs are those of the distribution that was sampled from; prefix caching is on.
+The replicas are child processes of the driver, or actors of a Ray cluster. They die with the driver, except those of a
+service in Ray that has a name. Route capture is on if and only if the model has experts; log-probs are those of the
+distribution that was sampled from; prefix caching is on.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
 from tqdm.auto import tqdm
 
 from torchrl_moe._errors import EngineError, ReplicaDiedError
-from torchrl_moe.modules.serving.devices import device_sets, visible_devices
+from torchrl_moe.modules.serving.factories import local_factory, ray_factory
 from torchrl_moe.modules.serving.pool import CALL_SECONDS
+from torchrl_moe.modules.serving.roster import RosterEntry
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 
@@ -34,13 +37,22 @@ class AsyncVLLM(GenerationService):
     Args:
         engine_args: ``vllm.AsyncEngineArgs`` or a mapping of its fields; it names the model.
         num_replicas: how many engines, each with weights of its own.
-        backend: ``"local"``: child processes of this one, without Ray; each has a set of GPUs of its own.
+        backend: ``"local"``: child processes of this one, without Ray; each has a set of GPUs of its own. ``"ray"``:
+            actors on any node of the Ray cluster that this process is in, or that it finds; else one is started.
         sampling_params: the default of :meth:`generate`.
         enable_prefix_caching: overrides the engine argument of that name.
         verbose: whether vLLM logs its start-up and throughput, into the replica's log.
         metrics: whether :attr:`metrics` counts requests.
         log_folder: where the logs stay, as ``replica-<index>.log``, for this service alone; by default each log goes
             with its replica.
+        name: in Ray: of a service that outlives this process, for :meth:`connect`. Without one it ends with it.
+        namespace: in Ray: where the name holds; default ``"torchrl_moe"``.
+        resources: in Ray: what a replica asks of one node; default a CPU for each of its devices, and a GPU too if
+            the cluster has any.
+
+    Attributes:
+        name: that other drivers :meth:`connect` to; ``None`` if the service ends with this process.
+        make_replica: makes the replica of an index, not started; also once more, when it died.
 
     Example::
 
@@ -54,33 +66,40 @@ class AsyncVLLM(GenerationService):
         engine_args: Any,
         num_replicas: int = 1,
         *,
-        backend: Literal["local"] = "local",
+        backend: Literal["local", "ray"] = "local",
         sampling_params: Any = None,
         enable_prefix_caching: bool | None = None,
         verbose: bool = False,
         metrics: bool = True,
         log_folder: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        namespace: str | None = None,
+        resources: Mapping[str, float] | None = None,
     ) -> None:
         # here and not at the top: this room is imported without vLLM's side
-        from torchrl_moe.modules.backends.vllm.engine_args import arguments_of, tensor_parallel_size
-        from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica, engine_environment
+        from torchrl_moe.modules.backends.vllm.engine_args import arguments_of
 
-        if backend != "local":
-            raise ValueError(f"backend must be 'local' (child processes of this one), got {backend!r}")
-        if num_replicas < 1:
-            raise ValueError(f"num_replicas must be at least 1, got {num_replicas}")
+        _check_backend(backend, num_replicas, name=name, namespace=namespace, resources=resources)
         arguments = arguments_of(engine_args)
         if enable_prefix_caching is not None:
             arguments["enable_prefix_caching"] = enable_prefix_caching
         self.engine_args = arguments
-        sets = device_sets(visible_devices(), num_replicas, tensor_parallel_size(arguments))
-        # a seed each: replicas that draw the same noise would give a group of answers twice
-        seed = arguments.get("seed") or 0
-        own = [{**arguments, "seed": seed + index} if index else arguments for index in range(num_replicas)]
-        replicas = [
-            LocalReplica(index, own[index], engine_environment(devices, num_replicas, verbose), log_folder)
-            for index, devices in enumerate(sets)
-        ]
+        self.name = name
+        self._namespace = namespace
+        self._is_guest = False  # in a service that another driver made
+        if backend == "ray":
+            self.make_replica = ray_factory(
+                arguments,
+                num_replicas,
+                name=name,
+                namespace=namespace,
+                resources=resources,
+                verbose=verbose,
+                log_folder=log_folder,
+            )
+        else:
+            self.make_replica = local_factory(arguments, num_replicas, verbose, log_folder)
+        replicas = [self.make_replica(index) for index in range(num_replicas)]
         super().__init__(replicas, sampling_params, metrics=metrics)
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -93,7 +112,7 @@ class AsyncVLLM(GenerationService):
 
         Raises:
             ReplicaDiedError: an engine did not come up; the message ends with its own last words.
-            EngineError: not in time.
+            EngineError: not in time, or its name is taken.
         """
         if self._running:
             warnings.warn("the service is already running; start() does nothing", stacklevel=2)
@@ -101,6 +120,7 @@ class AsyncVLLM(GenerationService):
         if any(entry.state is not ReplicaState.STARTING for entry in self.roster):
             raise RuntimeError("start: the service was shut down. Make a new one.")
         seconds = _default_timeout() if timeout_seconds is None else timeout_seconds
+        self._check_name()
         try:
             self._start_all(seconds)
         except BaseException:
@@ -109,22 +129,121 @@ class AsyncVLLM(GenerationService):
         self._running = True
         return self
 
+    def _check_name(self) -> None:
+        if self.name is not None:
+            from torchrl_moe.modules.backends.ray.cluster import check_free
+
+            check_free(self.name, self._namespace)
+
     def _start_all(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         for entry in self.roster:
             entry.replica.start()
         # disable=None: a bar on a terminal, silence in a log file
         for entry in tqdm(self.roster, desc="starting vLLM", total=self.num_replicas, leave=False, disable=None):
+            self._serve(entry, deadline, seconds)
+
+    def _serve(self, entry: RosterEntry, deadline: float, seconds: float) -> None:
+        """Wait for a replica and let it serve."""
+        try:
+            self.infos.append(entry.replica.wait_ready(max(deadline - time.monotonic(), 0.0)))
+        except ReplicaDiedError:
+            raise
+        except EngineError as error:
+            raise EngineError(
+                f"{error}\nAll replicas together had {seconds:g} s: raise timeout_seconds, or the environment's "
+                f"{TIMEOUT_VARIABLE}."
+            ) from error
+        self.roster.set_state(entry.index, ReplicaState.SERVING)
+
+    @classmethod
+    def connect(
+        cls,
+        name: str,
+        *,
+        namespace: str | None = None,
+        sampling_params: Any = None,
+        timeout_seconds: float | None = None,
+    ) -> Self:
+        """Join a service that runs in the Ray cluster under that name, from any driver; several may be in it at once.
+
+        Replicas are told apart by what they are now: which serve, and with weights of which version. Weights that
+        another driver updates later carry their version in each completion, not in this driver's :meth:`stats`.
+        :meth:`disconnect`, a ``with`` block's end and the end of the process leave the service as it is;
+        :meth:`shutdown` ends it for all.
+
+        Args:
+            name: as its maker named it.
+            namespace: as its maker gave it.
+            sampling_params: the default of :meth:`generate`, of this driver.
+            timeout_seconds: for all replicas, some of which may be starting; default as in :meth:`start`.
+
+        Raises:
+            EngineError: there is no Ray cluster, no such service in it (the message lists those that run), or no
+                replica that answers.
+        """
+        from torchrl_moe.modules.backends.ray.cluster import find_service
+
+        service, present = find_service(name, namespace)
+        engine = cls(
+            service.arguments,
+            service.num_replicas,
+            backend="ray",
+            sampling_params=sampling_params,
+            verbose=service.verbose,
+            name=service.name,
+            namespace=service.namespace,
+            resources=service.resources,
+            log_folder=service.log_folder,
+        )
+        engine._is_guest = True
+        try:
+            engine._join(present, _default_timeout() if timeout_seconds is None else timeout_seconds)
+        except BaseException:
+            engine.disconnect()
+            raise
+        return engine
+
+    def _join(self, present: list[int], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for entry in self.roster:
+            if entry.index in present:
+                entry.replica.start()
+        died: ReplicaDiedError | None = None
+        for entry in self.roster:
             try:
-                self.infos.append(entry.replica.wait_ready(max(deadline - time.monotonic(), 0.0)))
-            except ReplicaDiedError:
-                raise
-            except EngineError as error:
-                raise EngineError(
-                    f"{error}\nAll replicas together had {seconds:g} s: raise timeout_seconds, or the environment's "
-                    f"{TIMEOUT_VARIABLE}."
-                ) from error
-            self.roster.set_state(entry.index, ReplicaState.SERVING)
+                if entry.index in present:
+                    self._serve(entry, deadline, seconds)
+                    self.roster.set_version(entry.index, entry.replica.call("weights_version", CALL_SECONDS))
+                else:
+                    self.roster.mark_dead(entry.index)
+            except ReplicaDiedError as error:
+                self.roster.mark_dead(entry.index)
+                died = error
+        if died is not None and not self.infos:
+            raise died
+        self._running = True
+
+    def disconnect(self) -> None:
+        """Leave a service that has a name; it goes on, and what this driver asked of it is aborted. Idempotent.
+
+        Raises:
+            RuntimeError: the service has no name, and ends with this process.
+        """
+        if self.name is None:
+            raise RuntimeError("disconnect: this service ends with its driver: use shutdown(), or launch it by name")
+        self._running = False
+        for entry in self.roster:
+            self.roster.mark_dead(entry.index)
+            entry.replica.disconnect()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_guest:
+            self.disconnect()
+        else:
+            self.shutdown()
 
     @classmethod
     def launch(cls, engine_args: Any, num_replicas: int = 1, **kwargs: Any) -> Self:
@@ -138,13 +257,16 @@ class AsyncVLLM(GenerationService):
         num_replicas: int = 1,
         *,
         num_devices: int | None = None,
-        backend: Literal["local"] = "local",
+        backend: Literal["local", "ray"] = "local",
         sampling_params: Any = None,
         verbose: bool = False,
         compile: bool = True,
         enable_fp32_output: bool = False,
         metrics: bool = True,
         log_folder: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        namespace: str | None = None,
+        resources: Mapping[str, float] | None = None,
         **vllm_engine_args: Any,
     ) -> Self:
         """Start replicas of a model.
@@ -161,6 +283,9 @@ class AsyncVLLM(GenerationService):
                 no rounding of logits: in bfloat16 they are rounded to 3 significant digits.
             metrics: see the constructor.
             log_folder: see the constructor.
+            name: see the constructor.
+            namespace: see the constructor.
+            resources: see the constructor.
             **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``.
 
         Raises:
@@ -184,6 +309,9 @@ class AsyncVLLM(GenerationService):
             verbose=verbose,
             metrics=metrics,
             log_folder=log_folder,
+            name=name,
+            namespace=namespace,
+            resources=resources,
         )
 
     # -- what the weight sync asks ----------------------------------------------------------------------------------
@@ -227,6 +355,15 @@ def _with_fp32_head(overrides: Any) -> dict[str, Any]:
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ValueError("enable_fp32_output needs hf_overrides to be a mapping: have yours set head_dtype='float32'")
     return {**(overrides or {}), "head_dtype": "float32"}
+
+
+def _check_backend(backend: str, num_replicas: int, **of_ray: Any) -> None:
+    if backend not in ("local", "ray"):
+        raise ValueError(f"backend must be 'local' (child processes of this one) or 'ray' (actors), got {backend!r}")
+    if num_replicas < 1:
+        raise ValueError(f"num_replicas must be at least 1, got {num_replicas}")
+    if backend == "local" and (given := [name for name, value in of_ray.items() if value is not None]):
+        raise ValueError(f"{', '.join(given)} given with backend='local': only backend='ray' knows them")
 
 
 def _default_timeout() -> float:

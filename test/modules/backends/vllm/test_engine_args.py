@@ -14,7 +14,8 @@ from torchrl_moe.modules.backends.vllm.engine_args import (
     WORKER_EXTENSION,
     arguments_of,
     build_engine_args,
-    tensor_parallel_size,
+    devices_per_replica,
+    seeded,
 )
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 
@@ -79,11 +80,21 @@ def test_a_model_must_be_named(given: dict[str, Any]) -> None:
         ({}, 1),
         ({"tensor_parallel_size": 2}, 2),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, 6),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 4, "enable_expert_parallel": True}, 8),
+        ({"tensor_parallel_size": None}, 1),
         ({"pipeline_parallel_size": "2"}, 2),
     ],
 )
 def test_a_replica_spans_tensor_times_pipeline_devices(arguments: dict[str, Any], devices: int) -> None:
-    assert tensor_parallel_size(arguments) == devices
+    assert devices_per_replica(arguments) == devices
+
+
+def test_each_replica_has_a_seed_of_its_own_and_the_first_is_left_alone() -> None:
+    given = {"model": "m", "seed": 5}
+    assert [seeded(given, index) for index in range(3)] == [{"model": "m", "seed": 5 + i} for i in range(3)]
+    assert seeded({"model": "m"}, 0) == {"model": "m"}
+    assert seeded({"model": "m", "seed": None}, 2)["seed"] == 2
+    assert given == {"model": "m", "seed": 5}
 
 
 # -- what the engine process builds -----------------------------------------------------------------------------------

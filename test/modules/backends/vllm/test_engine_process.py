@@ -208,12 +208,13 @@ def test_commands_reach_the_engine_and_their_values_come_back_pickled(serve: Ser
         bench.call(3, "reset_prefix_cache")
         bench.call(4, "collective_rpc", method="name", args=(1,), kwargs={"a": 2})
         bench.call(5, "tokenizer")
-        await bench.until_sent(5)
+        bench.call(6, "weights_version")
+        await bench.until_sent(6)
 
     bench = serve(script)
     assert bench.engine.calls == [("pause", "keep", False), ("resume",)]
     values = {number: pickle.loads(value) for kind, number, value in bench.sent if kind == "result"}
-    assert values == {1: None, 2: None, 3: True, 4: [["name", [1], {"a": 2}]], 5: "a tokenizer"}
+    assert values == {1: None, 2: None, 3: True, 4: [["name", [1], {"a": 2}]], 5: "a tokenizer", 6: 0}
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ Run as ``python -m modules.backends.vllm.toy_engine FD DRIVER_PID`` it is our re
 
 The engine argument ``start`` says how it starts: ``seconds`` it blocks, ``error`` it fails with, ``print`` for the log,
 ``sleeper`` a grandchild in the process group, ``shared`` a shared memory that it never removes, named in its info. A
-prompt is answered with its own ids plus one, after ``sampling_params["seconds"]``; it is registered after
-``sampling_params["read_seconds"]``, as vLLM tokenizes first.
+prompt is answered with its own ids plus one, after ``sampling_params["seconds"]``, and not while the engine is paused;
+it is registered after ``sampling_params["read_seconds"]``, as vLLM tokenizes first.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torchrl_moe.modules.backends.replica import ReplicaInfo
 from torchrl_moe.modules.backends.vllm import engine_process, running
 from torchrl_moe.modules.backends.vllm.stats_feed import Load
 
+TICK_SECONDS = 0.01
 KEPT: list[SharedMemory] = []
 
 
@@ -44,6 +45,8 @@ class ToyEngine:
         self.known: dict[str, asyncio.Event] = {}
         self.aborts: list[list[str]] = []
         self.calls: list[tuple[Any, ...]] = []
+        self.going = asyncio.Event()
+        self.going.set()
 
     async def generate(
         self, prompt: Any, params: Any, request_id: str, *, lora_request: Any, priority: int
@@ -57,6 +60,9 @@ class ToyEngine:
         self.known[request_id] = aborted = asyncio.Event()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(aborted.wait(), params.get("seconds", 0))
+        while not self.going.is_set() and not aborted.is_set():
+            await asyncio.sleep(TICK_SECONDS)
+        del self.known[request_id]
         if self.errored:
             raise RuntimeError("the consequence of a death")
         if params.get("silent"):
@@ -88,9 +94,15 @@ class ToyEngine:
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         self.calls.append(("pause", mode, clear_cache))
+        while mode == "wait" and self.known:
+            await asyncio.sleep(TICK_SECONDS)
+        self.going.clear()
+        if mode == "abort":
+            await self.abort(list(self.known))
 
     async def resume_generation(self) -> None:
         self.calls.append(("resume",))
+        self.going.set()
 
     async def reset_prefix_cache(self) -> int:
         return 1

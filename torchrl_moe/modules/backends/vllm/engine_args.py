@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from torchrl_moe import _compat
 
-__all__ = ["WORKER_EXTENSION", "arguments_of", "build_engine_args", "tensor_parallel_size"]
+__all__ = ["WORKER_EXTENSION", "arguments_of", "build_engine_args", "devices_per_replica", "seeded"]
 
 WORKER_EXTENSION = "torchrl_moe.modules.backends.vllm.worker_extension.WorkerExtension"
 
@@ -55,9 +56,18 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else dataclasses.MISSING
 
 
-def tensor_parallel_size(arguments: Mapping[str, Any]) -> int:
-    """Return how many devices one replica spans."""
-    return int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
+def devices_per_replica(arguments: Mapping[str, Any]) -> int:
+    """Return over how many devices one replica spreads: tensor, pipeline and data parallel ranks, experts included."""
+    ranks = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    return math.prod(int(arguments.get(name) or 1) for name in ranks)
+
+
+def seeded(arguments: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return the arguments of one replica: with a seed of its own.
+
+    Replicas that draw the same noise would give a group of answers twice.
+    """
+    return {**arguments, "seed": (arguments.get("seed") or 0) + index} if index else dict(arguments)
 
 
 def build_engine_args(arguments: Mapping[str, Any]) -> Any:

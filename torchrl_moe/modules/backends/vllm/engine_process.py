@@ -133,6 +133,9 @@ class EngineProcess:
     async def command_metadata(self) -> Any:
         return checkpoint_metadata(_checkpoint_folder(self.info.model))
 
+    async def command_weights_version(self) -> int:
+        return self.weights.version
+
     async def command_init_weights(self, transport: str, options: dict[str, Any]) -> None:
         await self.weights.init(transport, options)
 

@@ -1,21 +1,23 @@
-"""A replica without Ray: a child process that owns an ``AsyncLLM``, reached over one socket.
+"""A replica as its driver sees it: an engine process at the other end of one socket.
 
-This file keeps what the driver waits for, and fails it when the child is gone; the process itself is in ``child.py``.
+:class:`EngineReplica` keeps what the driver waits for, and fails it when the process is gone; it does not know where
+that runs. A :class:`LocalReplica` needs no Ray: its process is a child of the driver, see ``child.py``.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import itertools
 import os
 import pickle
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torchrl_moe
 from torchrl_moe._errors import EngineError, ReplicaDiedError
@@ -23,7 +25,7 @@ from torchrl_moe.modules.backends.replica import Completion, PauseMode, ReplicaI
 from torchrl_moe.modules.backends.vllm import wire
 from torchrl_moe.modules.backends.vllm.child import Child
 
-__all__ = ["LocalReplica", "engine_environment"]
+__all__ = ["EngineReplica", "Link", "LocalReplica", "engine_environment"]
 
 READY = -1  # the number of the one answer that is not asked for
 
@@ -54,54 +56,72 @@ def engine_environment(devices: str | None = None, num_replicas: int = 1, verbos
     return environment
 
 
-class LocalReplica:
+class Link(Protocol):
+    """The driver's end of an engine process; :class:`Child` is one."""
+
+    @property
+    def connection(self) -> wire.Stream:
+        """What the process says, in messages."""
+
+    @property
+    def outbox(self) -> wire.Outbox:
+        """What it is told, in frames."""
+
+    def end(self) -> None:
+        """Give the process up, as its driver may: all callers wait for that. Idempotent."""
+
+    def end_and_forget(self) -> None:
+        """:meth:`end`, and remove what was kept for questions about it."""
+
+    def log_tail(self) -> str:
+        """Return its last errors, or its last lines."""
+
+
+LinkT = TypeVar("LinkT", bound=Link)
+
+
+class EngineReplica(abc.ABC, Generic[LinkT]):
     """See :class:`~torchrl_moe.modules.backends.replica.Replica` for the life of a replica.
 
     Args:
         index: place in the service.
-        arguments: keywords of vLLM's ``AsyncEngineArgs``.
-        environment: environment of the child, see :func:`engine_environment`.
-        log_folder: where the child's log stays; by default it goes when the child has gone.
     """
 
-    def __init__(
-        self,
-        index: int,
-        arguments: Mapping[str, Any],
-        environment: Mapping[str, str],
-        log_folder: str | os.PathLike[str] | None = None,
-    ) -> None:
+    def __init__(self, index: int) -> None:
         self.index = index
-        self._arguments = dict(arguments)
-        self._environment = dict(environment)
-        self._log_folder = None if log_folder is None else Path(log_folder)
         self._lock = threading.Lock()
-        self._numbers = itertools.count()
+        self._numbers: Iterator[Any] = itertools.count()
         self._ready: Future[ReplicaInfo] = Future()
         self._requests: dict[str, Future[Completion]] = {}
-        self._calls: dict[int, Future[Any]] = {READY: self._ready}
+        self._calls: dict[Any, Future[Any]] = {READY: self._ready}
         self._death: str | None = None
         self.last_stats: ReplicaStats | None = None
-        self._child: Child | None = None
+        self._child: LinkT | None = None
 
     # -- life -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the child and send it its arguments.
+        """Begin to start the engine process; see the protocol.
 
         Raises:
             RuntimeError: it was started before.
         """
         if self._child is not None:
             raise RuntimeError(f"replica {self.index} was started before: make a new one")
-        configure = wire.encode(("configure", self._arguments))
-        self._child = child = Child(self.index, self._environment, self._log_folder)
+        self._child = child = self._open()
         # also runs at interpreter exit, whatever the user forgot
         self._end = weakref.finalize(self, child.end_and_forget)
         threading.Thread(
             target=_receive, args=(weakref.ref(self), child), name=f"replica-{self.index}", daemon=True
         ).start()
-        child.outbox.put(configure)
+
+    @abc.abstractmethod
+    def _open(self) -> LinkT:
+        """Begin to start the process, without waiting for it."""
+
+    @abc.abstractmethod
+    def _ending(self) -> str:
+        """Return how the process ended, after "replica 0"."""
 
     def wait_ready(self, timeout: float) -> ReplicaInfo:
         """Wait until the engine serves.
@@ -118,22 +138,22 @@ class LocalReplica:
                 f"replica {self.index} was not ready within {timeout:.0f} s. Its log so far:\n{self._tail()}"
             ) from None
 
-    def _started(self) -> Child:
+    def _started(self) -> LinkT:
         if self._child is None:
             raise RuntimeError(f"replica {self.index} was not started: call start() first")
         return self._child
 
     @property
     def log_path(self) -> Path | None:
-        """What the child prints; ``None`` before :meth:`start`."""
-        return None if self._child is None else self._child.log
+        """What the process prints; ``None`` before :meth:`start`, and where that is no file that is kept."""
+        return None
 
     def is_alive(self) -> bool:
-        """Whether the child runs and has not reported its engine's death."""
-        return self._child is not None and self._death is None and self._child.process.poll() is None
+        """Whether the process is there and has not reported its engine's death."""
+        return self._child is not None and self._death is None
 
     def shutdown(self) -> None:
-        """Ask the child to end, and end its whole process group after a grace period. Idempotent."""
+        """Ask the process to end, and end its whole group after a grace period. Idempotent."""
         if self._child is None:
             return
         self._fail_all(f"replica {self.index} was shut down")
@@ -160,7 +180,7 @@ class LocalReplica:
                     sent.append(request)
         try:
             if sent:
-                child.outbox.put(wire.encode(("generate", wire.pack_requests(sent))))
+                child.outbox.put(self._encode("generate", wire.pack_requests(sent)))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             for request in sent:
                 refusal = ValueError(f"the request cannot be sent to the engine process: {error}")
@@ -170,15 +190,15 @@ class LocalReplica:
     def abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests; their futures resolve with what they had."""
         if self._death is None:
-            self._started().outbox.put(wire.encode(("abort", list(request_ids))))
+            self._started().outbox.put(self._encode("abort", list(request_ids)))
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
     def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
-        """Run a command of the child; see the protocol."""
+        """Run a command of the process; see the protocol."""
         child = self._started()
         number = next(self._numbers)
-        frames = wire.encode(("call", number, command, kwargs))
+        frames = self._encode("call", number, command, kwargs)
         future: Future[Any] = Future()
         with self._lock:
             if self._death is not None:
@@ -208,8 +228,11 @@ class LocalReplica:
 
     # -- plumbing ---------------------------------------------------------------------------------------------------
 
+    def _encode(self, *message: Any) -> wire.Frames:
+        return wire.encode(message)
+
     def _handle(self, kind: str, *rest: Any) -> None:
-        """Act on one message of the child, in the receiver thread."""
+        """Act on one message of the process, in the receiver thread."""
         if kind == "completions":
             for completion in wire.unpack_completions(rest[0], self.index):
                 self._resolve(self._requests, completion.request_id, completion)
@@ -254,18 +277,60 @@ class LocalReplica:
         return self._started().log_tail()
 
     def _lost(self) -> None:
-        """Note that the child closed its socket, having said why or not."""
+        """Note that the process closed its socket, having said why or not."""
+        if self._death is None:
+            self._fail_all(f"replica {self.index} {self._ending()}")
+
+
+class LocalReplica(EngineReplica[Child]):
+    """A replica whose engine process is a child of the driver.
+
+    Args:
+        index: place in the service.
+        arguments: keywords of vLLM's ``AsyncEngineArgs``.
+        environment: environment of the child, see :func:`engine_environment`.
+        log_folder: where the child's log stays; by default it goes when the child has gone.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        log_folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(index)
+        self._arguments = dict(arguments)
+        self._environment = dict(environment)
+        self._log_folder = None if log_folder is None else Path(log_folder)
+
+    def _open(self) -> Child:
+        configure = self._encode("configure", self._arguments)
+        child = Child(self.index, self._environment, self._log_folder)
+        child.outbox.put(configure)
+        return child
+
+    @property
+    def log_path(self) -> Path | None:
+        """What the child prints; ``None`` before :meth:`start`."""
+        return None if self._child is None else self._child.log
+
+    def is_alive(self) -> bool:
+        """Whether the child runs and has not reported its engine's death."""
+        return super().is_alive() and self._started().process.poll() is None
+
+    def _ending(self) -> str:
         code = self._started().process.poll()
         how = "closed its socket" if code is None else f"ended with exit code {code}"
-        self._fail_all(f"replica {self.index} {how}. Its last log lines:\n{self._tail()}")
+        return f"{how}. Its last log lines:\n{self._tail()}"
 
 
 def _error(kind: str, text: str) -> Exception:
     return ValueError(text) if kind == "value" else EngineError(text)
 
 
-def _receive(reference: weakref.ref[LocalReplica], child: Child) -> None:
-    """Pass messages on until the child is gone, then clear up. The replica is held weakly: it may be collected."""
+def _receive(reference: weakref.ref[EngineReplica[Any]], child: Link) -> None:
+    """Pass messages on until the process is gone, then clear up. The replica is held weakly: it may be collected."""
     try:
         with contextlib.suppress(EOFError, OSError):
             while True:

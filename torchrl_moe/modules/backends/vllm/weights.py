@@ -126,7 +126,7 @@ class EngineWeights:
         found = self._find(version, manifest)
         check_tensors(found.tensors, self._expected)
         if self._reader is not None and verify == "digest":
-            await asyncio.to_thread(self._reader.verify, found)
+            await asyncio.to_thread(self._reader.verify, found, threads)
         verified = time.perf_counter()
         reports = await self._stage_in_workers(found, stage != "plain", verify == "digest", threads)
         shadow = all(report["stage"] == "shadow" for report in reports)

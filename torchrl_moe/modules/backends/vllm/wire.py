@@ -14,15 +14,26 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
 
-__all__ = ["Outbox", "encode", "pack_completions", "pack_requests", "receive", "unpack_completions", "unpack_requests"]
+__all__ = [
+    "Outbox",
+    "Stream",
+    "encode",
+    "hang_up",
+    "pack_completions",
+    "pack_requests",
+    "packed_ids",
+    "receive",
+    "rename",
+    "unpack_completions",
+    "unpack_requests",
+]
 
 Packed = dict[str, Any]
 Frames: TypeAlias = "list[bytes | memoryview]"
@@ -36,7 +47,23 @@ def encode(message: Any) -> Frames:
     return [pickle.dumps((head, len(buffers))), *(buffer.raw() for buffer in buffers)]
 
 
-def receive(connection: Connection) -> Any:
+class Stream(Protocol):
+    """What messages are written to and read from: a ``multiprocessing.connection.Connection``, or one to be."""
+
+    def send_bytes(self, buf: bytes | memoryview) -> None:
+        """Write one frame."""
+
+    def recv_bytes(self) -> bytes:
+        """Read one frame."""
+
+    def fileno(self) -> int:
+        """Return the descriptor of its socket."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+def receive(connection: Stream) -> Any:
     """Receive one message. Its arrays share the received buffers and are read-only.
 
     Raises:
@@ -56,7 +83,7 @@ class Outbox:
         frame: turns what :meth:`put` got since the last write, one item or more, into messages.
     """
 
-    def __init__(self, connection: Connection, frame: Callable[[list[Any]], list[Frames]]) -> None:
+    def __init__(self, connection: Stream, frame: Callable[[list[Any]], list[Frames]]) -> None:
         self._connection = connection
         self._frame = frame
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -78,7 +105,7 @@ class Outbox:
         except OSError:  # the other side is gone, as the reader on this side finds too
             return
         finally:
-            _hang_up(self._connection)
+            hang_up(self._connection)
 
     def _write_until_closed(self) -> None:
         closing = False
@@ -93,7 +120,7 @@ class Outbox:
                     self._connection.send_bytes(part)
 
 
-def _hang_up(connection: Connection) -> None:
+def hang_up(connection: Stream) -> None:
     """End the traffic both ways without closing the descriptor, which another thread may be reading."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
         duplicate.shutdown(socket.SHUT_RDWR)
@@ -106,6 +133,16 @@ def _concatenate(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
 def _split(flat: NDArray[Any], lengths: NDArray[np.int64]) -> list[NDArray[Any]]:
     stops = np.cumsum(lengths)
     return [flat[stop - length : stop] for stop, length in zip(stops.tolist(), lengths.tolist(), strict=True)]
+
+
+def packed_ids(packed: Packed) -> list[str]:
+    """Return the request ids of packed requests or completions, in order."""
+    return [row[0] for row in packed["rest"]]
+
+
+def rename(packed: Packed, name: Callable[[str], str]) -> Packed:
+    """Return packed requests or completions under other request ids; the arrays are shared."""
+    return {**packed, "rest": [(name(row[0]), *row[1:]) for row in packed["rest"]]}
 
 
 def pack_requests(requests: Sequence[Request]) -> Packed:

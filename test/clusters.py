@@ -1,0 +1,64 @@
+"""The Ray cluster that tests share: two nodes on this machine. It starts in five seconds and is asked for by few."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines import SMALL
+from torchrl_moe.modules import AsyncVLLM
+
+TESTS = Path(__file__).parent
+STORE_BYTES = 80 << 20  # Ray's least; our messages do not go through it
+
+
+class ClusterHolder:
+    """Holds the cluster while tests ask for it."""
+
+    def __init__(self) -> None:
+        self._cluster: Any = None
+        self._pair: AsyncVLLM | None = None
+
+    def start(self) -> None:
+        """Start it and join it, unless that was done."""
+        if self._cluster is not None:
+            return
+        import ray
+        from ray.cluster_utils import Cluster
+
+        ray.shutdown()
+        node = {"num_cpus": 2, "resources": {"slot": 1}, "object_store_memory": STORE_BYTES}
+        with pytest.MonkeyPatch.context() as patch:  # what its workers import is what this process imports
+            patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent)]))
+            self._cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+            self._cluster.add_node(**node)
+        ray.init(address=self._cluster.address, log_to_driver=False, logging_level="error")
+
+    @property
+    def address(self) -> str:
+        """For other drivers."""
+        return str(self._cluster.address)
+
+    def pair(self, folder: Path) -> AsyncVLLM:
+        """Return two replicas of a model, on two nodes, started once, and again if a test has ended them."""
+        if self._pair is None or not self._pair.is_running:
+            resources = {"CPU": 1.0, "slot": 1.0}
+            self._pair = AsyncVLLM.from_pretrained(
+                folder, 2, backend="ray", name="test-pair", resources=resources, **SMALL
+            )
+        return self._pair
+
+    def clear(self) -> None:
+        """End it."""
+        if self._pair is not None:
+            self._pair.shutdown()
+            self._pair = None
+        if self._cluster is not None:
+            import ray
+
+            ray.shutdown()
+            self._cluster.shutdown()
+            self._cluster = None

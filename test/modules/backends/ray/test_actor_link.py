@@ -1,0 +1,237 @@
+"""Where a replica is placed, what is left of it, and who ends it: actors in a Ray cluster, over the toy engine."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.exceptions import RayError
+
+from modules.backends.ray.actors import groups_in_use, is_gone, pids, ray_service, toy_actors
+from modules.backends.vllm.processes import TESTS, group, ids_request, until
+from torchrl_moe._errors import EngineError, ReplicaDiedError
+from torchrl_moe.modules.backends.ray import actor_link
+from torchrl_moe.modules.backends.ray.cluster import running_services
+from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
+from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE, RayService
+
+START = 60.0
+
+
+def test_of_rays_long_reports_the_reason_is_told() -> None:
+    long = RayError("The actor died.\n\tclass_name: A\n\tThe actor is dead because x. Some common causes include: y")
+    assert actor_link._cause(long) == "The actor is dead because x."
+    assert actor_link._cause(OSError("first\n\nlast\n")) == "last"
+    assert actor_link._cause(EOFError()) == "EOFError()"
+
+
+@pytest.fixture
+def nothing_left(ray_cluster: Any) -> Iterator[None]:
+    """Each test leaves the cluster empty: no placement group, no name, all CPUs free."""
+    with toy_actors():
+        yield
+    until(lambda: groups_in_use() == [], 10)
+    until(lambda: running_services(NAMESPACE) == {}, 10)
+    until(lambda: ray.available_resources().get("CPU") == 4.0, 10)
+
+
+@pytest.fixture
+def in_cluster(nothing_left: None) -> Iterator[Any]:
+    """Makes replicas, and shuts them down."""
+    made: list[RayReplica] = []
+
+    def make(service: RayService, index: int = 0, ready: bool = True) -> RayReplica:
+        made.append(RayReplica(index, service))
+        made[-1].start()
+        if ready:
+            made[-1].wait_ready(START)
+        return made[-1]
+
+    yield make
+    for replica in made:
+        replica.shutdown()
+
+
+def answer(replica: RayReplica) -> list[int]:
+    (future,) = replica.submit([ids_request("answer", (1, 2))])
+    return future.result(20).outputs[0].token_ids.tolist()
+
+
+# -- placing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ray
+def test_two_replicas_that_each_fill_a_node_lie_on_two_and_are_known_by_name(in_cluster: Any) -> None:
+    service = ray_service(name="pair", cpus=2.0)
+    replicas = [in_cluster(service, index, ready=False) for index in (1, 0)]
+    assert [replica.wait_ready(START).model for replica in replicas] == ["toy", "toy"]
+    assert running_services(NAMESPACE) == {"pair": [0, 1]}
+    table = ray.util.placement_group_table().values()
+    mine = [row for row in table if row["state"] != "REMOVED"]
+    assert [row["strategy"] for row in mine] == ["PACK", "PACK"]
+    nodes = {node for row in mine for node in row["bundles_to_node_id"].values()}
+    assert len(nodes) == 2
+    assert ray.available_resources().get("CPU", 0.0) == 0.0
+    for replica in replicas:
+        engine = psutil.Process(pids(replica)[1])
+        assert engine.environ()["OMP_NUM_THREADS"] == "2"
+        assert engine.ppid() == pids(replica)[0]
+        assert answer(replica) == [2, 3]
+
+
+@pytest.mark.ray
+def test_what_no_node_has_is_named_and_the_wait_for_it_can_be_ended(in_cluster: Any) -> None:
+    replica = in_cluster(ray_service(name="wide", cpus=3.0), ready=False)
+    with pytest.raises(EngineError) as caught:
+        replica.wait_ready(3.0)
+    message = str(caught.value)
+    assert "replica 0 was not ready within 3 s" in message
+    assert "It waits for a node with {'CPU': 3.0} free" in message
+    assert "2 node(s) have {'CPU': 2.0}; {'CPU': 2.0}; free in all are {'CPU': 4.0}. No node is large enough" in message
+    began = time.monotonic()
+    replica.shutdown()
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.ray
+def test_an_engine_that_does_not_start_says_why(in_cluster: Any) -> None:
+    service = ray_service(name="broken", error="no such model", print="SomeError: in the log", sleeper=True)
+    replica = in_cluster(service, ready=False)
+    with pytest.raises(ReplicaDiedError, match=r"(?s)replica 0 did not start: ValueError: no such model\n.*in the log"):
+        replica.wait_ready(START)
+    until(lambda: groups_in_use() == [], 10)  # before anybody shuts it down
+
+
+@pytest.mark.ray
+def test_a_start_that_takes_too_long_shows_the_log(in_cluster: Any) -> None:
+    replica = in_cluster(ray_service(name="slow", seconds=60, print="still loading"), ready=False)
+    until(lambda: replica._child.log_tail() == "still loading", START)
+    with pytest.raises(EngineError, match=r"(?s)replica 0 was not ready within 0 s\. Its log so far:\nstill loading"):
+        replica.wait_ready(0.1)
+
+
+@pytest.mark.ray
+def test_a_name_of_another_service_is_refused_and_that_is_left_alone(in_cluster: Any) -> None:
+    first = in_cluster(ray_service(name="taken", detached=True))
+    other = in_cluster(ray_service(name="taken", detached=True, seconds=1), ready=False)
+    with pytest.raises(ReplicaDiedError, match="'taken-replica-0' belongs to another service of that name"):
+        other.wait_ready(START)
+    other.shutdown()
+    assert answer(first) == [2, 3]
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ray
+def test_a_killed_actor_is_dead_in_rays_words_and_leaves_nothing(in_cluster: Any) -> None:
+    replica = in_cluster(ray_service(name="killed", sleeper=True))
+    actor, engine = pids(replica)
+    assert len(group(engine)) == 2
+    (future,) = replica.submit([ids_request("x", sampling_params={"seconds": 60})])
+    os.kill(actor, signal.SIGKILL)
+    with pytest.raises(ReplicaDiedError, match="replica 0 was lost: The actor is dead because its worker process"):
+        future.result(20)
+    until(lambda: not group(engine), 10)
+    until(lambda: groups_in_use() == [], 10)  # before anybody shuts it down
+
+
+@pytest.mark.ray
+def test_a_replica_that_is_forgotten_is_ended(nothing_left: None) -> None:
+    replica = RayReplica(0, ray_service(name="forgotten", sleeper=True))
+    replica.start()
+    replica.wait_ready(START)
+    actor, engine = pids(replica)
+    del replica
+    gc.collect()
+    until(lambda: not group(engine) and is_gone(actor), 20)
+
+
+@pytest.mark.ray
+def test_an_actor_that_outlives_its_drivers_is_started_anew_by_ray_and_found_again(in_cluster: Any) -> None:
+    service = ray_service(name="lasting", detached=True)
+    first = in_cluster(service)
+    before = pids(first)
+    first.disconnect()
+    assert not first.is_alive()
+    last = in_cluster(service)
+    assert pids(last) == before
+    for victim in (1, 0):  # the engine's process, then the actor's
+        os.kill(before[victim], signal.SIGKILL)
+        until(lambda replica=last: not replica.is_alive(), 10)
+        last = in_cluster(service)  # waits for it
+        assert answer(last) == [2, 3]
+        assert set(pids(last)).isdisjoint(before)
+        before = pids(last)
+    assert len(groups_in_use()) == 1  # in its place
+    last.shutdown()
+    until(lambda: not group(before[1]), 10)
+    with pytest.raises(ValueError, match="lasting-replica-0"):
+        ray.get_actor("lasting-replica-0", NAMESPACE)
+
+
+# -- the end of the driver --------------------------------------------------------------------------------------------
+
+DRIVER = """
+import os, sys, time
+import ray
+from modules.backends.ray.actors import pids, ray_service, toy_actors
+from modules.backends.vllm.processes import ids_request
+from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
+how, address = sys.argv[1:]
+ray.init(address=address, log_to_driver=False, logging_level="error")
+with toy_actors():
+    replica = RayReplica(0, ray_service(name=how, detached=how == "detached", sleeper=True))
+    replica.start()
+    replica.wait_ready(60)
+replica.submit([ids_request("x", sampling_params={"seconds": 60})])
+print(*pids(replica), replica.call("stats", 10).running, flush=True)
+if how == "killed":
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def driver(ray_cluster: Any) -> Any:
+    def start(how: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+        arguments = [sys.executable, "-c", DRIVER, how, ray_cluster.address]
+        return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    return start
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("how", ["killed", "returns"])
+def test_a_driver_that_ends_takes_its_replicas_with_it(nothing_left: None, driver: Any, how: str) -> None:
+    with driver(how) as process:
+        line = process.stdout.readline().split()
+        assert line, process.stderr.read()
+        actor, engine = map(int, line[:2])
+        if how == "killed":
+            process.kill()
+        process.wait(60)
+        assert process.returncode == (-signal.SIGKILL if how == "killed" else 0)
+    until(lambda: not group(engine), 30)
+    until(lambda: is_gone(actor), 60)  # Ray may take half a minute
+
+
+@pytest.mark.ray
+def test_a_detached_replica_survives_its_driver_whose_requests_are_aborted(in_cluster: Any, driver: Any) -> None:
+    with driver("detached") as process:
+        line = process.stdout.readline().split()
+        assert line, process.stderr.read()
+        process.wait(60)
+    replica = in_cluster(ray_service(name="detached", detached=True, sleeper=True))
+    assert pids(replica) == tuple(map(int, line[:2]))
+    until(lambda: replica.stats(10).requests == 1, 10)  # counted when it is over
+    assert answer(replica) == [2, 3]

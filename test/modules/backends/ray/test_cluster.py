@@ -1,0 +1,140 @@
+"""Joining a Ray cluster, and what is said of it; Ray itself is played."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import GetTimeoutError
+
+from modules.backends.ray.actors import ray_service
+from torchrl_moe._errors import EngineError
+from torchrl_moe.modules.backends.ray import cluster
+
+
+class Played:
+    """Notes how Ray is initialised; ``address="auto"`` finds a cluster or not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, running: bool = False, found: bool = False) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self.found = found
+        monkeypatch.setattr(ray, "is_initialized", lambda: running)
+        monkeypatch.setattr(ray, "init", self.init)
+        monkeypatch.setattr(ray, "shutdown", lambda: pytest.fail("Ray was shut down"))
+
+    def init(self, **how: Any) -> None:
+        self.inits.append(how)
+        if how["address"] == "auto" and not self.found:
+            raise ConnectionError("Could not find any running Ray instance")
+
+
+def test_a_ray_that_runs_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(monkeypatch, running=True)
+    assert cluster.join_cluster() is False
+    assert played.inits == []
+
+
+def test_a_cluster_that_is_found_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(monkeypatch, found=True)
+    assert cluster.join_cluster() is False
+    assert played.inits == [{"address": "auto"}]
+
+
+def test_one_is_started_only_where_there_is_none_and_only_if_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(monkeypatch)
+    with pytest.raises(EngineError, match=r"no Ray cluster was found: .* Set RAY_ADDRESS"):
+        cluster.join_cluster(start=False)
+    assert [init["address"] for init in played.inits] == ["auto"]
+    assert cluster.join_cluster() is True
+    assert [init["address"] for init in played.inits] == ["auto", "auto", "local"]
+
+
+@pytest.mark.parametrize(
+    ("has", "devices", "asked"),
+    [
+        ({"CPU": 8.0}, 1, {"CPU": 1.0}),
+        ({"CPU": 8.0, "GPU": 0.0}, 2, {"CPU": 2.0}),
+        ({"CPU": 8.0, "GPU": 4.0}, 2, {"CPU": 2.0, "GPU": 2.0}),
+    ],
+)
+def test_gpus_are_asked_for_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, has: dict[str, float], devices: int, asked: dict[str, float]
+) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: has)
+    assert cluster.default_resources(devices) == asked
+
+
+def test_a_shortage_tells_a_cluster_too_small_from_one_too_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0}},
+        {"Alive": True, "Resources": {"CPU": 4.0}},
+        {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}},
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 5.0})
+    full = cluster.shortage({"GPU": 2.0})
+    assert "with {'GPU': 2.0} free" in full
+    assert "2 node(s) have {'GPU': 2.0}; {'GPU': 0.0}; free in all are {'GPU': 0.0}. Others hold them" in full
+    assert "No node is large enough" in cluster.shortage({"GPU": 4.0})
+    assert "No node is large enough" in cluster.shortage({"GPU": 1.0, "CPU": 16.0})
+
+
+ACTORS = [
+    {"name": "b-replica-1", "namespace": "ours"},
+    {"name": "b-replica-0", "namespace": "ours"},
+    {"name": "a-replica-0", "namespace": "ours"},
+    {"name": "a-replica-1", "namespace": "theirs"},
+    {"name": "somebody", "namespace": "ours"},
+]
+
+
+@pytest.fixture
+def actors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Name of an actor -> what it answers to ``describe``: a value, or an error."""
+    answers: dict[str, Any] = {}
+
+    def get(reference: Any, timeout: float) -> Any:
+        if isinstance(answers[reference], Exception):
+            raise answers[reference]
+        return SimpleNamespace(service=answers[reference])
+
+    def get_actor(name: str, namespace: str) -> Any:
+        assert namespace == "ours"
+        return SimpleNamespace(describe=SimpleNamespace(remote=lambda: name))
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: ACTORS)
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    monkeypatch.setattr(ray, "get", get)
+    return answers
+
+
+def test_services_are_found_by_the_names_of_their_actors(actors: dict[str, Any]) -> None:
+    assert cluster.running_services("ours") == {"a": [0], "b": [0, 1]}
+    assert cluster.running_services("theirs") == {"a": [1]}
+    assert cluster.running_services("nobody's") == {}
+
+
+def test_a_name_that_is_taken_is_refused_with_those_that_are(actors: dict[str, Any]) -> None:
+    cluster.check_free("c", "ours")
+    cluster.check_free("a", None)  # free in the namespace that is used if none is named
+    with pytest.raises(EngineError, match=r"'b' is running already\. In namespace 'ours' run: 'a' \(1 .*'b' \(2 "):
+        cluster.check_free("b", "ours")
+
+
+def test_a_service_describes_itself_by_whichever_replica_answers(actors: dict[str, Any]) -> None:
+    actors["b-replica-0"] = GetTimeoutError("late")
+    actors["b-replica-1"] = service = ray_service(name="b")
+    assert cluster.find_service("b", "ours") == (service, [0, 1])
+
+
+def test_a_service_that_is_not_there_or_does_not_answer_is_told_apart(actors: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match=r"no service 'c' is running\. In namespace 'ours' run: 'a'.*name='c'"):
+        cluster.find_service("c", "ours")
+    with pytest.raises(EngineError, match=r"In namespace 'empty' runs none"):
+        cluster.find_service("c", "empty")
+    actors["a-replica-0"] = GetTimeoutError("late")
+    with pytest.raises(EngineError, match=r"'a': none of its replicas \[0\] answered within 20 s: late"):
+        cluster.find_service("a", "ours")

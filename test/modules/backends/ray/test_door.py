@@ -1,0 +1,124 @@
+"""The socket between drivers and an actor: who has the key comes in, and an end is heard at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+from collections.abc import Iterator
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+
+import pytest
+
+from torchrl_moe.modules.backends.ray.door import Door, LateConnection, dial
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    """Says back what it hears."""
+
+    def echo(connection: Connection) -> None:
+        while True:
+            connection.send_bytes(connection.recv_bytes())
+
+    door = Door("127.0.0.1", echo)
+    yield door
+    door.close()
+
+
+def test_whoever_has_the_key_comes_in_and_several_do_not_disturb_each_other(door: Door) -> None:
+    with dial(door.address) as one, dial(door.address) as two:
+        for connection, word in ((one, b"one"), (two, b"two"), (one, b"x" * (1 << 20))):
+            connection.send_bytes(word)
+            assert connection.recv_bytes() == word
+
+
+def test_a_wrong_key_stays_outside_and_the_next_one_comes_in(door: Door) -> None:
+    with pytest.raises(AuthenticationError):
+        dial(dataclasses.replace(door.address, key=b"wrong"))
+    with dial(door.address) as right:
+        right.send_bytes(b"hello")
+        assert right.recv_bytes() == b"hello"
+
+
+def test_somebody_who_says_nothing_holds_nobody_up(door: Door) -> None:
+    with socket.create_connection((door.address.host, door.address.port)), dial(door.address) as right:
+        right.send_bytes(b"hello")
+        assert right.recv_bytes() == b"hello"
+
+
+def test_each_door_has_a_key_of_its_own(door: Door) -> None:
+    other = Door("127.0.0.1", lambda connection: None)
+    assert other.address.key != door.address.key
+    assert other.address.port != door.address.port
+    other.close()
+
+
+def test_a_closed_door_lets_nobody_in_and_leaves_alone_who_is_in(door: Door) -> None:
+    with dial(door.address) as inside:
+        door.close()
+        door.close()
+        with pytest.raises(OSError):
+            dial(door.address)
+        inside.send_bytes(b"still here")
+        assert inside.recv_bytes() == b"still here"
+
+
+def test_who_is_seen_out_hears_the_end() -> None:
+    door = Door("127.0.0.1", lambda connection: None)
+    with dial(door.address) as connection, pytest.raises((EOFError, ConnectionResetError)):
+        connection.recv_bytes()
+    door.close()
+
+
+# -- a connection that is yet to come ---------------------------------------------------------------------------------
+
+
+def test_readers_and_writers_wait_for_it() -> None:
+    late = LateConnection()
+    ours, theirs = socket.socketpair()
+    heard: list[bytes] = []
+    reader = threading.Thread(target=lambda: heard.append(late.recv_bytes()))
+    writer = threading.Thread(target=late.send_bytes, args=(b"early",))
+    for thread in (reader, writer):
+        thread.start()
+    with pytest.raises(OSError, match="never came about"):
+        late.fileno()
+    with Connection(theirs.detach()) as other:
+        late.become(Connection(ours.detach()))
+        assert other.recv_bytes() == b"early"
+        other.send_bytes(b"answer")
+        for thread in (reader, writer):
+            thread.join(5)
+        assert heard == [b"answer"]
+        assert late.fileno() > 0
+        late.give_up()  # too late to
+        late.send_bytes(b"more")
+        assert other.recv_bytes() == b"more"
+        late.close()
+        with pytest.raises(EOFError):
+            other.recv_bytes()
+
+
+def test_one_that_is_given_up_ends_whoever_waits_and_a_connection_that_comes_after_all_is_closed() -> None:
+    late = LateConnection()
+    caught: list[type[BaseException]] = []
+
+    def read() -> None:
+        try:
+            late.recv_bytes()
+        except EOFError as error:
+            caught.append(type(error))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    late.give_up()
+    reader.join(5)
+    assert caught == [EOFError]
+    with pytest.raises(OSError, match="never came about"):
+        late.send_bytes(b"x")
+    ours, theirs = socket.socketpair()
+    late.become(Connection(ours.detach()))
+    with Connection(theirs.detach()) as other, pytest.raises(EOFError):
+        other.recv_bytes()

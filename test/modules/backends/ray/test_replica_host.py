@@ -1,0 +1,184 @@
+"""What an actor does, without Ray: one toy engine, and drivers that come and go."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modules.backends.vllm.processes import group, ids_request, toy_environment, until, use_toy_engine
+from torchrl_moe.modules.backends.ray.door import dial
+from torchrl_moe.modules.backends.ray.replica_host import ReplicaHost, driver_of, named_after, wrap
+from torchrl_moe.modules.backends.vllm import wire
+
+
+class Host(ReplicaHost):
+    """Over the toy engine; notes that its engine died."""
+
+    def __init__(self, **start: Any) -> None:
+        self.died = threading.Event()
+        with pytest.MonkeyPatch.context() as patch:
+            use_toy_engine(patch)
+            super().__init__(4, {"model": "toy", "start": start}, toy_environment(), "127.0.0.1")
+
+    def _engine_died(self) -> None:
+        self.died.set()
+
+
+class Driver:
+    """Says and hears messages, one by one."""
+
+    def __init__(self, host: ReplicaHost, name: str) -> None:
+        self.name = name
+        self.figures: list[Any] = []
+        self.connection: Connection = dial(host.address())
+        self._write(wire.encode(name))
+
+    def _write(self, frames: wire.Frames) -> None:
+        for frame in frames:
+            self.connection.send_bytes(frame)
+
+    def say(self, *message: Any, opens: tuple[str, ...] = ()) -> None:
+        self._write(wrap(message, [named_after(self.name, name) for name in opens]))
+
+    def ask(self, request_id: str, ids: tuple[int, ...] = (1,), **params: Any) -> None:
+        request = ids_request(named_after(self.name, request_id), ids, sampling_params=params)
+        self.say("generate", wire.pack_requests([request]), opens=(request_id,))
+
+    def hear(self) -> tuple[Any, ...]:
+        """The next message that is not of figures, which come by the clock."""
+        while (message := wire.receive(self.connection))[0] == "figures":
+            self.figures.append(message[1])
+        return message
+
+    def hear_all(self) -> list[tuple[Any, ...]]:
+        """All messages to the end."""
+        heard = []
+        try:
+            while True:
+                heard.append(self.hear())
+        except (EOFError, ConnectionResetError):
+            return heard
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    host = Host(sleeper=True)
+    yield host
+    host.end()
+    assert group(host._child.process.pid) == []
+
+
+def completed(message: tuple[Any, ...]) -> dict[str, list[int]]:
+    assert message[0] == "completions"
+    completions = wire.unpack_completions(message[1], 0)
+    return {completion.request_id: completion.outputs[0].token_ids.tolist() for completion in completions}
+
+
+def stats(driver: Driver, number: int) -> Any:
+    driver.say("call", (driver.name, number), "stats", {})
+    kind, answered, value = driver.hear()
+    assert (kind, answered) == ("result", (driver.name, number))
+    return pickle.loads(value)
+
+
+def test_ids_of_drivers_are_kept_apart() -> None:
+    assert named_after("d", "x/y") == "d/x/y"
+    assert driver_of("d/x/y") == ("d", "x/y")
+
+
+def test_each_driver_hears_its_own_and_whoever_comes_later_hears_that_the_engine_is_ready(host: Host) -> None:
+    one = Driver(host, "one")
+    kind, info = one.hear()
+    assert (kind, info.model) == ("ready", "toy")
+    two = Driver(host, "two")
+    assert two.hear()[0] == "ready"
+    one.ask("same", (1, 2), seconds=0.2)
+    two.ask("same", (7,), seconds=0.1)
+    assert completed(two.hear()) == {"two/same": [8]}
+    assert completed(one.hear()) == {"one/same": [2, 3]}
+    assert stats(two, 5).requests == 2
+    assert [driver.open for driver in host._drivers.values()] == [set(), set()]  # nothing to abort if they leave
+    one.say("call", ("one", 0), "no_such_command", {})
+    assert one.hear()[:3] == ("error", ("one", 0), "value")
+    one.ask("bad", refuse="too long")
+    assert one.hear() == ("refused", "one/bad", "value", "too long")
+
+
+def test_what_a_driver_that_left_had_asked_is_aborted_and_the_others_go_on(host: Host) -> None:
+    stays, leaves = Driver(host, "stays"), Driver(host, "leaves")
+    assert [driver.hear()[0] for driver in (stays, leaves)] == ["ready", "ready"]
+    leaves.ask("long", seconds=60)
+    leaves.ask("short")
+    stays.ask("mine", (3,), seconds=2)
+    assert completed(leaves.hear()) == {"leaves/short": [2]}
+    leaves.connection.close()
+    until(lambda: stats(stays, 0).requests == 2, 1.5)  # the short one, and the long one that was cut
+    assert completed(stays.hear()) == {"stays/mine": [4]}
+
+
+def test_a_killed_engine_is_told_to_those_who_are_there_and_those_who_come(host: Host) -> None:
+    pid = host._child.process.pid
+    driver = Driver(host, "early")
+    assert driver.hear()[0] == "ready"
+    assert not host.died.is_set()
+    os.kill(pid, signal.SIGKILL)
+    expected = [("tail", "toy: started"), ("died", "its engine process ended with exit code -9")]
+    assert driver.hear_all() == expected
+    assert host.died.wait(5)
+    assert [message[0] for message in Driver(host, "late").hear_all()] == ["ready", "tail", "died"]
+    assert group(pid) == []
+
+
+def test_an_engine_that_does_not_start_says_why_and_the_host_stays_to_repeat_it() -> None:
+    host = Host(error="no such model", print="SomeError: in the log")
+    early = Driver(host, "early")
+    expected = [("tail", "SomeError: in the log"), ("failed", "ValueError: no such model")]
+    heard = early.hear_all()
+    assert (heard[0][0], heard[1]) == ("tail", expected[1])
+    assert "SomeError: in the log" in heard[0][1]
+    assert Driver(host, "late").hear_all() == heard
+    assert not host.died.is_set()  # one that never served would not do so the next time
+    host.end()
+
+
+def test_the_end_closes_the_door_and_leaves_no_process_and_no_folder() -> None:
+    host = Host(sleeper=True)
+    driver = Driver(host, "d")
+    assert driver.hear()[0] == "ready"
+    driver.ask("open", seconds=60)
+    pid, folder = host._child.process.pid, Path(host._child.folder)
+    assert len(group(pid)) == 2
+    host.end()
+    host.end()
+    assert group(pid) == []
+    assert not folder.exists()
+    assert driver.hear_all()[-1][0] == "died"
+    with pytest.raises(OSError):
+        Driver(host, "late")
+
+
+def test_figures_are_told_to_all(host: Host) -> None:
+    drivers = Driver(host, "one"), Driver(host, "two")
+    assert [driver.hear()[0] for driver in drivers] == ["ready", "ready"]
+    drivers[0].ask("x")
+    assert completed(drivers[0].hear()) == {"one/x": [2]}
+
+    def told(driver: Driver) -> bool:
+        stats(driver, 0)  # which also hears what came before
+        return any(figures.requests == 1 for figures in driver.figures)
+
+    until(lambda: all(map(told, drivers)), 10)
+
+
+def test_its_log_can_be_read(host: Host) -> None:
+    driver = Driver(host, "d")
+    assert driver.hear()[0] == "ready"
+    assert host.log_tail() == "toy: started"

@@ -1,0 +1,323 @@
+"""The replica protocol, kept alike by each kind of replica: fake, child process, actor, over a toy and over vLLM.
+
+The toy engine stands behind the real engine process, so whatever is not vLLM's own is the real thing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_futures
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from modules.backends.ray.actors import pids, ray_service, toy_actors
+from modules.backends.vllm.processes import ids_request, toy_replica, until, use_toy_engine
+from torchrl_moe._errors import EngineError, ReplicaDiedError
+from torchrl_moe.modules.backends.replica import Completion, Replica, Request
+from torchrl_moe.testing.fake_engine import FakeReplica
+
+SECONDS = 60.0
+LONG_IDS = tuple([65] * 600)  # more than a vLLM of the tests takes
+
+
+@dataclass
+class Kind:
+    """One kind of replica.
+
+    ``make`` gives a new one, which ``kill`` ends as a fault would. ``quick`` and ``slow`` are sampling parameters: of
+    a moment, and of some seconds.
+    """
+
+    make: Callable[[], Any]
+    kill: Callable[[Any], None]
+    quick: dict[str, Any] = field(default_factory=lambda: {"max_tokens": 3})
+    slow: dict[str, Any] = field(default_factory=lambda: {"max_tokens": 3, "seconds": 2.0})
+    refused: Request = field(default_factory=lambda: ids_request("bad", sampling_params={"refuse": "too long"}))
+
+
+def make_fake() -> FakeReplica:
+    def seconds(request: Request) -> float:
+        return request.sampling_params.get("seconds", 0.0) / 3
+
+    return FakeReplica(3, token_seconds=seconds, refuse=lambda request: request.sampling_params.get("refuse"))
+
+
+def make_local() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        use_toy_engine(patch)
+        replica = toy_replica(3)
+        replica.start()
+    return replica
+
+
+def make_ray() -> Any:
+    from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
+
+    with toy_actors():
+        replica = RayReplica(3, ray_service(name="conformance"))
+        replica.start()
+        replica.wait_ready(SECONDS)
+    return replica
+
+
+def kill_process(replica: Any) -> None:
+    os.kill(replica._child.process.pid, signal.SIGKILL)
+
+
+def kill_actor(replica: Any) -> None:
+    os.kill(pids(replica)[0], signal.SIGKILL)
+
+
+def kill_engine_of_actor(replica: Any) -> None:
+    os.kill(pids(replica)[1], signal.SIGKILL)
+
+
+KINDS = {
+    "fake": Kind(make_fake, FakeReplica.die),
+    "local": Kind(make_local, kill_process),
+    "ray": Kind(make_ray, kill_actor),
+    "ray engine": Kind(make_ray, kill_engine_of_actor),
+}
+VLLM = Kind(
+    make=lambda: None,
+    kill=lambda replica: None,
+    quick={"max_tokens": 3, "ignore_eos": True},
+    slow={"max_tokens": 400, "ignore_eos": True},
+    refused=ids_request("bad", LONG_IDS, sampling_params={"max_tokens": 3}),
+)
+
+
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[dict[str, Any]]:
+    """The replicas that all tests share but those of deaths."""
+    made: dict[str, Any] = {}
+    yield made
+    for replica in made.values():
+        replica.shutdown()
+
+
+@pytest.fixture(
+    params=[
+        "fake",
+        "local",
+        pytest.param("ray", marks=pytest.mark.ray),
+        pytest.param("vllm", marks=pytest.mark.engine("qwen3_moe")),
+        pytest.param("ray vllm", marks=[pytest.mark.ray, pytest.mark.engine]),
+    ]
+)
+def one(request: pytest.FixtureRequest, lasting: dict[str, Any]) -> tuple[Replica, Kind]:
+    """A replica that serves; leave it so."""
+    name = request.param
+    if name == "vllm":
+        return request.getfixturevalue("engine").roster[0].replica, VLLM
+    if name == "ray vllm":
+        return request.getfixturevalue("ray_pair").roster[0].replica, VLLM
+    if name == "ray":
+        request.getfixturevalue("ray_cluster")
+    if name not in lasting:
+        lasting[name] = KINDS[name].make()
+        lasting[name].wait_ready(SECONDS)
+    return lasting[name], KINDS[name]
+
+
+@pytest.fixture(
+    params=[
+        "fake",
+        "local",
+        pytest.param("ray", marks=pytest.mark.ray),
+        pytest.param("ray engine", marks=pytest.mark.ray),
+    ]
+)
+def mortal(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Kind]]:
+    """A replica to be killed."""
+    if "ray" in request.param:
+        request.getfixturevalue("ray_cluster")
+    kind = KINDS[request.param]
+    replica = kind.make()
+    replica.wait_ready(SECONDS)
+    yield replica, kind
+    replica.shutdown()
+
+
+@contextmanager
+def paused(replica: Replica, mode: Any = "keep") -> Iterator[None]:
+    replica.pause(mode, False, SECONDS)
+    try:
+        yield
+    finally:
+        replica.resume(SECONDS)
+
+
+def requests(count: int, params: dict[str, Any], name: str = "r") -> list[Request]:
+    return [ids_request(f"{name}{i}", (65 + i % 26, 66), sampling_params=params) for i in range(count)]
+
+
+def prompts(completions: list[Completion]) -> list[list[int]]:
+    return [completion.prompt_token_ids.tolist() for completion in completions]
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_keeps_the_protocol_and_serves(one: tuple[Replica, Kind]) -> None:
+    replica, _ = one
+    assert isinstance(replica, Replica)
+    assert replica.is_alive()
+    assert replica.wait_ready(0.0) == replica.wait_ready(SECONDS)  # may be asked again
+
+
+def test_each_request_has_one_completion_in_its_own_place(one: tuple[Replica, Kind]) -> None:
+    replica, kind = one
+    sent = requests(20, kind.quick)
+    completions = [future.result(SECONDS) for future in replica.submit(sent)]
+    assert [completion.request_id for completion in completions] == [request.request_id for request in sent]
+    assert prompts(completions) == [[65 + i, 66] for i in range(20)]
+    assert all(len(completion.outputs) == 1 and completion.finished for completion in completions)
+    assert {completion.outputs[0].finish_reason for completion in completions} <= {"stop", "length"}
+    assert {completion.metrics.replica for completion in completions} == {replica.index}
+    assert replica.submit([]) == []
+
+
+def test_threads_that_submit_at_once_get_each_its_own(one: tuple[Replica, Kind]) -> None:
+    replica, kind = one
+
+    def run(thread: int) -> list[str]:
+        sent = requests(15, kind.quick, f"t{thread}-")
+        return [future.result(SECONDS).request_id for future in replica.submit(sent)]
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(run, range(6)))
+    assert answers == [[f"t{thread}-{i}" for i in range(15)] for thread in range(6)]
+
+
+def test_a_request_that_is_refused_is_a_value_error_and_fails_alone(one: tuple[Replica, Kind]) -> None:
+    replica, kind = one
+    bad, good = replica.submit([kind.refused, *requests(1, kind.quick)])
+    with pytest.raises(ValueError):
+        bad.result(SECONDS)
+    assert good.result(SECONDS).request_id == "r0"
+
+
+def test_an_id_in_flight_is_refused_and_is_free_afterwards(one: tuple[Replica, Kind]) -> None:
+    replica, kind = one
+    with paused(replica):
+        (first,) = replica.submit(requests(1, kind.quick))
+        (twin,) = replica.submit(requests(1, kind.quick))
+        with pytest.raises(ValueError, match="request id 'r0' is in flight already"):
+            twin.result(SECONDS)
+        assert not first.done()
+    assert first.result(SECONDS).request_id == "r0"
+    assert replica.submit(requests(1, kind.quick))[0].result(SECONDS).request_id == "r0"
+
+
+def test_an_abort_cuts_those_it_names_and_no_other(one: tuple[Replica, Kind]) -> None:
+    replica, kind = one
+    with paused(replica):
+        cut, spared = replica.submit(requests(2, kind.slow))
+        replica.abort(["r0", "unknown"])
+        assert cut.result(SECONDS).aborted
+        assert cut.result().outputs[0].finish_reason == "abort"
+        assert not spared.done()
+    assert not spared.result(SECONDS).aborted
+    replica.abort(["r0", "r1"])  # too late is no error
+
+
+# -- pauses -----------------------------------------------------------------------------------------------------------
+
+
+def test_keep_freezes_what_runs_and_a_resume_finishes_it(one: tuple[Replica, Kind]) -> None:
+    replica, kind = one
+    with paused(replica):
+        futures = replica.submit(requests(3, kind.quick))
+        assert not wait_futures(futures, 0.5).done
+    assert not any(future.result(SECONDS).aborted for future in futures)
+
+
+def test_abort_cuts_what_runs(one: tuple[Replica, Kind]) -> None:
+    replica, kind = one
+    replica.pause("keep", False, SECONDS)  # or all could be over before
+    futures = replica.submit(requests(3, kind.slow))
+    replica.stats(SECONDS)  # the engine has heard of them
+    replica.resume(SECONDS)
+    with paused(replica, "abort"):
+        assert not wait_futures(futures, SECONDS).not_done
+    assert all(future.result().aborted for future in futures)
+    assert not replica.submit(requests(1, kind.quick))[0].result(SECONDS).aborted
+
+
+def test_wait_lets_what_runs_finish_and_holds_what_comes(one: tuple[Replica, Kind]) -> None:
+    replica, kind = one
+    futures = replica.submit(requests(3, kind.slow))
+    until(lambda: replica.stats(SECONDS).running, SECONDS)
+    with paused(replica, "wait"):
+        assert not any(future.result(1.0).aborted for future in futures)
+        (held,) = replica.submit(requests(1, kind.quick, "held"))
+        assert not wait_futures([held], 0.3).done
+    assert not held.result(SECONDS).aborted
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_command_that_nobody_knows_is_refused_by_name_and_harms_nothing(one: tuple[Replica, Kind]) -> None:
+    replica, kind = one
+    with pytest.raises((ValueError, EngineError), match="no command 'no_such_thing'") as caught:
+        replica.call("no_such_thing", SECONDS)
+    assert not isinstance(caught.value, ReplicaDiedError)
+    assert replica.submit(requests(1, kind.quick))[0].result(SECONDS).request_id == "r0"
+
+
+def test_figures_count_what_was_done(one: tuple[Replica, Kind]) -> None:
+    replica, kind = one
+    before = replica.stats(SECONDS)
+    (completion,) = (future.result(SECONDS) for future in replica.submit(requests(1, kind.quick)))
+    after = replica.stats(SECONDS)
+    tokens = sum(len(output.token_ids) for output in completion.outputs)
+    assert tokens > 0
+    assert after.requests - before.requests == 1
+    assert after.completions - before.completions == 1
+    assert after.prompt_tokens - before.prompt_tokens == 2
+    assert after.generated_tokens - before.generated_tokens == tokens
+    again = replica.call("stats", SECONDS)
+    assert (again.requests, again.generated_tokens) == (after.requests, after.generated_tokens)
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+def check_dead(replica: Any, kind: Kind, futures: list[Future[Completion]]) -> None:
+    for future in futures:
+        with pytest.raises(ReplicaDiedError, match=f"replica {replica.index}"):
+            future.result(SECONDS)
+    assert not replica.is_alive()
+    (late,) = replica.submit(requests(1, kind.quick, "late"))
+    with pytest.raises(ReplicaDiedError):
+        late.result(SECONDS)
+    with pytest.raises(ReplicaDiedError):
+        replica.call("stats", SECONDS)
+    replica.abort(["late", "r0"])
+
+
+def test_a_death_fails_all_that_waits_and_all_that_comes(mortal: tuple[Any, Kind]) -> None:
+    replica, kind = mortal
+    replica.pause("keep", False, SECONDS)
+    futures = replica.submit(requests(20, kind.slow))
+    kind.kill(replica)
+    check_dead(replica, kind, futures)
+    replica.shutdown()
+    replica.shutdown()
+
+
+def test_a_shutdown_does_too_and_may_be_repeated(mortal: tuple[Any, Kind]) -> None:
+    replica, kind = mortal
+    replica.pause("keep", False, SECONDS)
+    futures = replica.submit(requests(20, kind.slow))
+    replica.shutdown()
+    check_dead(replica, kind, futures)
+    replica.shutdown()

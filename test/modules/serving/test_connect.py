@@ -1,0 +1,206 @@
+"""A service in a Ray cluster, and its drivers: those that come later, those that leave, those that are killed.
+
+The first half runs the toy engine, the second vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from modules.backends.ray.actors import groups_in_use, is_gone, pids, toy_actors
+from modules.backends.vllm.processes import TESTS, group, until
+from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
+from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.ray.cluster import running_services
+from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
+from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE
+
+OTHER_DRIVER = """
+import sys
+import ray
+from torchrl_moe.modules import AsyncVLLM
+address, name, prompt, params = sys.argv[1:]
+ray.init(address=address, log_to_driver=False, logging_level="error")
+engine = AsyncVLLM.connect(name)
+completion = engine.generate(eval(prompt), eval(params), use_tqdm=False)
+print([entry.state.name for entry in engine.roster], completion.outputs[0].token_ids.tolist(), flush=True)
+"""
+
+
+def other_driver(address: str, name: str, prompt: list[int], params: dict[str, Any]) -> str:
+    """Connect and generate in a process of its own, which leaves without a word; what it printed."""
+    run = subprocess.run(
+        [sys.executable, "-c", OTHER_DRIVER, address, name, repr(prompt), repr(params)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()[-1]
+
+
+def generate(engine: AsyncVLLM, *args: Any, **kwargs: Any) -> list[int]:
+    return engine.generate(*args, use_tqdm=False, **kwargs).outputs[0].token_ids.tolist()
+
+
+@pytest.fixture
+def toy_service(ray_cluster: Any) -> Iterator[Any]:
+    """Launches services over the toy engine; at the end of the test nothing of them is left."""
+    made: list[AsyncVLLM] = []
+
+    def launch(num_replicas: int = 1, **how: Any) -> AsyncVLLM:
+        made.append(AsyncVLLM({"model": "toy"}, num_replicas, backend="ray", resources={"CPU": 1}, **how))
+        return made[-1].start()
+
+    with toy_actors():
+        yield launch
+        for engine in made:
+            engine.shutdown()
+    until(lambda: groups_in_use() == [], 10)
+    until(lambda: running_services(NAMESPACE) == {}, 10)
+
+
+# -- the toy engine ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ray
+def test_without_a_name_it_is_a_service_like_any_and_nothing_of_it_is_left(toy_service: Any) -> None:
+    with toy_service(2) as engine:
+        assert engine.name is None
+        assert ray.is_initialized()
+        assert generate(engine, [1, 2]) == [2, 3]
+        assert [len(completion.outputs) for completion in engine.generate([[1]] * 10, use_tqdm=False)] == [1] * 10
+        assert [row["state"] for row in engine.stats()] == ["SERVING", "SERVING"]
+        processes = [pid for entry in engine.roster for pid in pids(entry.replica)]
+        with pytest.raises(RuntimeError, match="this service ends with its driver"):
+            engine.disconnect()
+    assert groups_in_use() == []
+    assert running_services(NAMESPACE) == {}
+    until(lambda: all(map(is_gone, processes)), 20)
+    assert ray.is_initialized()  # it is not ours to end
+
+
+@pytest.mark.ray
+def test_a_name_is_taken_while_its_service_runs_and_others_join_it_there(toy_service: Any, ray_cluster: Any) -> None:
+    maker = toy_service(2, name="lasting")
+    with pytest.raises(EngineError, match=r"a service 'lasting' is running already\..*'lasting' \(2 replica"):
+        toy_service(1, name="lasting")
+    with pytest.raises(EngineError, match=r"no service 'missing' is running\..* run: 'lasting' \(2 replica"):
+        AsyncVLLM.connect("missing")
+    with pytest.raises(EngineError, match="namespace 'elsewhere' runs none"):
+        AsyncVLLM.connect("lasting", namespace="elsewhere")
+    with AsyncVLLM.connect("lasting", sampling_params={"max_tokens": 2}) as guest:
+        assert (guest.name, guest.num_replicas, guest.engine_args) == ("lasting", 2, maker.engine_args)
+        assert guest.sampling_params == {"max_tokens": 2}
+        assert [info.model for info in guest.infos] == ["toy", "toy"]
+        assert generate(guest, [5]) == [6]
+        assert generate(maker, [7], request_ids="same") == generate(guest, [7], request_ids="same")
+        assert [pids(entry.replica) for entry in guest.roster] == [pids(entry.replica) for entry in maker.roster]
+    with pytest.raises(RuntimeError, match="the service is not running"):
+        guest.generate([1])
+    assert generate(maker, [1]) == [2]  # the guest has left, no more
+    assert other_driver(ray_cluster.address, "lasting", [8, 9], {}) == "['SERVING', 'SERVING'] [9, 10]"
+    assert generate(maker, [1]) == [2]
+    AsyncVLLM.connect("lasting").shutdown()  # ends it for all
+    until(lambda: not any(entry.replica.is_alive() for entry in maker.roster), 10)
+    with pytest.raises((ReplicaDiedError, NoReplicaError)):
+        maker.generate([1], use_tqdm=False)
+    toy_service(1, name="lasting")
+
+
+@pytest.mark.ray
+def test_who_comes_later_sees_which_replicas_serve_and_with_which_weights(
+    toy_service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker = toy_service(3, name="partly")
+    maker.roster[1].replica.shutdown()
+    assert running_services(NAMESPACE) == {"partly": [0, 2]}
+    call = RayReplica.call
+
+    def newer(replica: RayReplica, command: str, timeout: float, **kwargs: Any) -> Any:
+        value = call(replica, command, timeout, **kwargs)
+        return value + 7 if command == "weights_version" else value
+
+    monkeypatch.setattr(RayReplica, "call", newer)
+    with AsyncVLLM.connect("partly") as guest:
+        assert [entry.state.name for entry in guest.roster] == ["SERVING", "DEAD", "SERVING"]
+        assert [entry.version for entry in guest.roster] == [7, 0, 7]
+        assert generate(guest, [1]) == [2]
+        again = guest.make_replica(1)  # as who restarts it would
+        again.start()
+        assert again.wait_ready(60).model == "toy"
+        again.disconnect()
+    assert running_services(NAMESPACE) == {"partly": [0, 1, 2]}
+    AsyncVLLM.connect("partly").shutdown()
+
+
+@pytest.mark.ray
+def test_a_start_that_fails_leaves_nothing_in_the_cluster(ray_cluster: Any) -> None:
+    with toy_actors(), pytest.raises(ReplicaDiedError, match="replica 0 did not start: ValueError: no such model"):
+        broken = {"model": "toy", "start": {"error": "no such model", "sleeper": True}}
+        AsyncVLLM.launch(broken, 2, backend="ray", name="broken", resources={"CPU": 1})
+    until(lambda: groups_in_use() == [] and running_services(NAMESPACE) == {}, 10)
+    with pytest.raises(EngineError, match=r"(?s)It waits for a node with {'CPU': 64.0} free.*TORCHRL_VLLM_TIMEOUT"):
+        AsyncVLLM({"model": "toy"}, backend="ray", resources={"CPU": 64}).start(timeout_seconds=2.0)
+    until(lambda: groups_in_use() == [], 10)
+
+
+# -- vLLM -------------------------------------------------------------------------------------------------------------
+
+IDS = [72, 105, 44, 32, 119, 111, 114, 108, 100]
+GREEDY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+def test_two_real_replicas_on_two_nodes_answer_alike_and_so_they_do_for_another_driver(
+    ray_pair: AsyncVLLM, ray_cluster: Any
+) -> None:
+    table = [row for row in ray.util.placement_group_table().values() if row["state"] != "REMOVED"]
+    assert len({node for row in table for node in row["bundles_to_node_id"].values()}) == 2
+    answers = [ray_pair.generate(IDS, GREEDY, actor_index=i, use_tqdm=False) for i in range(2)]
+    one, two = (answer.outputs[0] for answer in answers)
+    assert one.token_ids.tolist() == two.token_ids.tolist()
+    assert one.routed_experts.shape == (9 + 8 - 1, 4, 4)
+    assert (one.routed_experts == two.routed_experts).all()
+    expected = f"['SERVING', 'SERVING'] {one.token_ids.tolist()}"
+    assert other_driver(ray_cluster.address, "test-pair", IDS, GREEDY) == expected
+    many = ray_pair.generate([[65 + i] for i in range(20)], {"max_tokens": 4}, use_tqdm=False)
+    assert {completion.metrics.replica for completion in many} == {0, 1}
+    assert ray_pair.get_tokenizer().encode("Hi, world") == IDS
+    assert ray_pair.collective_rpc("torchrl_moe_router_layers") == [[[1, 2, 3]], [[1, 2, 3]]]
+
+
+def actor_process(replica: Any) -> psutil.Process:
+    """The process of a real actor: the one that listens at its door."""
+    port = ray.get(replica._child._actor.describe.remote(), timeout=20).address.port
+    candidates = [process for process in psutil.process_iter() if process.name().startswith("ray::")]
+    (actor,) = [p for p in candidates if any(c.laddr.port == port for c in p.net_connections() if c.status == "LISTEN")]
+    return actor
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+def test_a_real_actor_that_is_killed_is_dead_and_a_shutdown_leaves_nothing(ray_pair: AsyncVLLM) -> None:
+    actors = [actor_process(entry.replica) for entry in ray_pair.roster]
+    family = [process for actor in actors for process in (actor, *actor.children(recursive=True))]
+    assert len(family) >= 8  # two times: actor, owner, engine core, worker
+    os.kill(actors[1].pid, signal.SIGKILL)
+    until(lambda: not ray_pair.roster[1].replica.is_alive(), 10)
+    answer = ray_pair.generate(IDS, GREEDY, actor_index=0, use_tqdm=False)
+    assert len(answer.outputs[0].token_ids) == 8
+    ray_pair.shutdown()
+    until(lambda: groups_in_use() == [], 20)
+    assert running_services(NAMESPACE) == {}
+    assert psutil.wait_procs(family, 30)[1] == []
+    assert not any(group(process.pid) for process in family)

@@ -1,0 +1,79 @@
+"""The actor: a :class:`ReplicaHost` on a node that Ray chose, with the devices that Ray gave it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from torchrl_moe.modules.backends.ray.door import Address
+from torchrl_moe.modules.backends.ray.ray_service import RayService
+from torchrl_moe.modules.backends.ray.replica_host import ReplicaHost
+from torchrl_moe.modules.backends.vllm.engine_args import seeded
+from torchrl_moe.modules.backends.vllm.local_replica import engine_environment
+
+__all__ = ["Description", "ReplicaActor", "actor_environment"]
+
+KILL_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What an actor says of itself: where it listens, its placement group, the service that it belongs to."""
+
+    address: Address
+    group: Any
+    service: RayService
+
+
+def actor_environment(service: RayService, forwarded: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of an engine process in an actor: the node's, then the driver's settings.
+
+    On CPUs it has a thread for each CPU that Ray set aside.
+    """
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "") if service.resources.get("GPU") else None
+    environment = {**engine_environment(devices, verbose=service.verbose), **forwarded}
+    if devices is None:
+        environment["OMP_NUM_THREADS"] = str(max(int(service.resources.get("CPU", 1)), 1))
+    return environment
+
+
+class ReplicaActor(ReplicaHost):
+    """One replica in the cluster.
+
+    Args:
+        index: place in the service.
+        service: that it belongs to.
+        forwarded: settings of the driver that made it.
+        group: Ray's placement group that holds its resources.
+    """
+
+    def __init__(self, index: int, service: RayService, forwarded: Mapping[str, str], group: Any) -> None:
+        self._group = group
+        self._service = service
+        environment = actor_environment(service, forwarded)
+        folder = None if service.log_folder is None else Path(service.log_folder)
+        arguments = seeded(service.arguments, index)
+        super().__init__(index, arguments, environment, ray.util.get_node_ip_address(), folder)
+
+    def describe(self) -> Description:
+        """Return what a driver must know."""
+        return Description(address=self.address(), group=self._group, service=self._service)
+
+    def _engine_died(self) -> None:
+        """End, so that Ray starts this actor of a service that outlives its drivers anew, in its place."""
+        if self._service.detached:
+            self.end()
+            os._exit(1)
+
+    def _driver_left(self) -> None:
+        """End with the only driver that there is. Ray would see to that too, half a minute after its death."""
+        if not self._service.detached:
+            self.end()
+            time.sleep(KILL_SECONDS)  # a driver that is alive has Ray end the actor, which makes no noise
+            os._exit(0)

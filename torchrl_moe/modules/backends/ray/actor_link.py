@@ -1,0 +1,233 @@
+"""A driver's end of a replica in a Ray cluster: finds its actor or places one, dials it, and gives it up.
+
+Each replica has a placement group of one bundle, so its devices lie on one node, as vLLM's ``mp`` executor wants. An
+actor of a service with a name is detached: it outlives its drivers, and Ray starts it anew in its place when it dies.
+The others end with the driver that made them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import time
+import uuid
+import weakref
+from multiprocessing import AuthenticationError
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from torchrl_moe._errors import EngineError
+from torchrl_moe.modules.backends.ray import actor
+from torchrl_moe.modules.backends.ray.actor import Description
+from torchrl_moe.modules.backends.ray.cluster import join_cluster, shortage
+from torchrl_moe.modules.backends.ray.door import LateConnection, dial
+from torchrl_moe.modules.backends.ray.ray_service import RayService, forwarded_environment
+from torchrl_moe.modules.backends.vllm import wire
+
+__all__ = ["ActorLink"]
+
+WAIT_SECONDS = 0.2
+ASK_SECONDS = 3.0
+END_SECONDS = 15.0  # more than the engine process gets to end
+GONE_SECONDS = 10.0
+
+_open_links: weakref.WeakSet[ActorLink] = weakref.WeakSet()
+
+
+@atexit.register  # after ray's own, so before it: then Ray can still be asked
+def _end_all() -> None:
+    for link in list(_open_links):
+        link.end_and_forget()
+
+
+class _GivenUpError(Exception):
+    """The link was ended while it was made."""
+
+
+class ActorLink:
+    """See :class:`~torchrl_moe.modules.backends.vllm.local_replica.Link`.
+
+    Args:
+        index: of the replica.
+        service: that it belongs to.
+
+    Attributes:
+        driver: this driver's name, as the actor knows it.
+        words: what is known of the end, or of why there was no beginning.
+    """
+
+    def __init__(self, index: int, service: RayService) -> None:
+        self.driver = uuid.uuid4().hex[:8]
+        self.words = ""
+        self.connection = LateConnection()
+        self.outbox = wire.Outbox(self.connection, list)
+        self._index = index
+        self._service = service
+        self._actor: Any = None
+        self._group: PlacementGroup | None = None
+        self._lock = threading.RLock()  # a garbage collection may end the link while this thread ends it
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(target=self._open, name=f"place-{index}", daemon=True)
+        self._thread.start()
+        _open_links.add(self)
+
+    # -- the beginning ----------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        try:
+            connection = dial(self._reach().address)
+            for frame in wire.encode(self.driver):
+                connection.send_bytes(frame)
+            self.connection.become(connection)
+        except _GivenUpError:
+            pass
+        except (RayError, EngineError, AuthenticationError, EOFError, OSError, ValueError) as error:
+            self.words = f"could not be reached: {_cause(error)}"
+        finally:
+            self.connection.give_up()
+
+    def _reach(self) -> Description:
+        """Find the actor, or place one. Who is found may be starting anew, or be dying: then it is asked again."""
+        join_cluster(start=False)
+        while True:
+            own = None
+            self._actor = self._find()
+            if self._actor is None:
+                own = self._place()
+                self._actor = self._create(own)
+            try:
+                description: Description = self._wait_for(self._actor.describe.remote())
+                break
+            except RayActorError:
+                if own is not None:
+                    raise
+            time.sleep(WAIT_SECONDS)
+            self._check()
+        self._group = description.group
+        if own is not None and own.id != description.group.id:  # another driver was faster
+            remove_placement_group(own)
+        if description.service != self._service:
+            self._actor = self._group = None  # not ours to end
+            raise ValueError(f"{self._service.actor_name(self._index)!r} belongs to another service of that name")
+        return description
+
+    def _find(self) -> Any:
+        with contextlib.suppress(ValueError):
+            return ray.get_actor(self._service.actor_name(self._index), self._service.namespace)
+        return None
+
+    def _place(self) -> PlacementGroup:
+        service = self._service
+        group = placement_group(
+            [dict(service.resources)],
+            strategy="PACK",
+            name=f"{service.actor_name(self._index)}-{self.driver}",
+            lifetime="detached" if service.detached else None,
+        )
+        self._group = group
+        while not group.wait(WAIT_SECONDS):
+            self._check()
+        return group
+
+    def _create(self, group: PlacementGroup) -> Any:
+        service = self._service
+        others = {name: amount for name, amount in service.resources.items() if name not in ("CPU", "GPU")}
+        kind = ray.remote(actor.ReplicaActor).options(
+            name=service.actor_name(self._index),
+            namespace=service.namespace,
+            get_if_exists=True,
+            lifetime="detached" if service.detached else None,
+            max_restarts=-1 if service.detached else 0,
+            max_concurrency=4,
+            num_cpus=service.resources.get("CPU", 0),
+            num_gpus=service.resources.get("GPU", 0),
+            resources=others,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+        )
+        return kind.remote(self._index, service, forwarded_environment(), group)
+
+    def _wait_for(self, reference: Any) -> Any:
+        while not ray.wait([reference], timeout=WAIT_SECONDS)[0]:
+            self._check()
+        return ray.get(reference)
+
+    def _check(self) -> None:
+        if self._given_up.is_set():
+            raise _GivenUpError
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Give up a connection that is lost: note what Ray knows of it first."""
+        if not self._given_up.is_set() and not self.words:
+            try:
+                self._ask_for_log()
+                self.words = "the connection to its actor ended"
+            except RayError as error:
+                self.words = _cause(error)
+        self.end_and_forget()
+
+    def end_and_forget(self) -> None:
+        """Hang up; end the actor too, unless it outlives its drivers. Idempotent."""
+        with self._lock:
+            self._hang_up()
+            if not self._service.detached:
+                self._kill()
+
+    def destroy(self) -> None:
+        """Hang up and end the actor, for all drivers that it has. Idempotent."""
+        with self._lock:
+            self._hang_up()
+            self._kill()
+
+    def _hang_up(self) -> None:
+        self._given_up.set()
+        self._thread.join(ASK_SECONDS)  # an actor that is stuck may keep it waiting; it ends with the actor
+        self.connection.give_up()
+        self.outbox.close(1.0)
+        wire.hang_up(self.connection)  # the outbox may be stuck
+        _open_links.discard(self)
+
+    def _kill(self) -> None:
+        """End the engine in peace, then the actor, then free what was set aside for it."""
+        if not ray.is_initialized():  # then all of it is gone, or going
+            return
+        mine, self._actor = self._actor, None
+        group, self._group = self._group, None
+        if mine is not None:
+            with contextlib.suppress(RayError):
+                ray.get(mine.end.remote(), timeout=END_SECONDS)
+            ray.kill(mine)
+        if group is not None:
+            remove_placement_group(group)
+        deadline = time.monotonic() + GONE_SECONDS
+        while mine is not None and self._find() is not None and time.monotonic() < deadline:
+            time.sleep(WAIT_SECONDS / 10)
+
+    # -- questions --------------------------------------------------------------------------------------------------
+
+    def log_tail(self) -> str:
+        """Return the last errors of the engine process, or what it is waiting for."""
+        if self.words:
+            return self.words
+        if self._actor is None:
+            return shortage(self._service.resources) if self._group is not None else "(it was not placed yet)"
+        try:
+            return self._ask_for_log()
+        except RayError as error:
+            return f"(no log: {_cause(error)})"
+
+    def _ask_for_log(self) -> str:
+        return str(ray.get(self._actor.log_tail.remote(), timeout=ASK_SECONDS))
+
+
+def _cause(error: Exception) -> str:
+    """Return what of Ray's long reports says why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join([line for line in lines if line.startswith("The actor is dead")] or lines[-1:])
+    return said.partition(" Some common causes")[0] or repr(error)

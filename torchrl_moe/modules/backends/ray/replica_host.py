@@ -1,0 +1,202 @@
+"""What an actor does: it keeps one engine process, and passes messages between that and any number of drivers.
+
+Requests and calls carry the name of the driver that they came from, so a message from the engine finds its way back,
+and what a driver asked for is not unpickled here: the actor needs no vLLM and little memory. A driver whose socket
+ends has its requests aborted; the engine lives on, for as long as the actor does.
+
+A driver says its name, then what :func:`wrap` makes of its messages. It hears what the engine process says, see
+``backends/vllm/engine_process.py``, and ``("tail", text)``, the last lines of its log, before it hears of its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from torchrl_moe.modules.backends.ray.door import Address, Door
+from torchrl_moe.modules.backends.vllm import wire
+from torchrl_moe.modules.backends.vllm.child import Child
+
+__all__ = ["ReplicaHost", "driver_of", "named_after", "wrap"]
+
+SEPARATOR = "/"
+ENDS = ("failed", "died")
+
+
+def named_after(driver: str, request_id: str) -> str:
+    """Return a request id that no other driver uses.
+
+    >>> named_after("d1", "a/b"), driver_of("d1/a/b")
+    ('d1/a/b', ('d1', 'a/b'))
+    """
+    return f"{driver}{SEPARATOR}{request_id}"
+
+
+def driver_of(request_id: str) -> tuple[str, str]:
+    """Undo :func:`named_after`."""
+    driver, _, own = request_id.partition(SEPARATOR)
+    return driver, own
+
+
+def wrap(message: tuple[Any, ...], opened: Sequence[str] = ()) -> wire.Frames:
+    """Return the frames in which a driver sends a message for the engine process, unread by the actor.
+
+    Args:
+        message: for the engine process.
+        opened: the ids of the requests in it.
+    """
+    return wire.encode((list(opened), [pickle.PickleBuffer(frame) for frame in wire.encode(message)]))
+
+
+class _Driver:
+    """One driver that is connected; ``open`` holds the ids of its requests in flight."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.outbox = wire.Outbox(connection, list)
+        self.open: set[str] = set()
+
+    def tell(self, *message: Any) -> None:
+        self.outbox.put(wire.encode(message))
+
+
+class ReplicaHost:
+    """One engine process and its drivers.
+
+    Args:
+        index: of the replica; names the log.
+        arguments: keywords of vLLM's ``AsyncEngineArgs``.
+        environment: of the engine process.
+        host: the address to listen on.
+        log_folder: where the engine's log stays; by default it goes when the engine has gone.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        host: str,
+        log_folder: Path | None = None,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._drivers: dict[str, _Driver] = {}
+        self._said: list[tuple[Any, ...]] = []  # what whoever comes later must hear too
+        configure = wire.encode(("configure", dict(arguments)))
+        self._child = Child(index, environment, log_folder)
+        self._child.outbox.put(configure)
+        self._door = Door(host, self._serve)
+        threading.Thread(target=self._read_engine, name="engine", daemon=True).start()
+
+    def address(self) -> Address:
+        """Return where drivers find the host."""
+        return self._door.address
+
+    def log_tail(self) -> str:
+        """Return the last errors of the engine process, or its last lines."""
+        return self._child.log_tail()
+
+    def end(self) -> None:
+        """End the engine process and everything it started. Idempotent."""
+        self._child.end_and_forget()
+        self._door.close()
+
+    def _engine_died(self) -> None:
+        """Called when an engine has ended that had served, and all drivers were told."""
+
+    def _driver_left(self) -> None:
+        """Called when the socket of a driver has ended."""
+
+    # -- drivers ----------------------------------------------------------------------------------------------------
+
+    def _serve(self, connection: Connection) -> None:
+        """Pass on what a driver says until it is gone."""
+        name: str = wire.receive(connection)
+        driver = _Driver(connection)
+        with self._lock:
+            self._drivers[name] = driver
+            for message in self._said:
+                driver.tell(*message)
+            if self._is_over():
+                driver.outbox.put(None)  # hangs up
+        try:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    ids, frames = wire.receive(connection)
+                    with self._lock:
+                        driver.open.update(ids)
+                    self._child.outbox.put(frames)
+        finally:
+            self._part_with(name)
+
+    def _part_with(self, name: str) -> None:
+        with self._lock:
+            driver = self._drivers.pop(name)
+        if driver.open:
+            self._child.outbox.put(wire.encode(("abort", sorted(driver.open))))
+        driver.outbox.close()
+        self._driver_left()
+
+    # -- the engine -------------------------------------------------------------------------------------------------
+
+    def _read_engine(self) -> None:
+        try:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    self._pass_on(*wire.receive(self._child.connection))
+        finally:
+            self._child.end()
+            self._hear_of_end()
+
+    def _pass_on(self, kind: str, *rest: Any) -> None:
+        """Give a message of the engine process to those whom it concerns."""
+        with self._lock:
+            if kind in ENDS:
+                self._announce("tail", self.log_tail())
+            if kind in ("ready", *ENDS):
+                self._announce(kind, *rest)
+                return
+            for name in self._concerned(kind, rest[0]) & self._drivers.keys():
+                self._drivers[name].tell(kind, *rest)
+
+    def _concerned(self, kind: str, what: Any) -> set[str]:
+        if kind == "completions":
+            return self._over(wire.packed_ids(what))
+        if kind == "refused":
+            return self._over([what])
+        if kind in ("result", "error"):
+            return {what[0]}  # the number of a call is a pair, of which this is the driver
+        return set(self._drivers)
+
+    def _over(self, ids: list[str]) -> set[str]:
+        """Note that requests are over, and return whose they were."""
+        names = {driver_of(request_id)[0] for request_id in ids}
+        for name in names & self._drivers.keys():
+            self._drivers[name].open.difference_update(ids)
+        return names
+
+    def _announce(self, *message: Any) -> None:
+        """Tell all drivers, and those that are to come."""
+        self._said.append(message)
+        for driver in self._drivers.values():
+            driver.tell(*message)
+
+    def _is_over(self) -> bool:
+        return any(message[0] in ENDS for message in self._said)
+
+    def _hear_of_end(self) -> None:
+        """Tell the drivers, unless the engine process did; then hang up."""
+        with self._lock:
+            if not self._is_over():
+                self._announce("tail", self.log_tail())
+                self._announce("died", f"its engine process ended with exit code {self._child.process.poll()}")
+            drivers = list(self._drivers.values())
+            served = self._said[0][0] == "ready"
+        for driver in drivers:
+            driver.outbox.close()
+        if served:
+            self._engine_died()
