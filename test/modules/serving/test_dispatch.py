@@ -18,8 +18,9 @@ import pytest
 from torchrl_moe._errors import GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving import dispatch as dispatch_module
-from torchrl_moe.modules.serving.dispatch import Dispatch, Placement
+from torchrl_moe.modules.serving.dispatch import Dispatch
 from torchrl_moe.modules.serving.load_balancer import LoadBalancer
+from torchrl_moe.modules.serving.placing import Placement
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.fake_engine import FakeReplica
 
@@ -114,9 +115,7 @@ def dispatch(
 
 
 def run(balancer: LoadBalancer, names: Sequence[str], timeout: float | None = None, **kwargs: Any) -> list[Completion]:
-    call = dispatch(balancer, names, timeout, **kwargs)
-    call.send()
-    return call.wait(use_tqdm=False)
+    return dispatch(balancer, names, timeout, **kwargs).run()
 
 
 def replicas(balancer: LoadBalancer) -> list[Recording]:
@@ -467,9 +466,7 @@ def test_requests_aborted_by_name_come_back_as_aborted(serve: Any) -> None:
 async def run_async(
     balancer: LoadBalancer, name: str = "a", timeout: float | None = None, **placement: Any
 ) -> Completion:
-    call = dispatch(balancer, [name], timeout, **placement)
-    await call.send_async()
-    return await call.wait_async()
+    return await dispatch(balancer, [name], timeout, **placement).run_async()
 
 
 def test_one_request_in_an_event_loop(serve: Any) -> None:

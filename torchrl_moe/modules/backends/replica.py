@@ -30,6 +30,7 @@ __all__ = [
     "Request",
     "StageReport",
     "SwapReport",
+    "Vitals",
 ]
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -166,6 +167,21 @@ class SwapReport:
     loading_seconds: float = 0.0
     paused_seconds: float = 0.0
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vitals:
+    """How an engine is, by the process that owns it: the answer to the command ``vitals``.
+
+    Attributes:
+        core_answered: whether the engine core answered a ping in time; one in the middle of a long step does not.
+        stopped: whether one of the engine's processes is stopped by a signal.
+        cpu_seconds: that its processes have computed, without the owner.
+    """
+
+    core_answered: bool
+    stopped: bool = False
+    cpu_seconds: float = 0.0
 
 
 @runtime_checkable

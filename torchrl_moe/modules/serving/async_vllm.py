@@ -6,6 +6,7 @@ experts; log-probs are those of the distribution that was sampled from; prefix c
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import warnings
@@ -15,7 +16,9 @@ import torch
 from tqdm.auto import tqdm
 
 from torchrl_moe._errors import EngineError, ReplicaDiedError
+from torchrl_moe.modules.backends.replica import Replica
 from torchrl_moe.modules.serving.devices import device_sets, visible_devices
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.pool import CALL_SECONDS
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
@@ -36,6 +39,9 @@ class AsyncVLLM(GenerationService):
         sampling_params: the default of :meth:`generate`.
         enable_prefix_caching: overrides the engine argument of that name.
         verbose: whether vLLM logs its start-up and throughput, into the replica's log.
+        max_concurrent_requests: how many may be in the engines at a time; the others wait in the service, by priority
+            and in order of arrival. ``"auto"``: 1024 for each replica. ``None``: no limit.
+        faults: when replicas are restarted, and how often; see :class:`FaultPolicy`.
 
     Example::
 
@@ -53,6 +59,8 @@ class AsyncVLLM(GenerationService):
         sampling_params: Any = None,
         enable_prefix_caching: bool | None = None,
         verbose: bool = False,
+        max_concurrent_requests: int | Literal["auto"] | None = "auto",
+        faults: FaultPolicy | None = None,
     ) -> None:
         # here and not at the top: this room is imported without vLLM's side
         from torchrl_moe.modules.backends.vllm.engine_args import arguments_of, tensor_parallel_size
@@ -67,14 +75,22 @@ class AsyncVLLM(GenerationService):
             arguments["enable_prefix_caching"] = enable_prefix_caching
         self.engine_args = arguments
         sets = device_sets(visible_devices(), num_replicas, tensor_parallel_size(arguments))
-        # a seed each: replicas that draw the same noise would give a group of answers twice
-        seed = arguments.get("seed") or 0
-        own = [{**arguments, "seed": seed + index} if index else arguments for index in range(num_replicas)]
-        replicas = [
-            LocalReplica(index, own[index], engine_environment(devices, num_replicas, verbose))
-            for index, devices in enumerate(sets)
-        ]
-        super().__init__(replicas, sampling_params)
+
+        numbers = itertools.count()
+
+        def make_replica(index: int) -> Replica:
+            # a seed each, after a restart too: the same noise again would give a group of answers twice
+            number = next(numbers)
+            own = {**arguments, "seed": (arguments.get("seed") or 0) + number} if number else arguments
+            return LocalReplica(index, own, engine_environment(sets[index], num_replicas, verbose))
+
+        super().__init__(
+            [make_replica(index) for index in range(num_replicas)],
+            sampling_params,
+            max_concurrent_requests=max_concurrent_requests,
+            faults=faults,
+            make_replica=make_replica,
+        )
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -100,6 +116,7 @@ class AsyncVLLM(GenerationService):
             self.shutdown()
             raise
         self._running = True
+        self._supervisor.start()
         return self
 
     def _start_all(self, seconds: float) -> None:
@@ -135,6 +152,8 @@ class AsyncVLLM(GenerationService):
         sampling_params: Any = None,
         verbose: bool = False,
         compile: bool = True,
+        max_concurrent_requests: int | Literal["auto"] | None = "auto",
+        faults: FaultPolicy | None = None,
         **vllm_engine_args: Any,
     ) -> Self:
         """Start replicas of a model.
@@ -147,6 +166,8 @@ class AsyncVLLM(GenerationService):
             sampling_params: see the constructor.
             verbose: see the constructor.
             compile: whether vLLM may compile the model; false sets ``enforce_eager``.
+            max_concurrent_requests: see the constructor.
+            faults: see the constructor.
             **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``.
 
         Raises:
@@ -166,6 +187,8 @@ class AsyncVLLM(GenerationService):
             backend=backend,
             sampling_params=sampling_params,
             verbose=verbose,
+            max_concurrent_requests=max_concurrent_requests,
+            faults=faults,
         )
 
     # -- what the weight sync asks ----------------------------------------------------------------------------------

@@ -9,13 +9,16 @@ from __future__ import annotations
 import itertools
 import random
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from torchrl_moe._errors import NoReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Replica
-from torchrl_moe.modules.serving.dispatch import Dispatch, Placement
+from torchrl_moe.modules.backends.replica import Completion, Replica, Request
+from torchrl_moe.modules.serving.admission import Admission
+from torchrl_moe.modules.serving.dispatch import Dispatch
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.load_balancer import LoadBalancer
+from torchrl_moe.modules.serving.placing import Placement
 from torchrl_moe.modules.serving.poller import Poller
 from torchrl_moe.modules.serving.pool import CALL_SECONDS, ReplicaPool
 from torchrl_moe.modules.serving.prompts import normalise_prompts
@@ -25,6 +28,8 @@ from torchrl_moe.modules.serving.strategies import Strategy
 __all__ = ["GenerationService"]
 
 DEFAULT_SAMPLING_PARAMS = {"logprobs": 0}  # the sampled token's own log-prob, which RL always needs
+# Four times vLLM's usual batch: no engine runs dry, and what waits beyond that waits here, as numbers.
+REQUESTS_PER_REPLICA = 1024
 
 
 class GenerationService(ReplicaPool):
@@ -34,10 +39,25 @@ class GenerationService(ReplicaPool):
         replicas: at least one, not started yet.
         sampling_params: used where a call passes none: a mapping of vLLM's ``SamplingParams`` fields or such an
             object; by default vLLM's own defaults, with log-probs.
+        max_concurrent_requests: how many may be in the engines at a time; the others wait in the service, by priority
+            and in order of arrival. ``"auto"``: 1024 for each replica. ``None``: no limit.
+        faults: how faults are treated.
+        make_replica: makes a new replica for an index, in place of one that died; without it none is restarted.
     """
 
-    def __init__(self, replicas: Sequence[Replica], sampling_params: Any = None) -> None:
-        super().__init__(replicas)
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        sampling_params: Any = None,
+        *,
+        max_concurrent_requests: int | Literal["auto"] | None = "auto",
+        faults: FaultPolicy | None = None,
+        make_replica: Callable[[int], Replica] | None = None,
+    ) -> None:
+        super().__init__(replicas, faults, make_replica)
+        if max_concurrent_requests == "auto":
+            max_concurrent_requests = REQUESTS_PER_REPLICA * len(replicas)
+        self.admission = Admission(max_concurrent_requests)
         self.sampling_params = DEFAULT_SAMPLING_PARAMS if sampling_params is None else sampling_params
         self.load_balancer = LoadBalancer(self)
         self._tokenizer: Any = None
@@ -80,7 +100,7 @@ class GenerationService(ReplicaPool):
             actor_index: the replica to use, instead of the balancer's choice.
             session_ids: one per prompt, the same for all turns of a rollout.
             request_ids: one per prompt, to :meth:`abort` by, and not in flight already; made up if not given.
-            priority: vLLM's request priority.
+            priority: lower goes first, here and in vLLM.
             min_version: the oldest weight version that will do.
             group_ids: one per prompt; requests of one group all go to one weight version.
             request_context: what a balancing strategy of yours wants to know of the call.
@@ -92,9 +112,10 @@ class GenerationService(ReplicaPool):
         Raises:
             RuntimeError: the service is not running.
             ValueError: bad prompts, or a request that the engine refuses.
-            GenerationTimeout: some requests were late; ``.partial`` holds the others.
-            NoReplicaError: no replica serves.
-            ReplicaDiedError: a replica died under a request.
+            GenerationTimeout: some requests were late; ``.partial`` holds the others, as it does below.
+            NoReplicaError: no replica serves, and none will in time.
+            StaleReplicaError: none holds the version asked for, and none will in time.
+            ReplicaDiedError: replicas died under a request again and again, or the one of ``actor_index`` did.
         """
         self._check_running("generate")
         batch = normalise_prompts(prompts, prompt_token_ids)
@@ -113,11 +134,12 @@ class GenerationService(ReplicaPool):
             group_ids=one_each(group_ids, count, "group_ids"),
             request_context=request_context,
         )
-        dispatch = Dispatch(self.load_balancer, requests, placement, check_timeout(timeout_seconds))
-        with self._noting_deaths():
-            dispatch.send()
-            completions = dispatch.wait(use_tqdm)
+        completions = self._dispatch(requests, placement, timeout_seconds).run(use_tqdm)
         return completions[0] if batch.single else completions
+
+    def _dispatch(self, requests: Sequence[Request], placement: Placement, timeout: float | None) -> Dispatch:
+        attempts = self.faults.attempts
+        return Dispatch(self.load_balancer, requests, placement, check_timeout(timeout), self.admission, attempts)
 
     def _new_id(self) -> str:
         return f"{self._id_prefix}-{next(self._ids)}"
@@ -164,17 +186,13 @@ class GenerationService(ReplicaPool):
             group_ids=None if group_id is None else [group_id],
             request_context=request_context,
         )
-        dispatch = Dispatch(self.load_balancer, [request], placement, check_timeout(timeout_seconds))
-        with self._noting_deaths():
-            await dispatch.send_async()
-            return await dispatch.wait_async()
+        return await self._dispatch([request], placement, timeout_seconds).run_async()
 
     def abort(self, request_ids: str | Sequence[str]) -> None:
         """Cut requests short, wherever they run; unknown ids are ignored, since a request may just have finished."""
         self._check_running("abort")
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        for entry in self._alive():
-            entry.replica.abort(ids)
+        self.roster.requests.cut(ids)
 
     # -- tools ------------------------------------------------------------------------------------------------------
 

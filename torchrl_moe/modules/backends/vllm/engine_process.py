@@ -34,6 +34,7 @@ from torchrl_moe.modules.backends.replica import (
     Request,
     StageReport,
     SwapReport,
+    Vitals,
 )
 from torchrl_moe.modules.backends.vllm import wire
 from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
@@ -41,6 +42,7 @@ from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args
 from torchrl_moe.modules.backends.vllm.lifeline import Inbox, end_group, end_group_later
 from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
 from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder
+from torchrl_moe.modules.backends.vllm.vitals import VitalSigns
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 
 WATCH_SECONDS = 0.5
@@ -73,6 +75,7 @@ class EngineProcess:
         self.engine = engine
         self.info = info
         self.load = load
+        self.vitals = VitalSigns(engine)
         self.weights = EngineWeights(engine, lambda: checkpoint_metadata(_checkpoint_folder(info.model)))
         self.counts = dict.fromkeys(("requests", "completions", "prompt_tokens", "cached_tokens"), 0)
         self.counts["generated_tokens"] = 0
@@ -203,6 +206,9 @@ class EngineProcess:
 
     async def command_swap_weights(self, version: int, pause: PauseMode, clear_cache: bool) -> SwapReport:
         return await self.weights.swap(version, pause, clear_cache)
+
+    async def command_vitals(self, seconds: float) -> Vitals:
+        return await self.vitals.read(seconds)
 
     async def command_stats(self) -> ReplicaStats:
         # vLLM reports with each step, and an engine that has nothing to do makes none
