@@ -418,7 +418,7 @@ def test_a_dead_replica_of_several_leaves_the_others_serving() -> None:
         eventually(lambda: engine.stats()[0]["state"] == "DEAD")
         assert engine.generate("hi", use_tqdm=False).metrics.replica == 1
         engine.replicas[1].die()
-        with pytest.raises(ReplicaDiedError):
+        with pytest.raises(NoReplicaError, match="injected death"):
             engine.generate("hi", use_tqdm=False)
         with pytest.raises(NoReplicaError):
             engine.generate("hi", use_tqdm=False)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from modules.serving.calls import HOUR, ask, eventually, in_thread, slow_if, submitted, until_running
-from torchrl_moe._errors import GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
+from torchrl_moe._errors import GenerationTimeout, NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.serving.load_balancer import LoadBalancer
 from torchrl_moe.modules.serving.pool import ReplicaPool
@@ -245,14 +245,20 @@ def test_a_refused_request_is_named_and_the_service_goes_on(serve: Any) -> None:
     assert ask(engine, "c").prompt == "c"
 
 
+def until_running_there(engine: FakeAsyncVLLM, index: int, count: int) -> None:
+    eventually(lambda: engine.stats()[index]["running"] == count)
+
+
 def test_a_death_under_a_call_marks_the_replica_and_the_others_go_on(serve: Any) -> None:
     engine = serve(3, token_seconds=slow_if("slow"))
     engine.create_load_balancer("requests")
-    call = in_thread(lambda: ask(engine, ["slow"] * 6))
+    call = in_thread(lambda: ask(engine, ["slow"] * 6, request_ids=list("abcdef")))
     until_running(engine, [2, 2, 2])
     engine.replicas[1].die("out of memory")
-    with pytest.raises(ReplicaDiedError, match="replica 1 died: out of memory"):
-        call.result(5.0)
+    until_running_there(engine, 0, 3)
+    until_running_there(engine, 2, 3)
+    engine.abort(list("abcdef"))
+    assert Counter(completion.metrics.replica for completion in call.result(5.0)) == {0: 3, 2: 3}
     assert [entry.state.name for entry in engine.roster] == ["SERVING", "DEAD", "SERVING"]
     assert engine.get_num_unfinished_requests() == [0, 0, 0]
     assert {ask(engine, f"{i}").metrics.replica for i in range(6)} == {0, 2}
@@ -261,10 +267,8 @@ def test_a_death_under_a_call_marks_the_replica_and_the_others_go_on(serve: Any)
 def test_a_death_is_also_noted_by_a_task(serve: Any) -> None:
     engine = serve(2)
     engine.replicas[0].die()
-    with pytest.raises(ReplicaDiedError):
-        asyncio.run(engine.agenerate("a"))
-    assert [entry.state.name for entry in engine.roster] == ["DEAD", "SERVING"]
     assert asyncio.run(engine.agenerate("a")).metrics.replica == 1
+    assert [entry.state.name for entry in engine.roster] == ["DEAD", "SERVING"]
 
 
 def test_a_death_that_no_request_met_is_noted_by_the_next_look(serve: Any) -> None:
@@ -279,8 +283,7 @@ def test_a_replica_that_is_only_starting_is_not_taken_for_dead(serve: Any) -> No
     engine.replicas[0].die()
     engine.roster.mark_dead(0)
     engine.roster.set_state(0, ReplicaState.STARTING)
-    with pytest.raises(ReplicaDiedError):
-        engine.stats()
+    assert engine.stats()[0] == {"replica": 0, "state": "STARTING", "version": 0, "inflight": 0}
     assert engine.roster[0].state is ReplicaState.STARTING
 
 
@@ -565,7 +568,7 @@ def test_shutdown_under_calls_ends_them() -> None:
     eventually(lambda: sum(row["running"] for row in engine.stats()) == 3)
     engine.shutdown()
     for future in (call, task):
-        with pytest.raises(ReplicaDiedError, match="shut down"):
+        with pytest.raises(NoReplicaError, match="It had begun elsewhere: replica . died: shut down"):
             future.result(5.0)
     assert [entry.inflight for entry in engine.roster] == [0, 0]
 
@@ -586,7 +589,7 @@ def test_commands_with_every_replica_dead_say_so(serve: Any) -> None:
     engine = serve(2)
     for replica in engine.replicas:
         replica.die()
-    for name in ("abort", "get_tokenizer", "pause", "reset_prefix_cache", "resume"):
+    for name in ("get_tokenizer", "pause", "reset_prefix_cache", "resume"):
         with pytest.raises(NoReplicaError, match=r"no replica is alive: .*#1 DEAD.* Make a new service"):
             USES[name](engine)
     with pytest.raises(NoReplicaError, match="no replica is serving"):

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -70,6 +69,7 @@ class Dispatch:
         # what other threads write
         self._lock = threading.Lock()
         self._open = False
+        self._flying = 0  # requests that an engine has, and gives back in time
         self._roster_changed = False
         self._ended: deque[tuple[Errand, Future[Completion]]] = deque()
         self._cut: deque[Errand] = deque()
@@ -95,7 +95,9 @@ class Dispatch:
         except BaseException:
             with uninterrupted():
                 self._close()  # again: a second Ctrl-C may have come before the first
-            wait_futures(self._in_flight(), ABORT_GRACE_SECONDS)
+            patience = time.monotonic() + ABORT_GRACE_SECONDS
+            while self._flying and (left := patience - time.monotonic()) > 0.0:
+                bell.wait(left)
             raise
         return self._results()
 
@@ -107,8 +109,9 @@ class Dispatch:
                 while not self._step():
                     await bell.wait(self._seconds_left())
         except GenerationTimeout:
-            if self._in_flight():
-                await bell.wait(ABORT_GRACE_SECONDS)
+            patience = time.monotonic() + ABORT_GRACE_SECONDS
+            while self._flying and (left := patience - time.monotonic()) > 0.0:
+                await bell.wait(left)
             raise
         return self._results()[0]
 
@@ -127,9 +130,6 @@ class Dispatch:
 
     def _results(self) -> list[Completion]:
         return [errand.outcome for errand in self._errands if errand.outcome is not None]
-
-    def _in_flight(self) -> list[Future[Completion]]:
-        return [errand.future for errand in self._errands if errand.future is not None and not errand.future.done()]
 
     def _seconds_left(self) -> float | None:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
@@ -167,6 +167,7 @@ class Dispatch:
             self._roster.fail(lease.index, str(error))
         with self._lock:
             self._ended.append((errand, future))
+            self._flying -= 1
             final = not died or not self._open
         if final:
             self._roster.requests.remove([errand.request.request_id])
@@ -179,6 +180,9 @@ class Dispatch:
         with uninterrupted():
             finished = self._collect()
             self._place()
+            while self._ended or self._cut:  # some engines answer at once
+                finished += self._collect()
+                self._place()
         if progress is not None:
             progress.add(finished)
         if self._unfinished and self._seconds_left() == 0.0:
@@ -277,6 +281,8 @@ class Dispatch:
         lease = errands[0].lease
         assert lease is not None
         futures = lease.replica.submit([errand.request for errand in errands])
+        with self._lock:
+            self._flying += len(futures)
         for errand, future in zip(errands, futures, strict=True):
             errand.admitted, errand.future = False, future  # from now on its end gives lease and place back
             future.add_done_callback(partial(self._over, errand))

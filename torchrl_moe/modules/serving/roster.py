@@ -7,6 +7,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torchrl_moe.modules.serving.breaker import Breaker, BreakerState
@@ -178,6 +179,15 @@ class Roster:
         """Call it no more."""
         with self.lock:
             self._listeners.pop(listener, None)
+
+    @contextmanager
+    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
+        """:meth:`add_listener` for as long as the context lasts."""
+        self.add_listener(listener)
+        try:
+            yield
+        finally:
+            self.remove_listener(listener)
 
     # -- who may serve ----------------------------------------------------------------------------------------------
 
