@@ -91,6 +91,9 @@ class ToyEngine:
     async def resume_generation(self) -> None:
         self.calls.append(("resume",))
 
+    async def is_paused(self) -> bool:
+        return False
+
     async def reset_prefix_cache(self) -> int:
         return 1
 

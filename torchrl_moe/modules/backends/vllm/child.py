@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from torchrl_moe.modules.backends.vllm import wire
-from torchrl_moe.modules.backends.vllm.lifeline import kill_group
+from torchrl_moe.modules.backends.vllm.lifeline import FOLDER_VARIABLE, kill_group
 
 __all__ = ["Child"]
 
@@ -50,7 +50,7 @@ class Child:
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
                     pass_fds=[theirs.fileno()],
-                    env={**_place_for_sockets(self.folder), **environment},
+                    env={**_place_for_sockets(self.folder), **environment, FOLDER_VARIABLE: str(self.folder)},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
