@@ -694,25 +694,6 @@ def test_threads_and_tasks_share_both_replicas(engine: AsyncVLLM) -> None:
     assert len(engine.get_cache_usage()) == 2
 
 
-@pytest.mark.engine("qwen3_moe", num_replicas=2)
-def test_of_two_replicas_one_is_killed_and_the_other_goes_on(engine: AsyncVLLM) -> None:
-    first, second = leaders(engine)
-    family = [first, *first.children(recursive=True), second, *second.children(recursive=True)]
-    engine.pause()  # nothing finishes before the kill
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(generate, engine, [IDS] * 4)
-        eventually(lambda: engine.get_num_unfinished_requests() == [2, 2])
-        first.kill()
-        with pytest.raises(ReplicaDiedError, match=r"replica 0 .*exit code -9"):
-            call.result(30.0)
-    engine.resume()
-    assert [entry.state.name for entry in engine.roster] == ["DEAD", "SERVING"]
-    assert engine.get_num_unfinished_requests() == [0, 0]
-    assert {completion.metrics.replica for completion in generate(engine, [IDS] * 4)} == {1}
-    engine.shutdown()  # the next test that asks for two replicas gets new ones
-    assert psutil.wait_procs(family, 5.0)[1] == []
-
-
 # -- starts that fail -------------------------------------------------------------------------------------------------
 
 

@@ -652,6 +652,17 @@ def test_a_group_moves_as_a_whole_if_none_of_it_was_answered(serve: Any) -> None
     assert lb.groups.version("g") == 0
 
 
+def test_a_group_of_several_calls_moves_too_whichever_of_them_hears_of_the_death_first(serve: Any) -> None:
+    for _ in range(20):
+        lb = serve(2, token_seconds=HOUR)
+        lb.roster.set_version(0, 1)
+        calls = [in_thread(dispatch(lb, name, group_ids=["g"]).run) for name in "abc"]
+        eventually(lambda lb=lb: lb.roster[0].inflight == 3)
+        replicas(lb)[1].token_seconds = 0.0
+        replicas(lb)[0].die()
+        assert [call.result(5.0)[0].metrics.replica for call in calls] == [1, 1, 1]
+
+
 def test_a_group_of_which_one_was_answered_does_not_move(serve: Any) -> None:
     lb = serve(2)
     lb.roster.set_version(0, 1)

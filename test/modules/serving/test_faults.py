@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,12 +56,14 @@ def segments(processes: Iterable[psutil.Process]) -> set[Path]:
 
 
 @pytest.fixture
-def clean_temporary(monkeypatch: pytest.MonkeyPatch) -> Path:
+def clean_temporary(no_engine: EngineShelf, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A temporary folder that only the engines of this test use."""
+    no_engine.folder("qwen3_moe")  # which is made elsewhere
     folder = Path(tempfile.mkdtemp())  # not tmp_path: its name is too long for sockets
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture
@@ -78,7 +81,6 @@ def engine(no_engine: EngineShelf, clean_temporary: Path) -> Iterator[AsyncVLLM]
     assert psutil.wait_procs(family, 10.0)[1] == []
     until(lambda: not any(segment.exists() for segment in shared), 10.0)
     assert os.listdir(clean_temporary) == []
-    clean_temporary.rmdir()
 
 
 PARAMS = {"max_tokens": 150, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
@@ -186,4 +188,3 @@ def test_ctrl_c_cancels_calls_and_a_killed_driver_leaves_nothing(no_engine: Engi
     assert psutil.wait_procs(family, 20.0)[1] == []
     until(lambda: not any(segment.exists() for segment in shared), 10.0)
     until(lambda: os.listdir(clean_temporary) == [], 10.0)
-    clean_temporary.rmdir()

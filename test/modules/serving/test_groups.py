@@ -42,6 +42,20 @@ def test_an_end_that_comes_after_the_group_was_forgotten_does_not_touch_its_name
     assert groups.version("g") == 4
 
 
+def test_an_end_that_settles_what_others_wait_for_is_told_once() -> None:
+    groups = Groups()
+    first, second, third = (groups.join("g", 3) for _ in range(3))
+    assert first(False) is False
+    assert groups.may_begin_again("g") is True
+    assert second(False) is False  # the third may still be answered
+    assert third(None) is True
+    assert groups.may_begin_again("g") is False
+    fourth, fifth = (groups.join("g", 4) for _ in range(2))
+    assert groups.may_begin_again("g") is True
+    assert (fourth(True), fifth(True)) == (True, False)
+    assert (groups.may_begin_again("g"), groups.version("g")) == (False, 4)
+
+
 def test_the_number_of_groups_is_bounded_and_the_one_of_longest_ago_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

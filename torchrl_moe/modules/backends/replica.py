@@ -224,7 +224,7 @@ class Replica(Protocol):
         """Read the engine's figures."""
 
     def is_alive(self) -> bool:
-        """Whether the engine can still answer."""
+        """Whether the engine can still answer, as far as is known without asking it: this is read twice a second."""
 
     def shutdown(self) -> None:
         """End the engine and everything it started."""

@@ -180,7 +180,7 @@ class Dispatch:
         with uninterrupted():
             finished = self._collect()
             self._place()
-            while self._ended or self._cut:  # some engines answer at once
+            while self._ended:  # some engines answer at once
                 finished += self._collect()
                 self._place()
         if progress is not None:

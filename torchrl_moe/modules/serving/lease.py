@@ -22,7 +22,7 @@ class Lease:
     __slots__ = ("_over", "_roster", "_trial", "index", "replica", "version")
 
     def __init__(
-        self, roster: Roster, entry: RosterEntry, trial: bool, over: Callable[[bool | None], None] | None
+        self, roster: Roster, entry: RosterEntry, trial: bool, over: Callable[[bool | None], bool] | None
     ) -> None:
         self._roster: Roster | None = roster
         self._trial = trial
@@ -44,8 +44,8 @@ class Lease:
             if self._roster is not None:
                 self._roster = None
                 roster.give_back(self.index, self._trial, success)
-                if self._over is not None:
-                    self._over(success)
+                if self._over is not None and self._over(success):
+                    roster.tell()
 
     def __enter__(self) -> Lease:
         return self

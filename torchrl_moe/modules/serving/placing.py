@@ -63,6 +63,8 @@ class Placer:
         """Whether some replica may come to take a request that none takes now."""
         groups, version = self._placement.group_ids, None
         if groups is not None:
+            if self._balancer.groups.may_begin_again(groups[position]):
+                return True
             version = self._balancer.groups.version(groups[position])
         roster, named = self._balancer.roster, self._placement.actor_index
         entries = list(roster) if named is None else [roster[named]]

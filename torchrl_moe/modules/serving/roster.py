@@ -76,10 +76,10 @@ class Roster:
             if state in (ReplicaState.STARTING, ReplicaState.DEAD):
                 self._lose_cache(entry)
                 entry.polled, entry.usage = 0, None
-            self._tell_all()
+            self.tell()
 
-    def _tell_all(self) -> None:
-        """Say that replicas may take requests, or not, that could not, or could, before."""
+    def tell(self) -> None:
+        """Say that requests may be placed, or not, that could not, or could, before. The caller holds the lock."""
         self._try_the_barred()
         self._forget_views()
         self.changed.notify_all()
@@ -93,7 +93,7 @@ class Roster:
             entry.version = version
             self.latest_version = max(self.latest_version, version)
             self._lose_cache(entry)
-            self._tell_all()
+            self.tell()
 
     def forget_prefixes(self, index: int) -> None:
         """Note that a replica has lost its cached prefixes."""
@@ -133,7 +133,7 @@ class Roster:
         """Note who brings a replica back; those that wait for it are told."""
         with self.lock:
             self[index].recovery = recovery
-            self._tell_all()
+            self.tell()
 
     # -- breakers ---------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class Roster:
             entry = self[index]
             entry.last_error = error
             entry.breaker.failed(trip)
-            self._tell_all()
+            self.tell()
 
     def doubt(self, index: int) -> None:
         """Note that a replica was late, so that somebody looks whether it is well."""
@@ -159,7 +159,7 @@ class Roster:
             for breaker in opened:
                 breaker.cool()
             if any(breaker.state is not BreakerState.OPEN for breaker in opened):
-                self._tell_all()
+                self.tell()
 
     def _try_the_barred(self) -> None:
         """Half-open the breakers that are open if nobody else serves: a bad replica is better than none."""
@@ -252,7 +252,7 @@ class Roster:
             self.changed.notify_all()
             if trial:
                 entry.breaker.tried(success)
-                self._tell_all()
+                self.tell()
 
     def _tell(self, entry: RosterEntry, before: int) -> None:
         change = entry.load - before

@@ -13,7 +13,6 @@ import pytest
 
 from modules.backends.vllm.processes import until
 from torchrl_moe.modules.backends.vllm import vitals as vitals_module
-from torchrl_moe.modules.backends.vllm.lifeline import group_members
 from torchrl_moe.modules.backends.vllm.vitals import VitalSigns
 
 SPIN = "while True: pass"
@@ -36,10 +35,9 @@ class Core:
 
 
 @pytest.fixture
-def leader(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
-    """A busy process in a group of its own, taken for that of the engine."""
+def leader() -> Iterator[subprocess.Popen[bytes]]:
+    """A busy process, taken for that of the engine."""
     process = subprocess.Popen([sys.executable, "-c", SPIN], start_new_session=True)
-    monkeypatch.setattr(os, "getpgrp", lambda: process.pid)
     yield process
     process.kill()
     process.wait()
@@ -90,9 +88,14 @@ def test_what_the_group_computes_and_whether_it_is_stopped(leader: subprocess.Po
     until(lambda: not asyncio.run(read()).stopped, 5)
 
 
-def test_the_members_of_a_group_are_its_living_processes_without_the_caller(leader: subprocess.Popen[bytes]) -> None:
-    (member,) = group_members(leader.pid)
-    assert member.pid == leader.pid
-    assert os.getpid() not in [m.pid for m in group_members(os.getpgid(0))]
-    leader.kill()
-    until(lambda: group_members(leader.pid) == [], 5)  # though nobody has waited for it yet
+def test_grandchildren_count_and_strangers_do_not(leader: subprocess.Popen[bytes]) -> None:
+    shell = subprocess.Popen(["sh", "-c", "sleep 60 & wait"])
+    try:
+        found = until(lambda: [p for p in vitals_module._descendants(os.getpid()) if p.parent == shell.pid], 5)
+        assert len(found) == 1
+        family = {process.pid for process in vitals_module._descendants(shell.pid)}
+        assert family == {found[0].pid}
+        os.kill(found[0].pid, signal.SIGKILL)
+    finally:
+        shell.kill()
+        shell.wait()

@@ -15,14 +15,13 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from torchrl_moe.modules.backends.vllm import wire
 
-__all__ = ["FOLDER_VARIABLE", "Inbox", "Member", "end_group", "end_group_later", "group_members", "kill_group"]
+__all__ = ["FOLDER_VARIABLE", "Inbox", "end_group", "end_group_later", "kill_group"]
 
 WATCH_SECONDS = 0.5
 EXIT_SECONDS = 8.0  # that the process gets to end by itself; less than the driver's patience
@@ -112,34 +111,23 @@ def kill_group(leader: int) -> None:
     processes leave some even when they end in peace.
     """
     for _ in range(KILL_ROUNDS):  # a member may fork while it is killed; one that waits for a disk dies later
-        members = group_members(leader)
+        members = _members(leader)
         if not members:
             return
-        for member in members:
+        for pid in members:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(member.pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         time.sleep(KILL_SECONDS)
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A process of a group: its state as the kernel calls it, and the clock ticks that it has computed."""
-
-    pid: int
-    state: str
-    cpu_ticks: int
-
-
-def group_members(leader: int) -> list[Member]:
-    """Return the living processes of a group, without the caller and Python's resource tracker."""
+def _members(leader: int) -> list[int]:
     found = []
     for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
         try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            state, _, group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:  # it is gone
             continue
-        state, group, ticks = fields[0], int(fields[2]), int(fields[11]) + int(fields[12])
-        if group == leader and state not in "XZ" and pid != os.getpid() and TRACKER not in command:
-            found.append(Member(pid, state, ticks))
+        if int(group) == leader and state not in "XZ" and pid != os.getpid() and TRACKER not in command:
+            found.append(pid)
     return found

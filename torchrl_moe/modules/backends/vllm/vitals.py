@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torchrl_moe.modules.backends.replica import Vitals
-from torchrl_moe.modules.backends.vllm.lifeline import group_members
 
 __all__ = ["VitalSigns"]
 
@@ -15,7 +17,7 @@ TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 class VitalSigns:
-    """Pings an engine core, and reads what its processes do.
+    """Pings an engine core, and reads what its processes do: those that descend from this one.
 
     Args:
         engine: the ``AsyncLLM``.
@@ -34,9 +36,39 @@ class VitalSigns:
         if answered:
             self._ping.exception()  # an error is an answer too
             self._ping = None
-        others = group_members(os.getpgrp())
+        processes = list(_descendants(os.getpid()))
         return Vitals(
             core_answered=answered,
-            stopped=any(member.state == "T" for member in others),
-            cpu_seconds=sum(member.cpu_ticks for member in others) / TICKS_PER_SECOND,
+            stopped=any(process.state == "T" for process in processes),
+            cpu_seconds=sum(process.cpu_ticks for process in processes) / TICKS_PER_SECOND,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A process, its parent, its state as the kernel calls it, and the clock ticks that it has computed."""
+
+    pid: int
+    parent: int
+    state: str
+    cpu_ticks: int
+
+
+def _processes() -> Iterator[_Process]:
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it is gone
+            continue
+        yield _Process(pid, int(fields[1]), fields[0], int(fields[11]) + int(fields[12]))
+
+
+def _descendants(ancestor: int) -> Iterator[_Process]:
+    children: dict[int, list[_Process]] = {}
+    for process in _processes():
+        children.setdefault(process.parent, []).append(process)
+    family = list(children.get(ancestor, ()))
+    while family:
+        process = family.pop()
+        family += children.get(process.pid, ())
+        yield process
