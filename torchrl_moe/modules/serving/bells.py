@@ -6,11 +6,16 @@ import asyncio
 import contextlib
 import threading
 
+from torchrl_moe.modules.serving.interrupts import uninterrupted
+
 __all__ = ["LoopBell", "ThreadBell"]
 
 
 class ThreadBell:
     """Wakes the thread that waits for it. What rang before the wait counts."""
+
+    guard = staticmethod(uninterrupted)
+    """A context for steps that a Ctrl-C must not cut in two."""
 
     def __init__(self) -> None:
         self._rung = threading.Event()
@@ -27,6 +32,9 @@ class ThreadBell:
 
 class LoopBell:
     """Wakes a task of the event loop that it is made in."""
+
+    guard = contextlib.nullcontext
+    """Nothing to do: an event loop turns a Ctrl-C into a cancelled wait."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -23,7 +23,6 @@ from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving.admission import Admission, Ticket
 from torchrl_moe.modules.serving.bells import LoopBell, ThreadBell
 from torchrl_moe.modules.serving.errands import Errand, Progress
-from torchrl_moe.modules.serving.interrupts import uninterrupted
 from torchrl_moe.modules.serving.load_balancer import LoadBalancer
 from torchrl_moe.modules.serving.placing import Placement, Placer
 
@@ -89,11 +88,11 @@ class Dispatch:
         """
         bell = ThreadBell()
         try:
-            with self._under_way(bell.ring), Progress(len(self._errands), use_tqdm) as progress:
-                while not self._step(progress):
+            with self._under_way(bell), Progress(len(self._errands), use_tqdm) as progress:
+                while not self._step(bell, progress):
                     bell.wait(self._seconds_left())
         except BaseException:
-            with uninterrupted():
+            with bell.guard():
                 self._close()  # again: a second Ctrl-C may have come before the first
             patience = time.monotonic() + ABORT_GRACE_SECONDS
             while self._flying and (left := patience - time.monotonic()) > 0.0:
@@ -105,8 +104,8 @@ class Dispatch:
         """:meth:`run` in the event loop, for the only request of a call; cancelling the wait aborts the request."""
         bell = LoopBell()
         try:
-            with self._under_way(bell.ring):
-                while not self._step():
+            with self._under_way(bell):
+                while not self._step(bell):
                     await bell.wait(self._seconds_left())
         except GenerationTimeout:
             patience = time.monotonic() + ABORT_GRACE_SECONDS
@@ -116,16 +115,16 @@ class Dispatch:
         return self._results()[0]
 
     @contextmanager
-    def _under_way(self, ring: Callable[[], object]) -> Iterator[None]:
-        self._ring = ring
+    def _under_way(self, bell: ThreadBell | LoopBell) -> Iterator[None]:
+        self._ring = bell.ring
         try:
-            with uninterrupted():
+            with bell.guard():
                 self._roster.requests.add(self._by_id, self.cut)
                 self._open = True
                 self._roster.add_listener(self._change)
             yield
         finally:
-            with uninterrupted():
+            with bell.guard():
                 self._close()
 
     def _results(self) -> list[Completion]:
@@ -175,9 +174,9 @@ class Dispatch:
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
-    def _step(self, progress: Progress | None = None) -> bool:
+    def _step(self, bell: ThreadBell | LoopBell, progress: Progress | None = None) -> bool:
         """Go as far as possible without waiting; whether all requests are finished."""
-        with uninterrupted():
+        with bell.guard():
             finished = self._collect()
             self._place()
             while self._ended:  # some engines answer at once
