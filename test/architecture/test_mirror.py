@@ -16,6 +16,7 @@ ACROSS: dict[str, str] = {
     "modules/policies/test_fidelity.py": "what replay is worth in bf16, with a real engine",
     "objectives/test_invariance.py": "no split of a batch changes a loss, for each of them",
     "modules/policies/test_parity.py": "engine and policy together compute what transformers computes",
+    "modules/serving/test_faults.py": "processes of real engines killed and stopped under requests",
     "modules/replay/test_composition.py": "replay with peft, torch.compile and FSDP2",
     "modules/policies/test_torchrl_pipeline.py": "the policy in TorchRL's environment, collector and replay buffer",
 }

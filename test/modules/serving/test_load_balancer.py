@@ -20,7 +20,8 @@ from hypothesis.stateful import (
 
 from torchrl_moe._errors import EngineError, NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.serving.candidates import Candidates, RosterEntry
-from torchrl_moe.modules.serving.load_balancer import Lease, LoadBalancer
+from torchrl_moe.modules.serving.lease import Lease
+from torchrl_moe.modules.serving.load_balancer import LoadBalancer
 from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.states import TRANSITIONS, ReplicaState
 from torchrl_moe.modules.serving.strategies import RoutingContext

@@ -21,7 +21,7 @@ from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.modules.serving.strategies import FIGURE_SECONDS, RoutingContext, Strategy
 
-__all__ = ["Lease", "LoadBalancer"]
+__all__ = ["LoadBalancer"]
 
 
 class LoadBalancer:
