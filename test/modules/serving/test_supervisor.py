@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -344,6 +346,29 @@ def test_a_service_that_is_forgotten_is_collected() -> None:
         gc.collect()
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+AT_EXIT = """
+import time, weakref
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.testing import FakeAsyncVLLM
+
+class Child: pass
+
+def end():  # as the replicas of processes do
+    engine.replicas[0].die()
+    time.sleep(1.0)
+    print(engine.roster[0].restarts, engine.roster[0].state.name, flush=True)
+
+child = Child()
+weakref.finalize(child, end)
+engine = FakeAsyncVLLM(faults=FaultPolicy(first_delay=0.0))
+"""
+
+
+def test_what_ends_at_interpreter_exit_is_not_restarted() -> None:
+    run = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout == "0 SERVING\n"
 
 
 def test_the_fake_engine_restarts_if_it_has_a_policy() -> None:

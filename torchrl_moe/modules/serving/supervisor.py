@@ -64,6 +64,8 @@ class Supervisor:
             for entry in self._roster:
                 self._roster.set_recovery(entry.index, Recovery.SUPERVISOR)
         self._roster.add_listener(self._bell.set)
+        # made after the replicas, so at interpreter exit it runs before theirs: what then dies is not restarted
+        weakref.finalize(self, _let_go, self._stopped, self._bell)
         arguments = weakref.ref(self), self._bell, self._stopped
         threading.Thread(target=_watch, args=arguments, name="torchrl_moe-supervisor", daemon=True).start()
 
@@ -194,6 +196,11 @@ class Supervisor:
             if starting:
                 self._roster.set_state(entry.index, ReplicaState.SERVING)
             return starting
+
+
+def _let_go(stopped: threading.Event, bell: threading.Event) -> None:
+    stopped.set()
+    bell.set()
 
 
 def _watch(reference: weakref.ref[Supervisor], bell: threading.Event, stopped: threading.Event) -> None:
