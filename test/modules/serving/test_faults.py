@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[3]
 RESTART = 150.0  # generous: an engine starts in twenty seconds, on a machine of its own
-FAULTS = FaultPolicy(probe=3.0, patience=6.0, first_delay=0.1)
+FAULTS = FaultPolicy(probe=5.0, patience=15.0, first_delay=0.1)
 
 
 class Parts:
@@ -109,11 +109,12 @@ def check(engine: AsyncVLLM, completions: Any, expected: Any) -> None:
     assert engine.admission.taken == 0
 
 
-def until_serving(engine: AsyncVLLM, restarts: list[int]) -> None:
-    until(
-        lambda: [(e.state.name, e.restarts) for e in engine.roster] == [("SERVING", count) for count in restarts],
-        RESTART,
-    )
+def until_serving(engine: AsyncVLLM, restarts: int) -> None:
+    """Wait until both replicas serve, restarted that often; one that a busy machine starved may have been once more."""
+    deadline = time.monotonic() + RESTART
+    while not all(entry.state.name == "SERVING" and entry.restarts >= restarts for entry in engine.roster):
+        assert time.monotonic() < deadline, [(e.state, e.restarts, e.last_error) for e in engine.roster]
+        time.sleep(0.1)
 
 
 @pytest.mark.engine
@@ -137,10 +138,10 @@ def test_killed_and_stopped_processes_lose_no_request(engine: AsyncVLLM) -> None
             until(lambda index=index: not any(segment.exists() for segment in shared[index]), 10.0)
 
     under_fire((0, "core", signal.SIGKILL), (1, "worker", signal.SIGKILL))  # nobody serves until they are back
-    until_serving(engine, [1, 1])
+    until_serving(engine, 1)
     under_fire((0, "owner", signal.SIGKILL), (1, "core", signal.SIGSTOP))
-    until_serving(engine, [2, 2])
-    assert "gave no sign of life in 6 s and was ended" in str(engine.roster[1].last_error)
+    until_serving(engine, 2)
+    assert "gave no sign of life in 15 s and was ended" in str(engine.roster[1].last_error)
     check(engine, flood(engine), expected)
 
 

@@ -604,7 +604,7 @@ def test_commands_with_every_replica_dead_say_so(serve: Any) -> None:
 # -- under fire -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 60))])
 def test_under_deaths_stalls_and_aborts_every_request_comes_back_once_with_its_own_answer(
     fleet: Any, seed: int
 ) -> None:
