@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,7 +103,7 @@ def a_round(health: Health, clock: Clock, asked: Callable[[], int]) -> list[Stal
     before = asked()
     assert list(health.look()) == []
     eventually(lambda: asked() > before)
-    time.sleep(2 * POLICY.probe)  # the answer, or its absence
+    eventually(lambda: all(probe.answers != [] for probe in health._probes.values()))
     return list(health.look())
 
 
@@ -187,6 +189,15 @@ def test_a_doubt_has_one_asked_at_once() -> None:
     list(health.look())
     eventually(lambda: [entry.replica.asked for entry in roster] == [0, 1])
     assert roster.doubts == set()
+
+
+def test_without_probes_nobody_is_asked_not_even_in_doubt() -> None:
+    roster = Roster([Asked(0)], ReplicaState.SERVING)
+    health = Health(roster, replace(POLICY, probe=math.inf), Clock())
+    roster.doubt(0)
+    assert list(health.look()) == []
+    time.sleep(0.02)
+    assert roster[0].replica.asked == 0
 
 
 def test_an_engine_error_is_no_answer() -> None:

@@ -19,7 +19,7 @@ class FaultPolicy:
         longest_delay: what it doubles up to.
         start: that an engine has to start.
         attempts: how many replicas may die under one request before it is given up.
-        probe: from one health probe to the next, and what a replica has to answer one.
+        probe: from one health probe to the next, and what a replica has to answer one; ``inf`` for none at all.
         patience: without a sign of life, after which a replica counts as stalled and is ended.
         slow_patience: the same where the engine's processes compute: a long step gives no other sign.
         breaker_failures: within ``breaker_window``, that keep new requests from a replica.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -99,6 +100,8 @@ class Health:
 
     def look(self) -> Iterator[Stalled]:
         """Take the answers that have come, ask those that are due, and name the replicas that are stalled."""
+        if self._policy.probe == math.inf:
+            return
         with self._roster.lock:
             doubts = set(self._roster.doubts)
             self._roster.doubts.clear()

@@ -53,6 +53,7 @@ class Supervisor:
         self._get_bring = get_bring
         self._health = Health(roster, policy)
         self._begun: dict[int, deque[float]] = {entry.index: deque() for entry in roster}  # times of restarts
+        self._lacks: dict[int, int] = {}  # the latest version as a replica began to wait for the next
         self._renewing: dict[int, threading.Thread] = {}
         self._lock = threading.Lock()  # under which replicas are started, so that none is once it has stopped
         self._stopped = threading.Event()
@@ -95,19 +96,19 @@ class Supervisor:
             self._roster.mark_dead(
                 stalled.index, f"replica {stalled.index} {stalled.reason} and was ended", stalled.replica
             )
-            self._renew_in_background(self._roster[stalled.index])
+            self._in_background(self._renew, self._roster[stalled.index])
         self._roster.cool()
         for entry in self._roster:
             if entry.state in GONE and entry.recovery is Recovery.SUPERVISOR:
-                self._renew_in_background(entry)
+                self._in_background(self._renew, entry)
+            elif entry.recovery is Recovery.UPDATE and self._lacks.get(entry.index, 0) < self._roster.latest_version:
+                self._in_background(self._catch_up, entry)
 
-    def _renew_in_background(self, entry: RosterEntry) -> None:
+    def _in_background(self, task: Callable[[RosterEntry], None], entry: RosterEntry) -> None:
         thread = self._renewing.get(entry.index)
         if self._stopped.is_set() or (thread is not None and thread.is_alive()):
             return
-        thread = threading.Thread(
-            target=self._renew, args=(entry,), name=f"torchrl_moe-restart-{entry.index}", daemon=True
-        )
+        thread = threading.Thread(target=task, args=(entry,), name=f"torchrl_moe-restart-{entry.index}", daemon=True)
         self._renewing[entry.index] = thread
         thread.start()
 
@@ -186,9 +187,19 @@ class Supervisor:
 
     def _wait_for_update(self, entry: RosterEntry) -> None:
         if self._roster.latest_version:
+            self._lacks[entry.index] = self._roster.latest_version
             self._roster.set_recovery(entry.index, Recovery.UPDATE)
         else:
             self._serve(entry)
+
+    def _catch_up(self, entry: RosterEntry) -> None:
+        """Bring a replica that waited for an update, now that there was one."""
+        replica = entry.replica
+        self._roster.set_recovery(entry.index, Recovery.SUPERVISOR)
+        try:
+            self._join(entry, replica)
+        except EngineError as error:
+            self._roster.mark_dead(entry.index, str(error), replica)
 
     def _serve(self, entry: RosterEntry) -> bool:
         with self._roster.lock:
