@@ -898,3 +898,32 @@ def test_ctrl_c_again_and_again_leaves_all_counts_right(serve: Any, interrupt: A
         assert not lb.roster.requests._cut
         assert not lb.roster._listeners
     assert len(with_admission(lb, "abc", admission).run()) == 3
+
+
+def test_a_ctrl_c_in_the_middle_of_a_count_waits_until_it_is_made(serve: Any, interrupt: Any) -> None:
+    lb, admission = serve(), Admission(3)
+    reserve = lb.roster.reserve
+
+    def interrupted(index: int) -> bool:
+        trial: bool = reserve(index)
+        signal.raise_signal(signal.SIGINT)  # the place is counted, and nobody holds it yet
+        return trial
+
+    lb.roster.reserve = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        with_admission(lb, "ab", admission).run()
+    assert (lb.roster[0].inflight, admission.taken) == (0, 0)
+
+
+def test_a_placement_cut_short_gives_its_places_back(serve: Any) -> None:
+    class Interrupted:
+        name = "interrupted"
+
+        def choose(self, candidates: Any, context: Any) -> None:
+            if context.prompt.tolist() == [ord("b")]:
+                raise KeyboardInterrupt
+
+    lb, admission = serve(), Admission(3)
+    with pytest.raises(KeyboardInterrupt):
+        with_admission(LoadBalancer(lb, Interrupted()), "abc", admission).run()
+    assert (lb.roster[0].inflight, admission.taken, admission.waiting) == (0, 0, 0)
