@@ -21,6 +21,15 @@ SMALL: dict[str, Any] = {
     "max_model_len": 512,
 }
 
+ADAPTED: dict[str, Any] = {
+    "enable_lora": True,
+    "lora_target_modules": ["qkv_proj", "o_proj"],
+    "max_lora_rank": 8,
+    "max_num_seqs": 1,
+    "scheduling_policy": "priority",
+}
+"""For requests with an adapter; and it runs one at a time, by priority."""
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineSpec:

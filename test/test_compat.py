@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -95,6 +96,27 @@ def test_the_tokenizer_comes_out_of_vllms_proxies_and_unpickles_without_vllm(pro
     assert b"vllm" not in pickle.dumps(plain)
     again = pickle.loads(pickle.dumps(plain))
     assert again.encode("é <|im_end|>") == original.encode("é <|im_end|>") == [195, 169, 32, 258]
+
+
+def test_cpu_experts_keep_their_kernel_when_lora_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+    from vllm.platforms import current_platform
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        is_lora_enabled: bool
+        name: str = "moe"
+
+    def theirs(moe_config: Config) -> Config:
+        return moe_config
+
+    monkeypatch.setattr(method, "select_unquantized_moe_backend", theirs)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    _compat.keep_cpu_experts_with_lora()
+    assert method.select_unquantized_moe_backend is theirs  # a GPU has a kernel for it
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: True)
+    _compat.keep_cpu_experts_with_lora()
+    assert method.select_unquantized_moe_backend(Config(True)) == Config(False)
 
 
 def test_the_proxy_stays_as_it_was() -> None:

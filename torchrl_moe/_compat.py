@@ -7,11 +7,13 @@ why there is no public way.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 __all__ = [
     "delivered_tokens",
     "forget_half_loads",
+    "keep_cpu_experts_with_lora",
     "plain_tokenizer",
     "register_weight_engine",
     "restore_moe_kernels",
@@ -92,6 +94,26 @@ def restore_moe_kernels(taken: list[tuple[Any, Any]]) -> None:
     for method, kernel in taken:
         if method.moe_kernel is None:
             method.moe_kernel = kernel
+
+
+def keep_cpu_experts_with_lora() -> None:
+    """Have vLLM choose its CPU kernel for the experts of a CPU worker, LoRA or not (0.30).
+
+    With LoRA on it takes the Triton kernel on every platform, and the first step dies. The experts themselves take no
+    adapter on CPU: :func:`~torchrl_moe.modules.backends.vllm.engine_args.build_engine_args` sees to that.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+
+    choose = method.select_unquantized_moe_backend
+
+    def choose_for_cpu(moe_config: Any) -> Any:
+        return choose(dataclasses.replace(moe_config, is_lora_enabled=False))
+
+    method.select_unquantized_moe_backend = choose_for_cpu
 
 
 def forget_half_loads(model: Any) -> None:

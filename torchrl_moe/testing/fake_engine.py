@@ -87,6 +87,7 @@ class FakeReplica:
         self.fail_start = fail_start
         self.vitals = Vitals(core_answered=True)
         self.version = 0
+        self.log_path = None
         self.submitted: list[Request] = []
         self._running: dict[str, _Running] = {}
         self._changed = threading.Condition()
@@ -241,7 +242,13 @@ class FakeReplica:
         """Count what was done."""
         del timeout
         self._check_alive()
-        return ReplicaStats(running=len(self._running), **self._counts)
+        return self.last_stats
+
+    @property
+    def last_stats(self) -> ReplicaStats:
+        """The figures of this moment: a fake sends each change at once."""
+        with self._changed:
+            return ReplicaStats(running=len(self._running), **self._counts)
 
     # -- what it makes up -------------------------------------------------------------------------------------------
 
@@ -344,6 +351,7 @@ class FakeAsyncVLLM(GenerationService):
         seed: int = 0,
         *,
         sampling_params: Any = None,
+        metrics: bool = True,
         layout: RoutingLayout | None = LAYOUT,
         token_seconds: float | Callable[[Request], float] = 0.0,
         refuse: Callable[[Request], str | None] | None = None,
@@ -360,6 +368,7 @@ class FakeAsyncVLLM(GenerationService):
         super().__init__(
             self.replicas,
             sampling_params,
+            metrics=metrics,
             max_concurrent_requests=max_concurrent_requests,
             faults=faults,
             make_replica=make_replica,

@@ -55,8 +55,9 @@ class Scripted(FakeReplica):
     made: list[Scripted]
     script: dict[int, Any]
 
-    def __init__(self, index: int, arguments: dict[str, Any], environment: dict[str, str]) -> None:
+    def __init__(self, index: int, arguments: dict[str, Any], environment: dict[str, str], log_folder: Any) -> None:
         super().__init__(index)
+        self.log_folder = log_folder
         self.arguments = arguments
         self.environment = environment
         self.log: list[str] = []
@@ -107,7 +108,7 @@ def test_replicas_start_together_and_serve_when_all_are_ready(scripted: Any) -> 
         assert order == ["start"] * 3  # all before the first was waited for
         assert engine.is_running
         assert [entry.state.name for entry in engine.roster] == ["SERVING"] * 3
-        assert repr(engine).startswith("AsyncVLLM('fake', #0 SERVING v0 inflight=0, #1")
+        assert repr(engine).startswith("AsyncVLLM('fake', 3 replicas)\n  #0 SERVING, v0, 0 in flight")
         assert engine.generate("hi", {"max_tokens": 2}, use_tqdm=False).prompt == "hi"
     assert [replica.log for replica in scripted.made] == [["start", "ready", "shutdown"]] * 3
 
@@ -131,15 +132,28 @@ def test_a_service_that_was_shut_down_does_not_start_again(scripted: Any) -> Non
         never.start()
 
 
-@pytest.mark.parametrize("name", ["get_tp_size", "get_model_metadata"])
+OWN_USES: dict[str, Callable[[AsyncVLLM], Any]] = {  # those of every service: test_service.py
+    "get_tp_size": lambda e: e.get_tp_size(),
+    "get_model_metadata": lambda e: e.get_model_metadata(),
+    "save_model_params": lambda e: e.save_model_params(),
+    "validate_model_params": lambda e: e.validate_model_params(lambda saved, model: True),
+}
+
+
+def test_every_public_name_of_its_own_is_tried_below() -> None:
+    names = {name for name in vars(AsyncVLLM) if not name.startswith("_")}
+    assert names == OWN_USES.keys() | {"start", "launch", "from_pretrained"}
+
+
+@pytest.mark.parametrize("name", OWN_USES)
 def test_use_before_start_and_after_shutdown_is_refused(scripted: Any, name: str) -> None:
     engine = AsyncVLLM({"model": "m"})
-    with pytest.raises(RuntimeError, match=f"{name}: the service is not running"):
-        getattr(engine, name)()
+    with pytest.raises(RuntimeError, match="the service is not running"):
+        OWN_USES[name](engine)
     engine.start()
     engine.shutdown()
-    with pytest.raises(RuntimeError, match=f"{name}: the service is not running"):
-        getattr(engine, name)()
+    with pytest.raises(RuntimeError, match="the service is not running"):
+        OWN_USES[name](engine)
 
 
 @pytest.mark.parametrize("error", [ReplicaDiedError("no memory"), KeyboardInterrupt(), ZeroDivisionError()], ids=repr)
@@ -291,6 +305,38 @@ def test_verbose_lets_vllm_log(scripted: Any, model: Path, monkeypatch: pytest.M
     assert [replica.environment["VLLM_LOGGING_LEVEL"] for replica in scripted.made] == ["INFO", "WARNING"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (None, {"head_dtype": "float32"}),
+        ({"num_hidden_layers": 2}, {"num_hidden_layers": 2, "head_dtype": "float32"}),
+    ],
+)
+def test_a_float32_last_layer_is_an_override_of_the_models_config(
+    scripted: Any, model: Path, overrides: Any, expected: Any
+) -> None:
+    given = {} if overrides is None else {"hf_overrides": overrides}
+    with AsyncVLLM.from_pretrained(model, enable_fp32_output=True, **given):
+        assert scripted.made[0].arguments["hf_overrides"] == expected
+    with AsyncVLLM.from_pretrained(model, **given):
+        assert scripted.made[1].arguments.get("hf_overrides") == overrides
+
+
+def test_a_float32_last_layer_and_an_override_that_is_a_function_are_too_much(scripted: Any, model: Path) -> None:
+    with pytest.raises(ValueError, match="have yours set head_dtype='float32'"):
+        AsyncVLLM.from_pretrained(model, enable_fp32_output=True, hf_overrides=lambda config: config)
+    assert scripted.made == []
+
+
+def test_metrics_and_the_folder_for_logs_are_the_services(scripted: Any, model: Path) -> None:
+    with AsyncVLLM.from_pretrained(model, metrics=False, log_folder="/logs") as engine:
+        assert not engine.metrics.enabled
+        assert scripted.made[0].log_folder == "/logs"
+    with make_async_vllm_engine(model_name=model) as engine:
+        assert engine.metrics.enabled
+        assert scripted.made[1].log_folder is None
+
+
 def test_make_async_vllm_engine_is_from_pretrained_under_torchrls_name(scripted: Any, model: Path) -> None:
     with make_async_vllm_engine(model_name=model, num_replicas=2, num_devices=1, compile=False, seed=3) as engine:
         assert isinstance(engine, AsyncVLLM)
@@ -358,6 +404,12 @@ def generate(engine: AsyncVLLM, prompts: Any, max_tokens: int = 4, **kwargs: Any
 def until_caught(attempt: Callable[[], bool]) -> None:
     """Try something that must meet a request while it runs; on a busy machine it may have finished before."""
     assert any(attempt() for _ in range(8))
+
+
+def counts(engine: AsyncVLLM) -> dict[str, Any]:
+    """What moves while tokens are made, one replica's."""
+    (row,) = engine.stats()
+    return {name: row[name] for name in ("running", "waiting", "cache_usage", "requests", "generated_tokens")}
 
 
 def until_idle(engine: AsyncVLLM) -> None:
@@ -542,9 +594,9 @@ def test_pause_keep_freezes_requests_and_resume_finishes_them(engine: AsyncVLLM,
             call = pool.submit(generate, engine, [IDS] * 8, 400)
             time.sleep(0.2)
             engine.pause("keep", clear_cache=clear_cache)
-            first = engine.stats()
+            first = counts(engine)
             time.sleep(0.4)
-            frozen = not call.done() and engine.stats() == first
+            frozen = not call.done() and counts(engine) == first
             engine.resume()
             completions = call.result(60.0)
         for (output,) in (completion.outputs for completion in completions):
@@ -559,8 +611,8 @@ def test_pause_keep_freezes_requests_and_resume_finishes_them(engine: AsyncVLLM,
 def test_pause_wait_lets_requests_finish_and_holds_new_ones(engine: AsyncVLLM) -> None:
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(generate, engine, [IDS] * 8, 200)
-        eventually(lambda: call.done() or engine.get_num_unfinished_requests() == [8])
-        time.sleep(0.2)  # till the engine has them: what it does not have yet is held
+        # what the engine does not have yet is held
+        eventually(lambda: call.done() or engine.stats()[0]["running"] == 8)
         engine.pause("wait")
         try:
             completions = call.result(5.0)
@@ -636,6 +688,116 @@ def test_figures_are_the_engines_own(engine: AsyncVLLM) -> None:
 
 
 @pytest.mark.engine("qwen3_moe")
+def test_figures_are_pushed_while_requests_run_and_say_when_they_are_over(engine: AsyncVLLM) -> None:
+    (entry,) = engine.roster
+    before = engine.stats()[0]
+    engine.reset_prefix_cache()
+    prompt = list(range(40, 240))
+    seen = []
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(lambda: [generate(engine, prompt, 300) for _ in range(2)])
+        while not call.done():
+            seen.append(entry.replica.last_stats)
+            time.sleep(0.05)
+        first, second = (completion.num_cached_tokens for completion in call.result())
+    assert (first, second > 0) == (0, True)
+    busy = [stats for stats in seen if stats is not None and stats.running == 1]
+    assert busy  # nobody asked
+    assert max(stats.tokens_per_second for stats in busy) > 0
+    assert max(stats.cache_usage for stats in busy) > 0
+    assert all(stats.waiting == 0 for stats in busy)
+    eventually(lambda: entry.replica.last_stats.requests == before["requests"] + 2)
+    eventually(lambda: entry.replica.last_stats.tokens_per_second == 0)
+    last = entry.replica.last_stats
+    assert (last.running, last.cache_usage) == (0, 0.0)
+    assert last.cache_queries - before["cache_queries"] == 400
+    assert last.cache_hits - before["cache_hits"] == second
+    assert last.steps - before["steps"] >= 600
+    assert abs(last.step_at - time.time()) < 60
+    assert last.preemptions == before["preemptions"]
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_times_of_a_request_are_in_order_and_within_the_callers_own(engine: AsyncVLLM) -> None:
+    started = time.monotonic()
+    completions = generate(engine, [[65 + i] * 20 for i in range(8)], 30)
+    elapsed = time.monotonic() - started
+    for completion in completions:
+        times = completion.metrics
+        assert 0 < times.queue_seconds < times.first_token_seconds < times.total_seconds < elapsed
+        assert times.replica == 0
+    completion = generate(engine, IDS, 1)  # its first token is its last
+    assert completion.metrics.first_token_seconds == completion.metrics.total_seconds
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_the_service_counts_what_the_engine_did(engine: AsyncVLLM) -> None:
+    before = engine.metrics.summary()
+    completions = generate(engine, [IDS, IDS], 5, params={"n": 2})
+    after = engine.metrics.summary()
+    moved = {name: after[name] - before.get(name, 0) for name in ("requests", "completed", "sequences")}
+    assert moved == {"requests": 2, "completed": 2, "sequences": 4}
+    assert after["generated_tokens"] - before["generated_tokens"] == 20
+    seconds = sum(completion.metrics.total_seconds for completion in completions)
+    assert after["generation_seconds"] - before["generation_seconds"] == pytest.approx(seconds)
+    assert 0 < after["total_seconds_p50"] <= after["total_seconds_p99"]
+    assert 'torchrl_moe_replica_steps_total{replica="0"}' in engine.prometheus()
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_log_holds_no_line_for_a_request_and_no_bars(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    (path,) = engine.log_paths()
+    assert path is not None
+    before = path.read_text()
+    engine.generate([IDS, IDS], {"max_tokens": 4}, use_tqdm=True, request_ids=["marked-1", "marked-2"])
+    assert path.read_text() == before
+    assert "shards" not in before
+    assert "%" not in before
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_check_of_the_users_runs_in_every_worker(engine: AsyncVLLM) -> None:
+    def names(saved: Any, model: Any) -> tuple[int, bool]:
+        same = all(torch.equal(tensor, model.get_parameter(name)) for name, tensor in saved.items())
+        return len(saved), same and type(model).__name__ == "Qwen3MoeForCausalLM"
+
+    engine.save_model_params()
+    (((count, same),),) = engine.validate_model_params(names)
+    assert count > 30
+    assert same
+
+    def fail(saved: Any, model: Any) -> None:
+        raise RuntimeError("the weights are not mine")
+
+    with pytest.raises(EngineError, match="the weights are not mine"):
+        engine.validate_model_params(fail)
+    assert len(generate(engine, IDS).outputs[0].token_ids) == 4
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("least", "most"),
+    [
+        pytest.param(
+            1e-3, 1e-1, marks=pytest.mark.engine("qwen3_moe", dtype="bfloat16", enable_fp32_output=False), id="as it is"
+        ),
+        pytest.param(
+            0.0, 1e-5, marks=pytest.mark.engine("qwen3_moe", dtype="bfloat16", enable_fp32_output=True), id="float32"
+        ),
+    ],
+)
+def test_a_float32_last_layer_rounds_no_logits(engine: AsyncVLLM, least: float, most: float) -> None:
+    def error(saved: Any, model: Any) -> float:
+        """How far the last layer's logits are from those in float32, for the same hidden states."""
+        hidden = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        expected = hidden.float() @ model.lm_head.weight.float().T
+        return (model.compute_logits(hidden).float() - expected[:, :259]).abs().max().item()
+
+    assert least <= engine.validate_model_params(error)[0][0] < most
+    assert len(generate(engine, IDS).outputs[0].token_ids) == 4
+
+
+@pytest.mark.engine("qwen3_moe")
 def test_the_models_tensors_are_named_as_in_the_checkpoint(engine: AsyncVLLM, shelf: EngineShelf) -> None:
     from safetensors import safe_open
 
@@ -672,7 +834,9 @@ def test_a_bar_shows_on_request(engine: AsyncVLLM, capsys: pytest.CaptureFixture
 
 @pytest.mark.engine("qwen3_moe")
 def test_a_running_engine_says_what_it_is(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    assert repr(engine) == f"AsyncVLLM({str(shelf.folder('qwen3_moe'))!r}, #0 SERVING v0 inflight=0)"
+    title, replica = repr(engine).splitlines()
+    assert title == f"AsyncVLLM({str(shelf.folder('qwen3_moe'))!r}, 1 replica)"
+    assert replica.startswith("  #0 SERVING, v0, 0 in flight")
     (info,) = engine.infos
     assert (info.max_model_len, info.tensor_parallel_size) == (512, 1)
     assert info.engine_version.startswith("0.")

@@ -179,38 +179,6 @@ def test_cache_usage_is_the_engines_figure_and_nan_for_the_dead(serve: Any) -> N
         engine.get_cache_usage(0)
 
 
-def test_stats_are_flat_and_true(serve: Any) -> None:
-    engine = serve(2)
-    engine.roster.set_version(1, 3)
-    engine.generate([[1, 2], [3], [4]], {"max_tokens": 5, "n": 2}, use_tqdm=False)
-    engine.replicas[1].die()
-    first, second = engine.stats()
-    assert first == {
-        "replica": 0,
-        "state": "SERVING",
-        "version": 0,
-        "inflight": 0,
-        "running": 0,
-        "waiting": 0,
-        "cache_usage": 0.0,
-        "requests": 2,
-        "completions": 4,
-        "prompt_tokens": 3,
-        "cached_tokens": 0,
-        "generated_tokens": 20,
-        "generation_seconds": 0.0,
-    }
-    assert second == {"replica": 1, "state": "DEAD", "version": 3, "inflight": 0}
-
-
-def test_stats_come_as_a_table_too(serve: Any) -> None:
-    engine = serve(3)
-    ask(engine, list("abcd"))
-    table = engine.to_pandas()
-    assert table["replica"].tolist() == [0, 1, 2]
-    assert table["requests"].tolist() == [2, 1, 1]
-
-
 # -- life -------------------------------------------------------------------------------------------------------------
 
 

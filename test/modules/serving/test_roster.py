@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from torchrl_moe.modules.serving.candidates import Recovery
+from torchrl_moe.modules.backends.replica import ReplicaStats
+from torchrl_moe.modules.serving.candidates import CacheUsage, Recovery
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.states import ReplicaState
@@ -82,6 +85,29 @@ def test_only_those_that_serve_a_version_in_range_are_candidates() -> None:
     roster.set_state(4, ReplicaState.SERVING)
     with roster.changed:
         assert [entry.index for entry in roster.serving(6)] == [4]
+
+
+def test_a_figure_that_a_replica_sent_holds_until_its_next_and_counts_the_requests_of_its_time() -> None:
+    replicas = [SimpleNamespace(last_stats=None) for _ in range(2)]
+    roster = Roster([*replicas, "no figures at all"], ReplicaState.SERVING)
+    with roster.lock:
+        roster.read_figures()
+        assert [entry.usage for entry in roster] == [None, None, None]
+        roster.reserve(0)
+        replicas[0].last_stats = ReplicaStats(cache_usage=0.25)
+        roster.read_figures()
+        roster.reserve(0)
+        roster.read_figures()  # nothing new
+        assert roster[0].usage == CacheUsage(0.25, math.inf, 1)
+        replicas[0].last_stats = ReplicaStats(cache_usage=1.0000001)
+        roster.read_figures()
+        assert roster[0].usage == CacheUsage(1.0, math.inf, 2)
+        roster.observe(0, at=5.0, cache_usage=0.5)  # from elsewhere
+        roster.read_figures()
+        assert roster[0].usage == CacheUsage(0.5, 5.0, 2)
+        roster.mark_dead(0)
+        roster.read_figures()
+        assert roster[0].usage is None
 
 
 def test_candidates_are_told_of_every_change_of_load() -> None:

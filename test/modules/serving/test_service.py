@@ -20,8 +20,9 @@ import torch
 from modules.serving.calls import HOUR, ask, eventually, in_thread, slow_if, submitted, until_running
 from modules.serving.fleets import QUICK
 from torchrl_moe._errors import GenerationTimeout, NoReplicaError, StaleReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Request
+from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
 from torchrl_moe.modules.serving.load_balancer import LoadBalancer
+from torchrl_moe.modules.serving.observed_pool import ObservedPool
 from torchrl_moe.modules.serving.pool import ReplicaPool
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
@@ -287,7 +288,7 @@ def test_a_replica_that_is_only_starting_is_not_taken_for_dead(serve: Any) -> No
     engine.replicas[0].die()
     engine.roster.mark_dead(0)
     engine.roster.set_state(0, ReplicaState.STARTING)
-    assert engine.stats()[0] == {"replica": 0, "state": "STARTING", "version": 0, "inflight": 0}
+    assert [row["state"] for row in engine.stats()] == ["STARTING", "SERVING"]
     assert engine.roster[0].state is ReplicaState.STARTING
 
 
@@ -473,22 +474,19 @@ def test_a_named_replica_is_remembered_for_its_prefix(serve: Any) -> None:
     assert ask(engine, "x" * 100).metrics.replica == 1
 
 
-def test_figures_are_read_while_a_balancer_looks_at_them(serve: Any) -> None:
-    engine = serve(2)
-    balancer = engine.create_load_balancer(["kv-cache", "requests"])
-    deadline = time.monotonic() + 5.0
-    while any(entry.usage is None for entry in engine.roster):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    assert [stats["cache_usage"] for stats in balancer.get_stats()["actor_stats"]] == [0.0, 0.0]
-    poller = engine._poller
-    engine.create_load_balancer()
-    assert engine._poller is None
-    assert poller._stopped.is_set()
+def test_a_balancer_goes_by_the_figures_that_replicas_sent_and_asks_none(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = serve(3)
     engine.create_load_balancer("kv-cache")
-    poller = engine._poller
-    engine.shutdown()
-    assert poller._stopped.is_set()
+    monkeypatch.setattr(FakeReplica, "stats", lambda *_: pytest.fail("asked"))
+    usage = {0: 0.5, 1: 0.125, 2: 0.25}
+    sent = {index: ReplicaStats(cache_usage=share) for index, share in usage.items()}
+    monkeypatch.setattr(FakeReplica, "last_stats", property(lambda replica: sent[replica.index]))
+    assert ask(engine).metrics.replica == 1
+    sent[1] = ReplicaStats(cache_usage=0.75)
+    assert ask(engine).metrics.replica == 2
+    assert [row["cache_usage"] for row in engine.load_balancer.get_stats()["actor_stats"]] == [0.5, 0.75, 0.25]
 
 
 def test_a_random_replica_is_one_that_serves(serve: Any) -> None:
@@ -508,10 +506,8 @@ def test_a_balancer_of_your_own_sees_the_same_load(serve: Any) -> None:
         assert ask(engine).metrics.replica == 1 - lease.index
 
 
-def test_a_service_prints_its_model_and_replicas(serve: Any) -> None:
+def test_a_service_knows_its_replicas_and_their_routers(serve: Any) -> None:
     engine = serve(2)
-    assert repr(engine) == "FakeAsyncVLLM('fake', #0 SERVING v0 inflight=0, #1 SERVING v0 inflight=0)"
-    assert repr(GenerationService([FakeReplica()])) == "GenerationService('not started', #0 STARTING v0 inflight=0)"
     assert engine.num_replicas == 2
     assert engine.routing_layout == LAYOUT
 
@@ -530,19 +526,21 @@ USES: dict[str, Callable[[GenerationService], Any]] = {
     "get_num_unfinished_requests": lambda s: s.get_num_unfinished_requests(),
     "get_tokenizer": lambda s: s.get_tokenizer(),
     "pause": lambda s: s.pause(),
+    "prometheus": lambda s: s.prometheus(),
+    "register_prometheus": lambda s: s.register_prometheus(object()),
     "reset_prefix_cache": lambda s: s.reset_prefix_cache(),
     "resume": lambda s: s.resume(),
     "routing_layout": lambda s: s.routing_layout,
     "stats": lambda s: s.stats(),
     "to_pandas": lambda s: s.to_pandas(),
 }
-ALWAYS = {"is_running", "num_replicas", "register_weight_sync", "shutdown"}
+ALWAYS = {"is_running", "log_paths", "num_replicas", "register_weight_sync", "shutdown"}
 
 
 def test_every_public_name_is_tried_below() -> None:
-    assert {
-        name for kind in (ReplicaPool, GenerationService) for name in vars(kind) if not name.startswith("_")
-    } == USES.keys() | ALWAYS
+    kinds = (ReplicaPool, ObservedPool, GenerationService)
+    names = {name for kind in kinds for name in vars(kind) if not name.startswith("_")}
+    assert names == USES.keys() | ALWAYS
 
 
 @pytest.mark.parametrize("name", USES)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -56,7 +57,10 @@ class Request:
 
 @dataclass(slots=True, kw_only=True)
 class CompletionMetrics:
-    """Where a request's time went: seconds queued, until its first token, in all; and on which replica."""
+    """Where a request's time went, on which replica: seconds queued, until its first token, and in all.
+
+    All three begin when the engine has the request, so the first is at most the second, and that at most the third.
+    """
 
     queue_seconds: float = 0.0
     first_token_seconds: float = 0.0
@@ -133,17 +137,46 @@ class ReplicaInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStats:
-    """A replica's own figures, read at one moment. ``cache_usage`` is the share of KV blocks in use, 0 to 1."""
+    """A replica's own figures, read at one moment; counts are since its engine started.
+
+    Attributes:
+        running: answers being generated.
+        waiting: requests in the engine's queue.
+        cache_usage: share of KV blocks in use, 0 to 1.
+        tokens_per_second: generated during the last second.
+        requests: finished, aborted ones included; the next five are of these.
+        completions: answers.
+        prompt_tokens: of their prompts.
+        cached_tokens: those of them that the prefix cache had.
+        generated_tokens: of their answers.
+        generation_seconds: from arrival to end, summed.
+        cache_queries: prompt tokens looked up in the prefix cache, as requests are scheduled.
+        cache_hits: those found.
+        preemptions: times that a request lost its KV blocks to others and must be recomputed.
+        steps: of the engine.
+        step_at: when the last one ended, in seconds since the epoch; 0 before the first.
+    """
 
     running: int = 0
     waiting: int = 0
     cache_usage: float = 0.0
+    tokens_per_second: float = 0.0
     requests: int = 0
     completions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     generation_seconds: float = 0.0
+    cache_queries: int = 0
+    cache_hits: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    step_at: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens that the prefix cache had, 0 to 1; 0 before the first."""
+        return self.cache_hits / self.cache_queries if self.cache_queries else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +232,14 @@ class Replica(Protocol):
 
     index: int
 
+    @property
+    def log_path(self) -> Path | None:
+        """Where the engine's words are, on the driver's machine; ``None`` if nowhere there."""
+
+    @property
+    def last_stats(self) -> ReplicaStats | None:
+        """The figures that the replica last sent by itself, as it does whenever they change; ``None`` before."""
+
     def start(self) -> None:
         """Begin to start the engine, without waiting for it."""
 
@@ -221,7 +262,7 @@ class Replica(Protocol):
         """Run a named command of the engine process and return its value."""
 
     def stats(self, timeout: float) -> ReplicaStats:
-        """Read the engine's figures."""
+        """Ask for the engine's figures of this moment."""
 
     def is_alive(self) -> bool:
         """Whether the engine can still answer, as far as is known without asking it: this is read twice a second."""

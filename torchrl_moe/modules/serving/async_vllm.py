@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import time
 import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
 import torch
@@ -42,6 +44,9 @@ class AsyncVLLM(GenerationService):
         max_concurrent_requests: how many may be in the engines at a time; the others wait in the service, by priority
             and in order of arrival. ``"auto"``: 1024 for each replica. ``None``: no limit.
         faults: when replicas are restarted, and how often; see :class:`FaultPolicy`.
+        metrics: whether :attr:`metrics` counts requests.
+        log_folder: where the logs stay, as ``replica-<index>.log``, for this service alone; by default each log goes
+            with its replica.
 
     Example::
 
@@ -61,6 +66,8 @@ class AsyncVLLM(GenerationService):
         verbose: bool = False,
         max_concurrent_requests: int | Literal["auto"] | None = "auto",
         faults: FaultPolicy | None = None,
+        metrics: bool = True,
+        log_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         # here and not at the top: this room is imported without vLLM's side
         from torchrl_moe.modules.backends.vllm.engine_args import arguments_of, tensor_parallel_size
@@ -82,11 +89,12 @@ class AsyncVLLM(GenerationService):
             # a seed each, after a restart too: the same noise again would give a group of answers twice
             number = next(numbers)
             own = {**arguments, "seed": (arguments.get("seed") or 0) + number} if number else arguments
-            return LocalReplica(index, own, engine_environment(sets[index], num_replicas, verbose))
+            return LocalReplica(index, own, engine_environment(sets[index], num_replicas, verbose), log_folder)
 
         super().__init__(
             [make_replica(index) for index in range(num_replicas)],
             sampling_params,
+            metrics=metrics,
             max_concurrent_requests=max_concurrent_requests,
             faults=faults,
             make_replica=make_replica,
@@ -152,6 +160,9 @@ class AsyncVLLM(GenerationService):
         sampling_params: Any = None,
         verbose: bool = False,
         compile: bool = True,
+        enable_fp32_output: bool = False,
+        metrics: bool = True,
+        log_folder: str | os.PathLike[str] | None = None,
         max_concurrent_requests: int | Literal["auto"] | None = "auto",
         faults: FaultPolicy | None = None,
         **vllm_engine_args: Any,
@@ -166,6 +177,10 @@ class AsyncVLLM(GenerationService):
             sampling_params: see the constructor.
             verbose: see the constructor.
             compile: whether vLLM may compile the model; false sets ``enforce_eager``.
+            enable_fp32_output: whether the last layer computes in float32, whatever the others do. Log-probs then carry
+                no rounding of logits: in bfloat16 they are rounded to 3 significant digits.
+            metrics: see the constructor.
+            log_folder: see the constructor.
             max_concurrent_requests: see the constructor.
             faults: see the constructor.
             **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``.
@@ -181,12 +196,16 @@ class AsyncVLLM(GenerationService):
         size = tensor_parallel or num_devices or 1
         if not compile:
             vllm_engine_args.setdefault("enforce_eager", True)
+        if enable_fp32_output:
+            vllm_engine_args["hf_overrides"] = _with_fp32_head(vllm_engine_args.get("hf_overrides"))
         return cls.launch(
             {"model": model, "tensor_parallel_size": size, **vllm_engine_args},
             num_replicas,
             backend=backend,
             sampling_params=sampling_params,
             verbose=verbose,
+            metrics=metrics,
+            log_folder=log_folder,
             max_concurrent_requests=max_concurrent_requests,
             faults=faults,
         )
@@ -203,6 +222,35 @@ class AsyncVLLM(GenerationService):
         self._check_running("get_model_metadata")
         metadata: dict[str, tuple[torch.dtype, torch.Size]] = self._alive()[0].replica.call("metadata", CALL_SECONDS)
         return metadata
+
+    # -- tests of what the workers hold -----------------------------------------------------------------------------
+
+    def save_model_params(self) -> None:
+        """Have every worker keep a copy of its parameters in host memory, for :meth:`validate_model_params`."""
+        self.collective_rpc("torchrl_moe_save_params")
+
+    def validate_model_params(self, function: Callable[[Mapping[str, torch.Tensor], torch.nn.Module], Any]) -> Any:
+        """Run a check of yours inside every worker: ``function(saved_params, model)``.
+
+        The function is pickled by value where it cannot be imported, and unpickled in the engine's own processes, which
+        trust this one as it is. Names and layouts are vLLM's: fused projections, packed experts.
+
+        Returns:
+            What the function returned, which must pickle: one list per replica, with one value per worker.
+
+        Raises:
+            EngineError: the function raised; the message ends with its words.
+        """
+        import cloudpickle
+
+        answers = self.collective_rpc("torchrl_moe_validate", args=(cloudpickle.dumps(function),))
+        return [[pickle.loads(answer) for answer in workers] for workers in answers]
+
+
+def _with_fp32_head(overrides: Any) -> dict[str, Any]:
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise ValueError("enable_fp32_output needs hf_overrides to be a mapping: have yours set head_dtype='float32'")
+    return {**(overrides or {}), "head_dtype": "float32"}
 
 
 def _default_timeout() -> float:

@@ -30,7 +30,10 @@ class Recovery(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
-    """A replica's own figure: the share of KV blocks in use, 0 to 1; when it was read; requests in flight then."""
+    """A replica's own figure: the share of KV blocks in use, 0 to 1; when it was read; requests in flight then.
+
+    ``at`` is infinite for a figure that the replica sent by itself: it holds until the next.
+    """
 
     share: float
     at: float
@@ -51,6 +54,7 @@ class RosterEntry:
     chosen: int = -1  # when it was last chosen, on the roster's own clock
     cache: int = -1  # a number of its own, another one whenever the replica loses its cached prefixes
     usage: CacheUsage | None = None
+    figures: Any = None  # the last that the replica sent by itself and the roster read
     breaker: Breaker = field(default_factory=lambda: Breaker(FaultPolicy()))
     recovery: Recovery = Recovery.NOBODY
     restarts: int = 0

@@ -229,7 +229,7 @@ class Dispatch:
         self._roster.requests.remove([errand.request.request_id])
 
     def _failure(self, position: int, error: BaseException) -> BaseException:
-        if not isinstance(error, ValueError) or len(self._errands) == 1:
+        if not isinstance(error, ValueError):
             return error
         refusal = ValueError(f"request {position} was refused: {error}")
         refusal.__cause__ = error

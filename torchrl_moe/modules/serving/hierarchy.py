@@ -142,7 +142,7 @@ class Hierarchy:
 
     @property
     def reads_figures(self) -> bool:
-        """Whether some strategy reads the replicas' own figures, so that somebody has to note them."""
+        """Whether some strategy reads the replicas' own figures."""
         return any(getattr(strategy, "reads_figures", False) for strategy in self.strategies)
 
     @property

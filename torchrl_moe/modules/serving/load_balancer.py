@@ -66,6 +66,7 @@ class LoadBalancer:
             prefix_length=prefix_length, overload_threshold=overload_threshold, clock=clock, rng=rng
         )
         self.hierarchy = Hierarchy(DEFAULT_HIERARCHY if strategy is None else strategy, self.settings)
+        self._reads_figures = self.hierarchy.reads_figures
         self._clock = clock
         self._decisions: Counter[int] = Counter()
         self.groups = Groups()
@@ -146,6 +147,8 @@ class LoadBalancer:
         roster = self.roster
         if roster.reports:
             roster.expire(self._clock() - FIGURE_SECONDS)
+        if self._reads_figures:
+            roster.read_figures()
         serving = roster.serving()
         if not len(serving):
             raise NoReplicaError(f"no replica is serving: {roster!r}")
@@ -180,7 +183,7 @@ class LoadBalancer:
     # -- figures ----------------------------------------------------------------------------------------------------
 
     def observe(self, index: int, pending_requests: int | None = None, cache_usage: float | None = None) -> None:
-        """Note what a replica says of itself; it holds for five seconds.
+        """Note what is known of a replica from elsewhere; it holds for five seconds, or until the replica's own next.
 
         Args:
             index: the replica.
@@ -201,9 +204,10 @@ class LoadBalancer:
     def get_stats(self) -> dict[str, Any]:
         """Return the balancer's own figures, under TorchRL's names where it has them; asks no replica anything.
 
-        ``cache_usage`` is the last figure that was noted, or ``None``.
+        ``cache_usage`` is the last figure that the replica sent or that was noted, or ``None``.
         """
         with self.roster.lock:
+            self.roster.read_figures()
             return {
                 "strategies": [strategy.name for strategy in self.hierarchy.strategies],
                 "primary_strategy": self.hierarchy.strategies[0].name,

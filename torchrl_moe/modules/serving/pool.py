@@ -14,10 +14,9 @@ from typing import Any, Self
 
 from torchrl_moe._errors import NoReplicaError, ReplicaDiedError
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaInfo, ReplicaStats
+from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaInfo
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.poller import Poller
 from torchrl_moe.modules.serving.roster import Roster, RosterEntry
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.modules.serving.supervisor import Supervisor
@@ -48,7 +47,6 @@ class ReplicaPool:
         self.faults = faults or FaultPolicy()
         self.roster = Roster(replicas, faults=self.faults)
         self.infos: list[ReplicaInfo] = []
-        self._poller: Poller | None = None
         self._running = False
         self._bring: Callable[[int], None] | None = None
         self._supervisor = Supervisor(self.roster, self.faults, make_replica, lambda: self._bring)
@@ -78,18 +76,12 @@ class ReplicaPool:
     def shutdown(self) -> None:
         """End every replica, at the same time. Idempotent; whatever still waits fails with ``ReplicaDiedError``."""
         self._running = False
-        self._stop_polling()
         self._supervisor.stop()
         for entry in self.roster:
             self.roster.mark_dead(entry.index)
         with ThreadPoolExecutor(max_workers=max(self.num_replicas, 1)) as pool:
             list(pool.map(lambda entry: entry.replica.shutdown(), self.roster))
         self._supervisor.join()
-
-    def _stop_polling(self) -> None:
-        if self._poller is not None:
-            self._poller.stop()
-            self._poller = None
 
     def __enter__(self) -> Self:
         return self
@@ -98,10 +90,6 @@ class ReplicaPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
-
-    def __repr__(self) -> str:
-        model = self.infos[0].model if self.infos else "not started"
-        return f"{type(self).__name__}({model!r}, {', '.join(map(repr, self.roster))})"
 
     @contextlib.contextmanager
     def _noting_deaths(self) -> Iterator[None]:
@@ -208,27 +196,3 @@ class ReplicaPool:
             return float(self.roster[actor_index].replica.stats(CALL_SECONDS).cache_usage)
         self._note_deaths()
         return [math.nan if e.state in SILENT else e.replica.stats(CALL_SECONDS).cache_usage for e in self.roster]
-
-    def stats(self) -> list[dict[str, Any]]:
-        """Return one flat dictionary per replica: state, version, and its engine's counts since it started."""
-        self._check_running("stats")
-        self._note_deaths()
-        rows = []
-        for entry in self.roster:
-            row = {
-                "replica": entry.index,
-                "state": entry.state.name,
-                "version": entry.version,
-                "inflight": entry.inflight,
-            }
-            if entry.state not in SILENT:
-                figures = entry.replica.stats(CALL_SECONDS)
-                row |= {name: getattr(figures, name) for name in ReplicaStats.__slots__}
-            rows.append(row)
-        return rows
-
-    def to_pandas(self) -> Any:
-        """Return :meth:`stats` as a pandas ``DataFrame``."""
-        import pandas
-
-        return pandas.DataFrame(self.stats())

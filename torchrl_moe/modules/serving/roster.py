@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -277,6 +278,14 @@ class Roster:
                 self._tell(entry, before)
             if cache_usage is not None:
                 entry.usage = CacheUsage(cache_usage, at, entry.inflight)
+
+    def read_figures(self) -> None:
+        """Take what replicas have sent of themselves since the last time. The caller holds the lock."""
+        for entry in self._entries:
+            figures = getattr(entry.replica, "last_stats", None)
+            if figures is not None and figures is not entry.figures:
+                entry.figures = figures
+                entry.usage = CacheUsage(min(max(figures.cache_usage, 0.0), 1.0), math.inf, entry.inflight)
 
     def expire(self, before: float) -> None:
         """Drop reports of load that are older than that. The caller holds the lock."""

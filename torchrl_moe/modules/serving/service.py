@@ -18,9 +18,9 @@ from torchrl_moe.modules.serving.admission import Admission
 from torchrl_moe.modules.serving.dispatch import Dispatch
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.load_balancer import LoadBalancer
+from torchrl_moe.modules.serving.observed_pool import ObservedPool
 from torchrl_moe.modules.serving.placing import Placement
-from torchrl_moe.modules.serving.poller import Poller
-from torchrl_moe.modules.serving.pool import CALL_SECONDS, ReplicaPool
+from torchrl_moe.modules.serving.pool import CALL_SECONDS
 from torchrl_moe.modules.serving.prompts import normalise_prompts
 from torchrl_moe.modules.serving.requests import check_timeout, common_fields, make_request, one_each
 from torchrl_moe.modules.serving.strategies import Strategy
@@ -32,13 +32,15 @@ DEFAULT_SAMPLING_PARAMS = {"logprobs": 0}  # the sampled token's own log-prob, w
 REQUESTS_PER_REPLICA = 1024
 
 
-class GenerationService(ReplicaPool):
+class GenerationService(ObservedPool):
     """Generation over N replicas; safe to call from any thread.
 
     Args:
         replicas: at least one, not started yet.
         sampling_params: used where a call passes none: a mapping of vLLM's ``SamplingParams`` fields or such an
-            object; by default vLLM's own defaults, with log-probs.
+            object; by default vLLM's own defaults, with log-probs. What a call passes stands alone: the two are not
+            merged.
+        metrics: whether :attr:`metrics` counts requests.
         max_concurrent_requests: how many may be in the engines at a time; the others wait in the service, by priority
             and in order of arrival. ``"auto"``: 1024 for each replica. ``None``: no limit.
         faults: how faults are treated.
@@ -50,11 +52,12 @@ class GenerationService(ReplicaPool):
         replicas: Sequence[Replica],
         sampling_params: Any = None,
         *,
+        metrics: bool = True,
         max_concurrent_requests: int | Literal["auto"] | None = "auto",
         faults: FaultPolicy | None = None,
         make_replica: Callable[[int], Replica] | None = None,
     ) -> None:
-        super().__init__(replicas, faults, make_replica)
+        super().__init__(replicas, faults, make_replica, metrics=metrics)
         if max_concurrent_requests == "auto":
             max_concurrent_requests = REQUESTS_PER_REPLICA * len(replicas)
         self.admission = Admission(max_concurrent_requests)
@@ -90,17 +93,19 @@ class GenerationService(ReplicaPool):
 
         Args:
             prompts: text, token ids (a list of ints is one prompt), ``TextPrompt``, ``TokensPrompt``, or a list.
-            sampling_params: a mapping of vLLM's ``SamplingParams`` fields or such an object; default: the service's.
+            sampling_params: a mapping of vLLM's ``SamplingParams`` fields or such an object, used as it is; default:
+                the service's.
             prompt_token_ids: the same as ``prompts``, for token ids.
             use_tqdm: whether to show a progress bar.
-            lora_request: vLLM's ``LoRARequest``.
+            lora_request: vLLM's ``LoRARequest``, or a mapping of its fields.
             prompt_adapter_request: must be ``None``; vLLM has dropped prompt adapters.
             guided_options_request: fields of vLLM's ``StructuredOutputsParams`` (``regex``, ``json``, ``choice``, ...).
             timeout_seconds: per request, from this call on; late requests are aborted.
             actor_index: the replica to use, instead of the balancer's choice.
             session_ids: one per prompt, the same for all turns of a rollout.
             request_ids: one per prompt, to :meth:`abort` by, and not in flight already; made up if not given.
-            priority: lower goes first, here and in vLLM.
+            priority: the lower the earlier, for a place in the service, and in an engine with
+                ``scheduling_policy="priority"``.
             min_version: the oldest weight version that will do.
             group_ids: one per prompt; requests of one group all go to one weight version.
             request_context: what a balancing strategy of yours wants to know of the call.
@@ -134,7 +139,10 @@ class GenerationService(ReplicaPool):
             group_ids=one_each(group_ids, count, "group_ids"),
             request_context=request_context,
         )
-        completions = self._dispatch(requests, placement, timeout_seconds).run(use_tqdm)
+        dispatch = self._dispatch(requests, placement, timeout_seconds)
+        with self.metrics.call(count) as finished:
+            completions = dispatch.run(use_tqdm)
+            finished(completions)
         return completions[0] if batch.single else completions
 
     def _dispatch(self, requests: Sequence[Request], placement: Placement, timeout: float | None) -> Dispatch:
@@ -186,7 +194,11 @@ class GenerationService(ReplicaPool):
             group_ids=None if group_id is None else [group_id],
             request_context=request_context,
         )
-        return await self._dispatch([request], placement, timeout_seconds).run_async()
+        dispatch = self._dispatch([request], placement, timeout_seconds)
+        with self.metrics.call(1) as finished:
+            completion = await dispatch.run_async()
+            finished([completion])
+        return completion
 
     def abort(self, request_ids: str | Sequence[str]) -> None:
         """Cut requests short, wherever they run; unknown ids are ignored, since a request may just have finished."""
@@ -219,14 +231,7 @@ class GenerationService(ReplicaPool):
     def create_load_balancer(
         self, strategy: str | Strategy | Sequence[str | Strategy] | None = None, **kwargs: Any
     ) -> LoadBalancer:
-        """Make a balancer for this service, and use it from now on; arguments as in :class:`LoadBalancer`.
-
-        If a strategy looks at the replicas' own figures, a thread reads them twice a second.
-        """
+        """Make a balancer for this service, and use it from now on; arguments as in :class:`LoadBalancer`."""
         self._check_running("create_load_balancer")
-        self.load_balancer = balancer = LoadBalancer(self, strategy, **kwargs)
-        self._stop_polling()
-        if balancer.hierarchy.reads_figures:
-            self._poller = Poller(balancer)
-            self._poller.start()
-        return balancer
+        self.load_balancer = LoadBalancer(self, strategy, **kwargs)
+        return self.load_balancer

@@ -113,7 +113,7 @@ class KVCache:
 
     Args:
         clock: seconds, the clock by which figures were noted.
-        max_age: seconds that figures hold.
+        max_age: seconds that noted figures hold; those that a replica sent by itself hold until its next.
     """
 
     name = "kv-cache"

@@ -27,7 +27,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def one_with_log(text: str, temporary: Path) -> Child:
     process = Child.__new__(Child)  # the log is all that is asked of it
-    process.log = temporary / "log"
+    process.log, process._log_start = temporary / "log", 0
     process.log.write_text(text)
     return process
 
@@ -86,6 +86,31 @@ def test_a_child_leads_a_session_of_its_own_and_its_output_goes_to_its_log(
         process.end_and_forget()
     assert list(temporary.iterdir()) == []
     assert group(process.process.pid) == []
+
+
+def test_a_log_in_a_folder_of_the_users_stays_and_a_later_child_goes_on_in_it(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_toy_engine(monkeypatch)
+    folder = temporary / "kept" / "logs"
+    for words in ("RuntimeError: of the first", "hello"):
+        process = Child(3, toy_environment(), folder)
+        try:
+            process.outbox.put(wire.encode(("configure", {"model": "toy", "start": {"print": words}})))
+            assert wire.receive(process.connection)[0] == "ready"
+            assert process.log == folder / "replica-3.log"
+            assert process.log_tail() == words  # of this child, not of the one before
+        finally:
+            process.end_and_forget()
+    assert (folder / "replica-3.log").read_text() == "RuntimeError: of the first\nhello\n"
+    assert list(temporary.iterdir()) == [temporary / "kept"]
+
+
+def test_a_folder_for_logs_that_cannot_be_one_starts_nothing(temporary: Path) -> None:
+    (temporary / "file").touch()
+    with pytest.raises(FileExistsError):
+        Child(0, toy_environment(), temporary / "file")
+    assert list(temporary.iterdir()) == [temporary / "file"]
 
 
 def test_whoever_ends_a_child_waits_until_it_has_ended(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.vllm.engine_args import (
@@ -98,6 +99,9 @@ def test_defaults_of_ours(moe: str) -> None:
     assert built.distributed_executor_backend == "mp"
     assert built.worker_extension_cls == WORKER_EXTENSION
     assert built.enable_return_routed_experts is True
+    assert built.enable_log_requests is False  # a line per request is no log
+    assert built.disable_log_stats is True
+    assert built.use_tqdm_on_load is False
 
 
 def test_defaults_give_way_to_the_user(moe: str) -> None:
@@ -128,6 +132,29 @@ def test_capture_with_pipeline_parallelism_is_refused_and_named(moe: str, dense:
         build_engine_args({"model": moe, "pipeline_parallel_size": 2})
     for arguments in ({"model": moe, "enable_return_routed_experts": False}, {"model": dense}):
         assert build_engine_args({**arguments, "pipeline_parallel_size": 2}).pipeline_parallel_size == 2
+
+
+def test_lora_of_experts_is_refused_on_cpu_and_that_of_others_is_not(
+    moe: str, dense: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: True)
+    for modules in (None, ["qkv_proj", "experts"]):
+        with pytest.raises(ValueError, match=r"vLLM has no LoRA kernel for experts on CPU.*lora_target_modules=\["):
+            build_engine_args({"model": moe, "enable_lora": True, "lora_target_modules": modules})
+    attention = {"enable_lora": True, "lora_target_modules": ["qkv_proj", "o_proj"]}
+    assert build_engine_args({"model": moe, **attention}).lora_target_modules == ["qkv_proj", "o_proj"]
+    assert build_engine_args({"model": dense, "enable_lora": True}).enable_lora
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert build_engine_args({"model": moe, "enable_lora": True}).enable_lora
+
+
+def test_a_float32_head_is_what_vllm_makes_of_our_override(moe: str) -> None:
+    arguments = {"model": moe, "dtype": "bfloat16"}
+    config = build_engine_args({**arguments, "hf_overrides": {"head_dtype": "float32"}}).create_model_config()
+    assert (config.dtype, config.head_dtype) == (torch.bfloat16, torch.float32)
+    assert build_engine_args(arguments).create_model_config().head_dtype == torch.bfloat16
 
 
 def test_a_foreign_worker_extension_is_refused_and_ours_is_not(moe: str) -> None:

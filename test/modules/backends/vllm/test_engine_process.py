@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, wait
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,10 @@ from modules.backends.vllm import toy_engine
 from modules.backends.vllm.processes import until
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion, PauseMode, ReplicaInfo, ReplicaStats, Request
-from torchrl_moe.modules.backends.vllm import engine_process, wire
+from torchrl_moe.modules.backends.vllm import engine_process, stats_feed, wire
 from torchrl_moe.modules.backends.vllm.engine_process import EngineProcess
 from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica
+from torchrl_moe.modules.backends.vllm.stats_feed import Load
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
 
@@ -42,9 +42,16 @@ class Bench:
         self.engine = toy_engine.ToyEngine()
         self.inbox = Inbox()
         self.sent: list[tuple[Any, ...]] = []
-        load = SimpleNamespace(running=3, waiting=2, cache_usage=0.5)
+        self.figures: list[ReplicaStats] = []  # these come by themselves
+        load = Load(3, 2, 0.5)
         info = ReplicaInfo(model="toy", layout=None, max_model_len=8)
-        self.process = EngineProcess(self.engine, info, load, self.inbox, self.sent.append)
+        self.process = EngineProcess(self.engine, info, load, self.inbox, self._send)
+
+    def _send(self, message: tuple[Any, ...]) -> None:
+        if message[0] == "figures":
+            self.figures.append(message[1])
+        else:
+            self.sent.append(message)
 
     def generate(self, *requests: Request) -> None:
         self.inbox.put("generate", wire.pack_requests(requests))
@@ -235,6 +242,21 @@ def test_figures_count_what_was_done_and_an_idle_engine_has_no_load(serve: Serve
     assert (idle.running, idle.waiting, idle.cache_usage) == (0, 0, 0.0)
     assert (idle.requests, idle.prompt_tokens, idle.generated_tokens) == (3, 6, 4)
     assert idle.generation_seconds > busy.generation_seconds > 0
+
+
+def test_figures_are_sent_without_being_asked_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats_feed, "FEED_SECONDS", 0.001)
+
+    async def script(bench: Bench) -> None:
+        bench.generate(by_ids("a", 1, 2, 3), by_ids("b", seconds=60))
+        async with asyncio.timeout(5):
+            while not bench.figures or bench.figures[-1].requests < 1:
+                await asyncio.sleep(0.001)
+
+    bench = serve(script)
+    last = bench.figures[-1]
+    assert (last.running, last.waiting, last.cache_usage, last.prompt_tokens) == (3, 2, 0.5, 3)
+    assert len(set(bench.figures)) == len(bench.figures)  # only what changed
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

@@ -244,6 +244,19 @@ def test_vital_signs_are_a_command(lasting: LocalReplica) -> None:
     assert lasting.call("vitals", 10, seconds=5) == Vitals(core_answered=True)
 
 
+def test_figures_come_by_themselves(lasting: LocalReplica) -> None:
+    before = lasting.stats(5).requests
+    lasting.submit([ids_request("f")])[0].result(10)
+    until(lambda: lasting.last_stats is not None and lasting.last_stats.requests == before + 1, 10)
+    assert lasting.last_stats == lasting.stats(5)
+
+
+def test_the_log_is_where_it_says(lasting: LocalReplica) -> None:
+    assert lasting.log_path is not None
+    assert "toy: started" in lasting.log_path.read_text()
+    assert toy_replica().log_path is None  # not started
+
+
 def test_arguments_that_do_not_pickle_fail_in_the_caller(lasting: LocalReplica) -> None:
     with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
         rpc(lasting, "echo", lambda: None)

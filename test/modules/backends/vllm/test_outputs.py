@@ -122,7 +122,7 @@ def test_a_request_aborted_before_its_first_token_is_empty_but_whole() -> None:
 
 
 def stamps(**times: float) -> SimpleNamespace:
-    given = {"queued_ts": 100.0, "scheduled_ts": 0.0, "first_token_latency": 0.0, "last_token_ts": 0.0}
+    given = {"queued_ts": 100.0, "scheduled_ts": 0.0, "first_token_ts": 0.0, "last_token_ts": 0.0}
     return SimpleNamespace(**{**given, **times})
 
 
@@ -130,7 +130,7 @@ def stamps(**times: float) -> SimpleNamespace:
     ("metrics", "expected"),
     [
         (None, (0.0, 0.0, 0.0)),
-        (stamps(scheduled_ts=100.5, first_token_latency=0.75, last_token_ts=103.0), (0.5, 0.75, 3.0)),
+        (stamps(scheduled_ts=100.5, first_token_ts=100.75, last_token_ts=103.0), (0.5, 0.75, 3.0)),
         (stamps(), (0.0, 0.0, 0.0)),  # cut before it was scheduled
         (stamps(scheduled_ts=101.0), (1.0, 0.0, 0.0)),  # cut before its first token
     ],

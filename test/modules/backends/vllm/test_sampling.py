@@ -1,13 +1,19 @@
-"""What users pass as sampling parameters, as vLLM gets it."""
+"""What users pass as sampling parameters: as vLLM gets it, and what a real engine makes of it."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from engines import ADAPTED
 from torchrl_moe._compat import vllm_client_errors
+from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder
 
 if TYPE_CHECKING:  # vLLM takes seconds to import: no reason to make other tests wait when this file is collected
@@ -133,3 +139,58 @@ def test_a_refusal_is_not_remembered_as_the_answer() -> None:
     for _ in range(2):
         with pytest.raises(TypeError):
             builder(bad)
+
+
+# -- what a real engine makes of it -----------------------------------------------------------------------------------
+
+IDS = [72, 105, 44, 32, 119, 111, 114, 108, 100]
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_guided_answers_are_what_was_asked_for(engine: AsyncVLLM) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "name": {"enum": ["ab", "cd"]}},
+        "required": ["ok", "name"],
+        "additionalProperties": False,
+    }
+
+    def ask(**options: Any) -> str:
+        params = {"max_tokens": 64, "logit_bias": dict.fromkeys(b"\t\n\r ", -100.0)}  # JSON may begin with any space
+        completion = engine.generate(IDS, params, use_tqdm=False, guided_options_request=options)
+        assert isinstance(completion, Completion)
+        return completion.outputs[0].text
+
+    assert re.fullmatch("[xy]{2,5}", ask(regex="[xy]{2,5}"))
+    assert ask(choice=["yes", "no"]) in ("yes", "no")
+    answer = json.loads(ask(json=schema))
+    assert answer.keys() == {"ok", "name"}
+    assert isinstance(answer["ok"], bool)
+    assert answer["name"] in ("ab", "cd")
+
+
+@pytest.mark.engine("qwen3_moe", **ADAPTED)
+def test_a_request_of_lower_priority_value_is_served_first(engine: AsyncVLLM) -> None:
+    async def attempt() -> list[str]:
+        finished: list[str] = []
+
+        async def ask(name: str, priority: int, max_tokens: int) -> None:
+            params = {"max_tokens": max_tokens, "ignore_eos": True}
+            await engine.agenerate(IDS, params, priority=priority)
+            finished.append(name)
+
+        blocker = asyncio.create_task(ask("running", 0, 400))  # the only one that the engine runs at a time
+        while not engine.stats()[0]["running"] and not blocker.done():
+            await asyncio.sleep(0.01)
+        waiting = [asyncio.create_task(ask(f"priority {priority}", priority, 2)) for priority in (7, 3, 5)]
+        while engine.stats()[0]["waiting"] < 3 and not blocker.done():
+            await asyncio.sleep(0.01)
+        in_time = not blocker.done()
+        await asyncio.gather(blocker, *waiting)
+        return finished if in_time else []
+
+    for _ in range(8):  # on a busy machine the blocker may be done before the others have arrived
+        if finished := asyncio.run(attempt()):
+            assert finished == ["running", "priority 3", "priority 5", "priority 7"]
+            return
+    pytest.fail("the blocker was always done before the others had arrived")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
+import torch
 
 from torchrl_moe import _compat
 from torchrl_moe.modules.backends.vllm.worker_extension import WorkerExtension
@@ -19,6 +22,22 @@ def test_router_layers_are_those_of_the_model_that_runs(monkeypatch: pytest.Monk
     worker.model_runner = SimpleNamespace(get_model=lambda: model)
     assert worker.torchrl_moe_router_layers() == [1, 3]
     assert asked == [model]
+
+
+def test_a_check_sees_the_parameters_as_they_were_and_the_model_as_it_is() -> None:
+    model = torch.nn.Linear(2, 1)
+    worker = WorkerExtension()
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+
+    def check(saved: Any, model: torch.nn.Linear) -> dict[str, float]:
+        return {name: (model.get_parameter(name) - tensor).abs().sum().item() for name, tensor in saved.items()}
+
+    ask = cloudpickle.dumps(check)
+    assert pickle.loads(worker.torchrl_moe_validate(ask)) == {}  # nothing was saved yet
+    assert worker.torchrl_moe_save_params() == 2
+    with torch.no_grad():
+        model.bias += 3.0
+    assert pickle.loads(worker.torchrl_moe_validate(ask)) == {"weight": 0.0, "bias": 3.0}
 
 
 @pytest.mark.parametrize("place", ["cpu_worker.CPUWorker", "gpu_worker.Worker"])

@@ -22,6 +22,7 @@ from typing import Any
 from torchrl_moe import _compat
 from torchrl_moe.modules.backends.replica import ReplicaInfo
 from torchrl_moe.modules.backends.vllm import engine_process
+from torchrl_moe.modules.backends.vllm.stats_feed import Load
 
 KEPT: list[SharedMemory] = []
 
@@ -119,7 +120,7 @@ class ToyEngine:
         """Nothing to end."""
 
 
-async def start(arguments: dict[str, Any]) -> tuple[ToyEngine, ReplicaInfo, Any]:
+async def start(arguments: dict[str, Any]) -> tuple[ToyEngine, ReplicaInfo, Load]:
     how = arguments.get("start", {})
     print(how.get("print", "toy: started"), flush=True)
     if how.get("sleeper"):
@@ -131,8 +132,7 @@ async def start(arguments: dict[str, Any]) -> tuple[ToyEngine, ReplicaInfo, Any]
     if how.get("shared"):
         KEPT.append(SharedMemory(create=True, size=1 << 12))
         name = KEPT[0].name
-    load = SimpleNamespace(running=3, waiting=2, cache_usage=0.5)
-    return ToyEngine(), ReplicaInfo(model=name, layout=None, max_model_len=8), load
+    return ToyEngine(), ReplicaInfo(model=name, layout=None, max_model_len=8), Load(3, 2, 0.5)
 
 
 def without_vllm(set_attribute: Any = setattr) -> None:

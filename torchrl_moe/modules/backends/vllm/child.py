@@ -39,13 +39,18 @@ class Child:
     Args:
         index: of the replica; names the log.
         environment: of the process.
+        log_folder: where its log is kept, under the replica's index; a later child goes on in the same file. By
+            default it is among what is removed at the end.
     """
 
-    def __init__(self, index: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, index: int, environment: Mapping[str, str], log_folder: Path | None = None) -> None:
+        if log_folder is not None:
+            log_folder.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix=f"torchrl_moe-replica-{index}-"))
-        self.log = self.folder / "log"
+        self.log = self.folder / "log" if log_folder is None else log_folder / f"replica-{index}.log"
         ours, theirs = socket.socketpair()
-        with ours, theirs, self.log.open("wb") as log:
+        with ours, theirs, self.log.open("ab") as log:
+            self._log_start = log.tell()
             try:
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
@@ -85,7 +90,7 @@ class Child:
         """Return the last errors that the process printed, or its last lines if it printed none."""
         try:
             with self.log.open("rb") as log:
-                log.seek(max(log.seek(0, os.SEEK_END) - LOG_BYTES, 0))
+                log.seek(max(log.seek(0, os.SEEK_END) - LOG_BYTES, self._log_start))
                 text = [line[:SHOWN_LOG_COLUMNS] for line in log.read().decode(errors="replace").splitlines()]
         except FileNotFoundError:  # removed at the end
             return "(no log)"

@@ -19,6 +19,7 @@ DEFAULTS: Mapping[str, Any] = {
     "enable_prefix_caching": True,
     "distributed_executor_backend": "mp",
     "enable_log_requests": False,
+    "use_tqdm_on_load": False,  # no bars in a log
     "disable_log_stats": True,  # vLLM's own log lines; our figures come through a logger of ours all the same
 }
 
@@ -65,8 +66,8 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
     Route capture is switched on if and only if the model has experts.
 
     Raises:
-        ValueError: capture asked of a dense model, capture with pipeline parallelism, or a foreign worker extension or
-            weight-transfer backend.
+        ValueError: capture asked of a dense model, capture with pipeline parallelism, LoRA of experts on CPU, or a
+            foreign worker extension or weight-transfer backend.
     """
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -91,7 +92,19 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
             f"pipeline_parallel_size={engine_args.pipeline_parallel_size} with route capture: vLLM captures routes on "
             "one pipeline stage only. Use tensor_parallel_size, or enable_return_routed_experts=False."
         )
+    if is_moe and engine_args.enable_lora:
+        _check_lora_of_experts(engine_args.lora_target_modules)
     engine_args.enable_return_routed_experts = bool(capture)
     # read by vLLM at start-up, long before a transport is chosen: ours dispatches
     engine_args.weight_transfer_config = WeightTransferConfig(backend=_compat.WEIGHT_BACKEND)
     return engine_args
+
+
+def _check_lora_of_experts(target_modules: list[str] | None) -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and (target_modules is None or "experts" in target_modules):
+        raise ValueError(
+            f"enable_lora=True with lora_target_modules={target_modules}: vLLM has no LoRA kernel for experts on CPU. "
+            "Name the other modules, for example lora_target_modules=['qkv_proj', 'o_proj']."
+        )

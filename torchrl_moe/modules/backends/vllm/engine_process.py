@@ -7,7 +7,7 @@ group never outlives the driver: end of file on the socket, or a new parent proc
 Messages in: ``("configure", arguments)``, ``("generate", packed)``, ``("abort", ids)``,
 ``("call", number, method, kwargs)``, ``("shutdown",)``.
 Messages out: ``("ready", info)``, ``("failed", text)``, ``("completions", packed)``, ``("refused", id, kind, text)``,
-``("result", number, pickle)``, ``("error", number, kind, text)``, ``("died", text)``.
+``("result", number, pickle)``, ``("error", number, kind, text)``, ``("figures", stats)``, ``("died", text)``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Callable, Coroutine
 from functools import partial
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any
 
 from torchrl_moe import _compat
@@ -37,18 +36,19 @@ from torchrl_moe.modules.backends.replica import (
     Vitals,
 )
 from torchrl_moe.modules.backends.vllm import wire
+from torchrl_moe.modules.backends.vllm.adapters import Adapters
 from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args
 from torchrl_moe.modules.backends.vllm.lifeline import Inbox, end_group, end_group_later
 from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
 from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder
+from torchrl_moe.modules.backends.vllm.stats_feed import Load, StatsFeed
 from torchrl_moe.modules.backends.vllm.vitals import VitalSigns
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 
 WATCH_SECONDS = 0.5
 ABORT_SECONDS = 0.01
 SHUTDOWN_SECONDS = 1.0  # that vLLM's own processes get to end
-IDLE = SimpleNamespace(running=0, waiting=0, cache_usage=0.0)
 
 
 def _frame(messages: list[tuple[Any, ...]]) -> list[wire.Frames]:
@@ -64,13 +64,13 @@ class EngineProcess:
     Args:
         engine: the ``AsyncLLM``.
         info: what the replica said of itself.
-        load: the engine's :class:`LoadLogger`.
+        load: kept by the engine's :class:`LoadLogger`.
         inbox: what the driver sends.
         send: takes a message to the driver.
     """
 
     def __init__(
-        self, engine: Any, info: ReplicaInfo, load: Any, inbox: Inbox, send: Callable[[tuple[Any, ...]], None]
+        self, engine: Any, info: ReplicaInfo, load: Load, inbox: Inbox, send: Callable[[tuple[Any, ...]], None]
     ) -> None:
         self.engine = engine
         self.info = info
@@ -87,6 +87,8 @@ class EngineProcess:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._errors = _compat.vllm_client_errors()
         self._sampling = SamplingParamsBuilder()
+        self._adapters = Adapters(engine)
+        self._feed = StatsFeed(load, self._figures, send)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -125,6 +127,7 @@ class EngineProcess:
 
     async def _run(self, request: Request) -> Completion:
         params = self._sampling(request.sampling_params, request.guided_options)
+        lora = await self._adapters.load(request.lora_request)
         prompt: dict[str, Any] = await self.weights.salt()
         if request.prompt_token_ids is None:
             prompt["prompt"] = request.prompt
@@ -132,7 +135,7 @@ class EngineProcess:
             prompt["prompt_token_ids"] = request.prompt_token_ids.tolist()
         final = None
         async for output in self.engine.generate(
-            prompt, params, request.request_id, lora_request=request.lora_request, priority=request.priority
+            prompt, params, request.request_id, lora_request=lora, priority=request.priority
         ):
             final = output
         if final is None:
@@ -211,13 +214,21 @@ class EngineProcess:
         return await self.vitals.read(seconds)
 
     async def command_stats(self) -> ReplicaStats:
+        return self._feed.stats()
+
+    def _figures(self) -> ReplicaStats:
         # vLLM reports with each step, and an engine that has nothing to do makes none
-        load = self.load if self._open else IDLE
+        load, busy = self.load, bool(self._open)
         return ReplicaStats(
-            running=load.running,
-            waiting=load.waiting,
-            cache_usage=load.cache_usage,
+            running=load.running if busy else 0,
+            waiting=load.waiting if busy else 0,
+            cache_usage=load.cache_usage if busy else 0.0,
             generation_seconds=self.seconds,
+            cache_queries=load.cache_queries,
+            cache_hits=load.cache_hits,
+            preemptions=load.preemptions,
+            steps=load.steps,
+            step_at=load.step_at,
             **self.counts,
         )
 
@@ -225,7 +236,8 @@ class EngineProcess:
 
     async def serve(self) -> None:
         """Handle messages until the driver says so, goes away, or the engine dies."""
-        watch = asyncio.get_running_loop().create_task(self._watch_engine())
+        loop = asyncio.get_running_loop()
+        background = [loop.create_task(self._watch_engine()), loop.create_task(self._feed.run())]
         while True:
             kind, *rest = await self._inbox.messages.get()
             if kind == "generate":
@@ -235,7 +247,8 @@ class EngineProcess:
             elif kind == "call":
                 self.call(*rest)
             else:
-                watch.cancel()
+                for task in background:
+                    task.cancel()
                 return
 
     async def _watch_engine(self) -> None:
@@ -259,15 +272,15 @@ def _checkpoint_folder(model: str) -> str:
     return str(snapshot_download(model, local_files_only=True))
 
 
-async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Any]:
+async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Load]:
     import vllm
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from torchrl_moe.modules.backends.vllm.load_logger import LoadLogger
 
     engine_args = build_engine_args(arguments)
-    load = LoadLogger()
-    engine = AsyncLLM.from_engine_args(engine_args, stat_loggers=[load.factory])
+    logger = LoadLogger()
+    engine = AsyncLLM.from_engine_args(engine_args, stat_loggers=[logger.factory])
     model_config = engine.model_config
     layout = None
     if engine_args.enable_return_routed_experts:
@@ -285,14 +298,14 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, An
         tensor_parallel_size=engine_args.tensor_parallel_size,
         engine_version=vllm.__version__,
     )
-    return engine, info, load
+    return engine, info, logger.load
 
 
 async def _main(connection: Connection, driver: int) -> None:
     outbox = wire.Outbox(connection, _frame)
     inbox = Inbox(connection, driver, asyncio.get_running_loop())
     _, arguments = await inbox.messages.get()
-    started: tuple[Any, ReplicaInfo, Any] | BaseException
+    started: tuple[Any, ReplicaInfo, Load] | BaseException
     (started,) = await asyncio.gather(_start_engine(arguments), return_exceptions=True)
     if isinstance(started, BaseException):
         traceback.print_exception(started)

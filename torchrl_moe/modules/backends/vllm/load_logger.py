@@ -1,4 +1,4 @@
-"""True figures of the scheduler, through vLLM's stat-logger interface: requests running and waiting, KV usage."""
+"""True figures of the scheduler, through vLLM's stat-logger interface."""
 
 from __future__ import annotations
 
@@ -6,31 +6,46 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from torchrl_moe.modules.backends.vllm.stats_feed import Load
+
 __all__ = ["LoadLogger"]
 
 
 class LoadLogger(StatLoggerBase):
-    """Keeps the figures of the last step. Give vLLM its :meth:`factory`, which hands out this very object."""
+    """Keeps a :class:`Load`. Give vLLM its :meth:`factory`, which hands out this very object."""
 
     def __init__(self) -> None:
-        self.running = 0
-        self.waiting = 0
-        self.cache_usage = 0.0
+        self.load = Load()
+        self._of_engines: dict[int, tuple[int, int, float]] = {}
 
     def factory(self, vllm_config: Any, engine_index: int = 0) -> LoadLogger:
-        """Answer vLLM's call for a logger per data-parallel engine: one serves them all."""
+        """Answer vLLM's call for a logger per data-parallel engine: one adds them all up."""
         del vllm_config, engine_index
         return self
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Take the scheduler's figures of one step."""
-        del iteration_stats, mm_cache_stats, engine_idx
+        """Take the figures of one step: the scheduler's, and those of the tokens that came out."""
+        del mm_cache_stats
+        load = self.load
         if scheduler_stats is not None:
-            self.running = scheduler_stats.num_running_reqs
-            self.waiting = scheduler_stats.num_waiting_reqs
-            self.cache_usage = scheduler_stats.kv_cache_usage
+            of_engine = (
+                scheduler_stats.num_running_reqs,
+                scheduler_stats.num_waiting_reqs,
+                scheduler_stats.kv_cache_usage,
+            )
+            self._of_engines[engine_idx] = of_engine
+            running, waiting, usages = zip(*self._of_engines.values(), strict=True)
+            load.running, load.waiting = sum(running), sum(waiting)
+            load.cache_usage = sum(usages) / len(usages)
+            load.cache_queries += scheduler_stats.prefix_cache_stats.queries
+            load.cache_hits += scheduler_stats.prefix_cache_stats.hits
+        if iteration_stats is not None:
+            load.tokens += iteration_stats.num_generation_tokens
+            load.preemptions += iteration_stats.num_preempted_reqs
+            load.steps += 1
+            load.step_at = iteration_stats.iteration_timestamp
 
     def log_engine_initialized(self) -> None:
         """Say nothing: vLLM's own loggers do."""

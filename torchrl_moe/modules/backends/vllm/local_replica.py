@@ -61,18 +61,27 @@ class LocalReplica:
         index: place in the service.
         arguments: keywords of vLLM's ``AsyncEngineArgs``.
         environment: environment of the child, see :func:`engine_environment`.
+        log_folder: where the child's log stays; by default it goes when the child has gone.
     """
 
-    def __init__(self, index: int, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        index: int,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        log_folder: str | os.PathLike[str] | None = None,
+    ) -> None:
         self.index = index
         self._arguments = dict(arguments)
         self._environment = dict(environment)
+        self._log_folder = None if log_folder is None else Path(log_folder)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._ready: Future[ReplicaInfo] = Future()
         self._requests: dict[str, Future[Completion]] = {}
         self._calls: dict[int, Future[Any]] = {READY: self._ready}
         self._death: str | None = None
+        self.last_stats: ReplicaStats | None = None
         self._child: Child | None = None
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -86,7 +95,7 @@ class LocalReplica:
         if self._child is not None:
             raise RuntimeError(f"replica {self.index} was started before: make a new one")
         configure = wire.encode(("configure", self._arguments))
-        self._child = child = Child(self.index, self._environment)
+        self._child = child = Child(self.index, self._environment, self._log_folder)
         # also runs at interpreter exit, whatever the user forgot
         self._end = weakref.finalize(self, child.end_and_forget)
         threading.Thread(
@@ -113,6 +122,11 @@ class LocalReplica:
         if self._child is None:
             raise RuntimeError(f"replica {self.index} was not started: call start() first")
         return self._child
+
+    @property
+    def log_path(self) -> Path | None:
+        """What the child prints; ``None`` before :meth:`start`."""
+        return None if self._child is None else self._child.log
 
     def is_alive(self) -> bool:
         """Whether the child runs and has not reported its engine's death."""
@@ -188,7 +202,7 @@ class LocalReplica:
         self.call("resume", timeout)
 
     def stats(self, timeout: float) -> ReplicaStats:
-        """Read the engine's figures."""
+        """Ask for the engine's figures of this moment; ``last_stats`` are the last that it sent by itself."""
         stats: ReplicaStats = self.call("stats", timeout)
         return stats
 
@@ -205,6 +219,8 @@ class LocalReplica:
             self._resolve(self._calls, *rest)
         elif kind == "error":
             self._resolve(self._calls, rest[0], _error(*rest[1:]))
+        elif kind == "figures":
+            (self.last_stats,) = rest
         elif kind == "ready":
             self._resolve(self._calls, READY, rest[0])
         elif kind == "failed":

@@ -30,12 +30,12 @@ def sampled_logprobs(logprobs: Any) -> NDArray[np.float32] | None:
 
 
 def _metrics(metrics: Any) -> CompletionMetrics:
-    """Read vLLM's time stamps; a request that was cut before a stage has 0 there."""
+    """Read vLLM's time stamps, all of the engine core's clock; a request that was cut before a stage has 0 there."""
     if metrics is None:
         return CompletionMetrics()
     return CompletionMetrics(
         queue_seconds=max(metrics.scheduled_ts - metrics.queued_ts, 0.0),
-        first_token_seconds=max(metrics.first_token_latency, 0.0),
+        first_token_seconds=max(metrics.first_token_ts - metrics.queued_ts, 0.0),
         total_seconds=max(metrics.last_token_ts - metrics.queued_ts, 0.0),
     )
 

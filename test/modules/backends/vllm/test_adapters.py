@@ -1,0 +1,182 @@
+"""LoRA adapters: what users pass, when they are loaded, and what a real engine does with them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engines import ADAPTED
+from torchrl_moe._compat import vllm_client_errors
+from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.modules.backends.vllm.adapters import Adapters, build_lora_request
+from torchrl_moe.modules.replay.router_replay import RouterReplay
+from torchrl_moe.testing import make_tiny_moe
+
+ADAPTER = {"lora_name": "tiny", "lora_int_id": 1, "lora_path": "somewhere"}
+
+
+def test_an_adapter_may_be_vllms_object_or_a_mapping() -> None:
+    from vllm.lora.request import LoRARequest
+
+    assert build_lora_request(None) is None
+    given = LoRARequest(**ADAPTER)
+    assert build_lora_request(given) is given
+    built = build_lora_request(ADAPTER)
+    assert isinstance(built, LoRARequest)
+    assert (built.lora_name, built.lora_int_id, built.lora_path) == ("tiny", 1, "somewhere")
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("tiny", "must be vllm.lora.request.LoRARequest or a mapping, got str"),
+        ({"lora_name": "tiny", "lora_int_id": 1}, "names no lora_path"),
+        ({**ADAPTER, "lora_path": ""}, "names no lora_path"),
+        ({**ADAPTER, "rank": 8}, "rank"),
+        ({**ADAPTER, "lora_int_id": 0}, "id must be > 0, got 0"),
+    ],
+)
+def test_an_adapter_that_vllm_does_not_know_is_refused(spec: Any, words: str) -> None:
+    with pytest.raises(vllm_client_errors(), match=words):
+        build_lora_request(spec)
+
+
+class Engine:
+    """Counts the adapters it is told to load; those of a path that says so fail."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self.broken = True
+
+    async def add_lora(self, lora: Any) -> bool:
+        self.loaded.append(lora.lora_path)
+        await asyncio.sleep(0.01)
+        if "broken" in lora.lora_path and self.broken:
+            raise Exception("Worker failed")  # of no narrower type, as vLLM's
+        return True
+
+
+def test_an_adapter_is_loaded_once_however_many_requests_name_it() -> None:
+    engine = Engine()
+
+    async def main() -> None:
+        adapters = Adapters(engine)
+        assert await adapters.load(None) is None
+        loaded = await asyncio.gather(*(adapters.load(ADAPTER) for _ in range(5)))
+        assert {lora.lora_name for lora in loaded} == {"tiny"}
+        await adapters.load(ADAPTER)
+        await adapters.load({**ADAPTER, "lora_int_id": 2, "lora_path": "elsewhere"})
+
+    asyncio.run(main())
+    assert engine.loaded == ["somewhere", "elsewhere"]
+
+
+def test_an_id_stands_for_one_adapter_until_it_is_replaced_on_purpose() -> None:
+    engine = Engine()
+    other = {**ADAPTER, "lora_path": "elsewhere"}
+
+    async def main() -> None:
+        adapters = Adapters(engine)
+        await adapters.load(ADAPTER)
+        with pytest.raises(ValueError, match="lora_int_id=1 is the adapter of 'somewhere', not of 'elsewhere'"):
+            await adapters.load(other)
+        await adapters.load({**other, "load_inplace": True})
+        await adapters.load(other)
+
+    asyncio.run(main())
+    assert engine.loaded == ["somewhere", "elsewhere"]
+
+
+def test_an_adapter_that_cannot_be_loaded_refuses_all_that_wait_and_may_be_tried_again() -> None:
+    engine = Engine()
+    bad = {**ADAPTER, "lora_path": "broken"}
+
+    async def main() -> None:
+        adapters = Adapters(engine)
+        waiting = [asyncio.create_task(adapters.load(bad)) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()  # its request is aborted; those of the others are not
+        _, *errors = await asyncio.gather(*waiting, return_exceptions=True)
+        words = "adapter 'tiny' of 'broken' cannot be loaded: Worker failed"
+        assert [(type(error), str(error)) for error in errors] == [(ValueError, words)] * 2
+        engine.broken = False
+        assert (await adapters.load(bad)).lora_path == "broken"
+
+    asyncio.run(main())
+    assert engine.loaded == ["broken", "broken"]
+
+
+# -- what a real engine does with them --------------------------------------------------------------------------------
+
+GREEDY = {"max_tokens": 6, "logprobs": 0, "temperature": 0.0, "ignore_eos": True}
+IDS = [72, 105, 44, 32, 119, 111, 114, 108, 100]
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """The model of the engine with an adapter on its attention, and the folder of the adapter alone."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    config = LoraConfig(
+        r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(make_tiny_moe("qwen3_moe"), config)
+    folder = tmp_path_factory.mktemp("adapter")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def check_against(model: Any, completion: Completion) -> None:
+    """Log-probs and routes are those of a forward pass over the answer."""
+    (output,) = completion.outputs
+    full = torch.tensor([[*IDS, *output.token_ids.tolist()]])
+    replay = RouterReplay(model)
+    with torch.no_grad(), replay.record() as recording:
+        log_probs = model(full).logits.log_softmax(-1)[0, len(IDS) - 1 : -1]
+    replay.remove()
+    expected = log_probs.gather(-1, full[0, len(IDS) :, None])[:, 0].numpy()
+    np.testing.assert_allclose(output.logprobs, expected, atol=1e-4)
+    assert output.routed_experts is not None
+    routes = recording.routed_experts[0, :-1, 1:].sort(-1).values  # layer 0 is dense
+    assert np.array_equal(np.sort(output.routed_experts[:, 1:], -1), routes.numpy())
+
+
+@pytest.mark.engine("qwen3_moe", **ADAPTED)
+@pytest.mark.usefixtures("one_thread")
+def test_a_request_with_an_adapter_gets_the_adapted_model_and_one_without_does_not(
+    engine: AsyncVLLM, tuned: tuple[Any, Path]
+) -> None:
+    from vllm.lora.request import LoRARequest
+
+    model, folder = tuned
+    fields = {"lora_name": "tiny", "lora_int_id": 1, "lora_path": str(folder)}
+    plain = engine.generate(IDS, GREEDY, use_tqdm=False)
+    by_mapping = engine.generate(IDS, GREEDY, use_tqdm=False, lora_request=fields)
+    by_object = engine.generate(IDS, GREEDY, use_tqdm=False, lora_request=LoRARequest(**fields))
+    check_against(model, by_mapping)
+    check_against(model, by_object)
+    with model.disable_adapter():
+        check_against(model, plain)
+    assert by_mapping.outputs[0].token_ids.tolist() != plain.outputs[0].token_ids.tolist()
+
+
+@pytest.mark.engine("qwen3_moe", **ADAPTED)
+def test_an_adapter_that_is_not_there_is_refused_and_the_engine_goes_on(engine: AsyncVLLM, tmp_path: Path) -> None:
+    missing = {"lora_name": "none", "lora_int_id": 2, "lora_path": str(tmp_path / "missing")}
+    with pytest.raises(ValueError, match="missing"):
+        engine.generate(IDS, GREEDY, use_tqdm=False, lora_request=missing, timeout_seconds=60)
+    assert engine.generate(IDS, GREEDY, use_tqdm=False).outputs[0].finish_reason == "length"
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_an_adapter_for_an_engine_without_lora_is_refused(engine: AsyncVLLM, tuned: tuple[Any, Path]) -> None:
+    fields = {"lora_name": "tiny", "lora_int_id": 1, "lora_path": str(tuned[1])}
+    with pytest.raises(ValueError, match=r"(?i)lora is not enabled"):
+        engine.generate(IDS, GREEDY, use_tqdm=False, lora_request=fields)

@@ -1,0 +1,155 @@
+"""What became of the requests of a service, and how long they took: counters, percentiles, histograms.
+
+Every request counts once in ``requests`` and once more when its call ends, by its outcome as the caller sees it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from torchrl_moe._errors import EngineError, GenerationTimeout
+from torchrl_moe.modules.backends.replica import Completion
+
+__all__ = ["COUNTERS", "OUTCOMES", "Histogram", "Metrics"]
+
+OUTCOMES = {
+    "completed": "returned whole",
+    "aborted": "cut short: by an abort, Ctrl-C, a cancelled task, or an error of another request of the call",
+    "timed_out": "not finished at their deadline",
+    "refused": "that the engine or the service would not take",
+    "failed": "that a replica failed, or that found none to serve them",
+}
+COUNTERS = {
+    "requests": "Requests given to the service.",
+    **{name: f"Requests {meaning}." for name, meaning in OUTCOMES.items()},
+    "retried": "Times that a request was started again on another replica.",
+    "sequences": "Answers returned.",
+    "prompt_tokens": "Prompt tokens of the requests that were answered.",
+    "cached_tokens": "Those of them that a prefix cache had.",
+    "generated_tokens": "Tokens of the answers.",
+    "generation_seconds": "Seconds from a request's arrival at its engine to its last token, summed.",
+}
+SECONDS = ("queue_seconds", "first_token_seconds", "total_seconds")
+BOUNDS = tuple(base * 10.0**power for power in range(-3, 3) for base in (1.0, 2.5, 5.0))
+MOST_RECENT = 2048
+
+Finished: TypeAlias = Callable[[Sequence[Completion]], None]
+
+
+class Histogram:
+    """Seconds: how many fell in which bucket since the beginning, and percentiles of the most recent ones.
+
+    Attributes:
+        counts: int, per bucket: up to each of ``BOUNDS`` (1 ms to 500 s), the last for all above.
+        total: sum of all values.
+    """
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS) + 1)
+        self.total = 0.0
+        self._recent: deque[float] = deque(maxlen=MOST_RECENT)
+
+    def add(self, seconds: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(BOUNDS, seconds)] += 1
+        self.total += seconds
+        self._recent.append(seconds)
+
+    def percentiles(self) -> dict[str, float]:
+        """Return p50, p90 and p99 of the last 2048 values; nothing if there are none."""
+        if not self._recent:
+            return {}
+        values = np.quantile(np.array(self._recent), (0.5, 0.9, 0.99)).tolist()
+        return dict(zip(("p50", "p90", "p99"), values, strict=True))
+
+
+class Metrics:
+    """Counters and histograms of one service; safe to use from any thread.
+
+    Args:
+        enabled: whether anything is counted.
+
+    >>> metrics = Metrics()
+    >>> metrics.count("retried")
+    >>> metrics.summary()["retried"]
+    1
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self._lock = threading.Lock()
+        self._counts: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        self._histograms = {name: Histogram() for name in SECONDS}
+
+    def count(self, name: str, amount: float = 1) -> None:
+        """Add to a counter.
+
+        Raises:
+            ValueError: there is no such counter.
+        """
+        if name not in self._counts:
+            raise ValueError(f"no counter {name!r}; known: {', '.join(COUNTERS)}")
+        if self.enabled:
+            with self._lock:
+                self._counts[name] += amount
+
+    @contextlib.contextmanager
+    def call(self, requests: int) -> Iterator[Finished]:
+        """Count the requests of one call, whose completions the body hands to what it is given."""
+        self.count("requests", requests)
+        try:
+            yield self._finish
+        except GenerationTimeout as error:
+            partial = [completion for completion in error.partial if completion is not None]
+            self._finish(partial)
+            self.count("timed_out", requests - len(partial))
+            raise
+        except ValueError:
+            self.count("refused")
+            self.count("aborted", requests - 1)
+            raise
+        except EngineError:
+            self.count("failed", requests)
+            raise
+        except BaseException:
+            self.count("aborted", requests)
+            raise
+
+    def _finish(self, completions: Sequence[Completion]) -> None:
+        if not self.enabled:
+            return
+        with self._lock:
+            for completion in completions:
+                self._counts["aborted" if completion.aborted else "completed"] += 1
+                self._counts["sequences"] += len(completion.outputs)
+                self._counts["prompt_tokens"] += len(completion.prompt_token_ids)
+                self._counts["cached_tokens"] += completion.num_cached_tokens
+                self._counts["generated_tokens"] += sum(len(output.token_ids) for output in completion.outputs)
+                self._counts["generation_seconds"] += completion.metrics.total_seconds
+                for name, histogram in self._histograms.items():
+                    histogram.add(getattr(completion.metrics, name))
+
+    def summary(self) -> dict[str, float]:
+        """Return all counters, and p50, p90, p99 of the seconds of the last 2048 requests, to be logged as they are.
+
+        Empty if metrics are off.
+        """
+        if not self.enabled:
+            return {}
+        with self._lock:
+            summary = dict(self._counts)
+            for name, histogram in self._histograms.items():
+                summary |= {f"{name}_{key}": value for key, value in histogram.percentiles().items()}
+            return summary
+
+    def histograms(self) -> dict[str, tuple[list[int], float]]:
+        """Return, by name, how many values fell in each bucket of ``BOUNDS`` and above, and the sum of all."""
+        with self._lock:
+            return {name: (list(h.counts), h.total) for name, h in self._histograms.items()}
