@@ -70,7 +70,20 @@ class UnsupportedRouterError(RoutingError):
 
 
 class EngineError(TorchRLMoEError):
-    """The generation service cannot do what was asked."""
+    """The generation service cannot do what was asked.
+
+    Args:
+        message: why.
+        partial: of a call that ended early, one entry per request, in input order: its output if it had finished,
+            else ``None``.
+    """
+
+    def __init__(self, message: str = "", partial: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.partial = list(partial)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.partial)
 
 
 class ReplicaDiedError(EngineError):
@@ -82,19 +95,7 @@ class NoReplicaError(EngineError):
 
 
 class GenerationTimeout(EngineError, TimeoutError):
-    """Requests that did not finish in time; they were aborted on their replicas.
-
-    Args:
-        message: what timed out, and the limit.
-        partial: one entry per request, in input order: its output if it had finished, else ``None``.
-    """
-
-    def __init__(self, message: str, partial: Sequence[Any] = ()) -> None:
-        super().__init__(message)
-        self.partial = list(partial)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.args[0], self.partial)
+    """Requests that did not finish in time; they were aborted on their replicas."""
 
 
 class StaleReplicaError(EngineError):

@@ -18,6 +18,7 @@ ACROSS: dict[str, str] = {
     "modules/serving/test_connect.py": "a service in a Ray cluster, and its drivers",
     "objectives/test_invariance.py": "no split of a batch changes a loss, for each of them",
     "modules/policies/test_parity.py": "engine and policy together compute what transformers computes",
+    "modules/serving/test_faults.py": "processes of real engines killed and stopped under requests",
     "modules/replay/test_composition.py": "replay with peft, torch.compile and FSDP2",
     "weight_update/test_weights_in_flight.py": "requests across a weight swap, over a real engine",
     "weight_update/test_weight_matrix.py": "families, pauses, caches and transports together, over real engines",

@@ -13,7 +13,7 @@ import torch
 
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.data import RoutedExperts, RoutingLayout
-from torchrl_moe.modules.backends.replica import Completion, Replica, Request
+from torchrl_moe.modules.backends.replica import Completion, Replica, Request, Vitals
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
 
@@ -293,6 +293,61 @@ def test_every_future_resolves_when_death_comes_at_any_moment() -> None:
             assert error is not None or len(future.result().outputs[0].token_ids) == 1
 
 
+def test_a_replica_dies_under_the_request_that_it_is_told_to() -> None:
+    replica = FakeReplica(2, token_seconds=60.0, die_under=lambda r: r.request_id == "poison")
+    before, poison, after = replica.submit([request(request_id=name) for name in ("before", "poison", "after")])
+    for future in (before, poison, after):
+        with pytest.raises(ReplicaDiedError, match=r"^replica 2 died: under 'poison'$"):
+            future.result(5.0)
+    assert not replica.is_alive()
+
+
+def test_a_stalled_replica_makes_no_token_and_answers_nothing_until_it_dies() -> None:
+    replica = FakeReplica(token_seconds=0.001)
+    (running,) = replica.submit([request(request_id="a", max_tokens=1000)])
+    replica.stall()
+    (new,) = replica.submit([request(request_id="b")])
+    replica.abort(["a"])
+    with pytest.raises(EngineError, match=r"replica 0 did not answer 'vitals' within 0\.05 s"):
+        replica.call("vitals", 0.05, seconds=0.01)
+    assert (running.done(), new.done(), replica.is_alive()) == (False, False, True)
+    timer = threading.Timer(0.05, replica.shutdown)
+    timer.start()
+    with pytest.raises(ReplicaDiedError):
+        replica.call("tokenizer", 5.0)
+    for future in (running, new):
+        with pytest.raises(ReplicaDiedError):
+            future.result(5.0)
+    timer.join()
+
+
+def test_a_start_may_take_its_time_or_fail() -> None:
+    slow = FakeReplica(start_seconds=0.05)
+    with pytest.raises(EngineError, match=r"replica 0 was not ready within 0\.01 s"):
+        slow.wait_ready(0.01)
+    started = time.monotonic()
+    assert slow.wait_ready(5.0).model == "fake"
+    assert time.monotonic() - started >= 0.05
+    with pytest.raises(ReplicaDiedError, match="replica 0 died: no memory"):
+        FakeReplica(fail_start="no memory").wait_ready(1.0)
+
+
+def test_a_shutdown_ends_a_slow_start() -> None:
+    replica = FakeReplica(start_seconds=60.0)
+    timer = threading.Timer(0.05, replica.shutdown)
+    timer.start()
+    with pytest.raises(ReplicaDiedError, match="shut down"):
+        replica.wait_ready(90.0)
+    timer.join()
+
+
+def test_it_is_as_well_as_it_is_told_to_be() -> None:
+    replica = FakeReplica()
+    assert replica.call("vitals", 1.0, seconds=0.5) == Vitals(core_answered=True)
+    replica.vitals = Vitals(core_answered=False, stopped=True)
+    assert replica.call("vitals", 1.0, seconds=0.5) == Vitals(core_answered=False, stopped=True)
+
+
 # -- pause and commands -----------------------------------------------------------------------------------------------
 
 
@@ -418,7 +473,7 @@ def test_a_dead_replica_of_several_leaves_the_others_serving() -> None:
         eventually(lambda: engine.stats()[0]["state"] == "DEAD")
         assert engine.generate("hi", use_tqdm=False).metrics.replica == 1
         engine.replicas[1].die()
-        with pytest.raises(ReplicaDiedError):
+        with pytest.raises(NoReplicaError, match="injected death"):
             engine.generate("hi", use_tqdm=False)
         with pytest.raises(NoReplicaError):
             engine.generate("hi", use_tqdm=False)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,9 @@ from torchrl_moe.modules.backends.replica import (
     ReplicaInfo,
     ReplicaStats,
     Request,
+    Vitals,
 )
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
@@ -58,6 +60,9 @@ class FakeReplica:
         layout: the routers it pretends to have; ``None`` for a dense model.
         token_seconds: how long a token takes, or a function of the request that says so; 0 answers within ``submit``.
         refuse: a function of the request that returns a reason to refuse it, or ``None``.
+        die_under: a function of the request; the replica dies as it begins one for which that is true.
+        start_seconds: how long it takes to be ready.
+        fail_start: why it does not come up; ``""`` if it does.
     """
 
     def __init__(
@@ -68,18 +73,26 @@ class FakeReplica:
         layout: RoutingLayout | None = LAYOUT,
         token_seconds: float | Callable[[Request], float] = 0.0,
         refuse: Callable[[Request], str | None] | None = None,
+        die_under: Callable[[Request], bool] | None = None,
+        start_seconds: float = 0.0,
+        fail_start: str = "",
     ) -> None:
         self.index = index
         self.seed = seed
         self.layout = layout
         self.token_seconds = token_seconds
         self.refuse = refuse
+        self.die_under = die_under
+        self.start_seconds = start_seconds
+        self.fail_start = fail_start
+        self.vitals = Vitals(core_answered=True)
         self.version = 0
         self.log_path = None
         self.submitted: list[Request] = []
         self._running: dict[str, _Running] = {}
         self._changed = threading.Condition()
         self._paused = False
+        self._stalled = False
         self._dead: str | None = None
         self._counts: Counter[str] = Counter()
 
@@ -89,9 +102,14 @@ class FakeReplica:
         """Do nothing: there is no process."""
 
     def wait_ready(self, timeout: float) -> ReplicaInfo:
-        """Serve at once."""
-        del timeout
+        """Serve, after ``start_seconds``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._dead is not None, min(timeout, self.start_seconds))
+        if self.fail_start:
+            self.die(self.fail_start)
         self._check_alive()
+        if timeout < self.start_seconds:
+            raise EngineError(f"replica {self.index} was not ready within {timeout:g} s")
         return ReplicaInfo(model="fake", layout=self.layout, max_model_len=1 << 20, engine_version="fake")
 
     def is_alive(self) -> bool:
@@ -107,6 +125,12 @@ class FakeReplica:
             self._changed.notify_all()
         for entry in running:
             entry.future.set_exception(ReplicaDiedError(self._dead))
+
+    def stall(self) -> None:
+        """Make no token and answer nothing from now on, as a process that is stopped by a signal."""
+        with self._changed:
+            self._stalled = True
+            self._changed.notify_all()
 
     def shutdown(self) -> None:
         """Die of old age."""
@@ -131,9 +155,14 @@ class FakeReplica:
         with self._changed:
             self.submitted.append(request)
             taken = request.request_id in self._running
-            dead, at_once = self._dead, not seconds and not self._paused
-            if dead is None and reason is None and not taken and not at_once:
+            at_once = not seconds and not self._held
+            dies = self._dead is None and self.die_under is not None and self.die_under(request)
+            dead = self._dead
+            if dead is None and not dies and reason is None and not taken and not at_once:
                 self._running[request.request_id] = entry
+        if dies:
+            self.die(f"under {request.request_id!r}")
+            dead = self._dead
         if dead is not None:
             future.set_exception(ReplicaDiedError(dead))
         elif reason is not None or taken:
@@ -145,14 +174,18 @@ class FakeReplica:
             threading.Thread(target=self._generate, args=(entry, seconds), daemon=True).start()
         return future
 
+    @property
+    def _held(self) -> bool:
+        return self._paused or self._stalled
+
     def _generate(self, entry: _Running, seconds: float) -> None:
         def is_disturbed() -> bool:
-            return entry.aborted or self._paused or self._dead is not None
+            return entry.aborted or self._held or self._dead is not None
 
         limit = _max_tokens(entry.request)
         with self._changed:
-            while not entry.aborted and self._dead is None and entry.tokens < limit:
-                if self._paused:
+            while (not entry.aborted or self._stalled) and self._dead is None and entry.tokens < limit:
+                if self._held:
                     self._changed.wait()
                 elif not self._changed.wait_for(is_disturbed, seconds):
                     entry.tokens += 1
@@ -190,7 +223,13 @@ class FakeReplica:
 
     def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
         """Answer the commands that an engine without weights can answer."""
+        with self._changed:
+            silent = not self._changed.wait_for(lambda: not self._stalled or self._dead is not None, timeout)
         self._check_alive()
+        if silent:
+            raise EngineError(f"replica {self.index} did not answer {command!r} within {timeout:g} s")
+        if command == "vitals":
+            return self.vitals
         if command == "tokenizer":
             return ByteTokenizer()
         if command in ("pause", "resume", "stats"):
@@ -296,7 +335,9 @@ class FakeAsyncVLLM(GenerationService):
 
     Args:
         num_replicas: how many.
-        seed: see :class:`FakeReplica`, as is every other argument.
+        seed: see :class:`FakeReplica`, as is every argument that is not named here.
+        max_concurrent_requests: see :class:`~torchrl_moe.modules.AsyncVLLM`.
+        faults: the same; but without it no supervisor runs, so what died stays dead.
 
     >>> with FakeAsyncVLLM(num_replicas=2, seed=1) as engine:
     ...     completion = engine.generate("1+1=", {"max_tokens": 4, "logprobs": 0}, use_tqdm=False)
@@ -314,13 +355,27 @@ class FakeAsyncVLLM(GenerationService):
         layout: RoutingLayout | None = LAYOUT,
         token_seconds: float | Callable[[Request], float] = 0.0,
         refuse: Callable[[Request], str | None] | None = None,
+        max_concurrent_requests: int | Literal["auto"] | None = "auto",
+        faults: FaultPolicy | None = None,
     ) -> None:
-        self.replicas = [
-            FakeReplica(index, seed=seed, layout=layout, token_seconds=token_seconds, refuse=refuse)
-            for index in range(num_replicas)
-        ]
-        super().__init__(self.replicas, sampling_params, metrics=metrics)
+        settings: dict[str, Any] = {"seed": seed, "layout": layout, "token_seconds": token_seconds, "refuse": refuse}
+
+        def make_replica(index: int) -> FakeReplica:
+            self.replicas[index] = replica = FakeReplica(index, **settings)
+            return replica
+
+        self.replicas = [FakeReplica(index, **settings) for index in range(num_replicas)]
+        super().__init__(
+            self.replicas,
+            sampling_params,
+            metrics=metrics,
+            max_concurrent_requests=max_concurrent_requests,
+            faults=faults,
+            make_replica=make_replica,
+        )
         for replica in self.replicas:
             self.infos.append(replica.wait_ready(0.0))
             self.roster.set_state(replica.index, ReplicaState.SERVING)
         self._running = True
+        if faults is not None:
+            self._supervisor.start()

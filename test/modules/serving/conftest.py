@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from modules.serving.calls import eventually
+from modules.serving.fleets import RestartingService
 from torchrl_moe.testing import FakeAsyncVLLM
 
 
@@ -27,3 +28,24 @@ def serve() -> Iterator[Callable[..., FakeAsyncVLLM]]:
     finally:
         for engine in made:
             engine.shutdown()
+
+
+@pytest.fixture
+def fleet() -> Iterator[Callable[..., RestartingService]]:
+    """Makes services whose replicas are restarted; at the end no lease is held, no place taken, and all is ended."""
+    made: list[RestartingService] = []
+
+    def make(*args: Any, **kwargs: Any) -> RestartingService:
+        made.append(RestartingService(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    try:
+        for service in made:
+            eventually(lambda service=service: all(entry.inflight == 0 for entry in service.roster))
+            assert service.admission.taken == service.admission.waiting == 0
+            assert not service.roster.requests._cut
+    finally:
+        for service in made:
+            service.shutdown()
+    assert not [replica for service in made for line in service.made for replica in line if replica.is_alive()]

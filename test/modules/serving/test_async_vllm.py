@@ -30,6 +30,7 @@ from torchrl_moe.data import RoutedExperts
 from torchrl_moe.modules import AsyncVLLM, make_async_vllm_engine
 from torchrl_moe.modules.backends.replica import ReplicaInfo
 from torchrl_moe.modules.backends.vllm import local_replica
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 if TYPE_CHECKING:
@@ -236,6 +237,43 @@ def test_each_replica_draws_noise_of_its_own(scripted: Any, given: Any) -> None:
     first, *others = (replica.arguments for replica in scripted.made)
     assert first == {"model": "m", **given}
     assert others == [{"model": "m", "seed": 1}, {"model": "m", "seed": 2}]
+
+
+def test_a_replica_that_died_is_made_anew_with_noise_of_its_own(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with AsyncVLLM.launch({"model": "m", "seed": 7}, 2, faults=FaultPolicy(first_delay=0.0)) as engine:
+        scripted.made[1].die()
+        eventually(lambda: engine.roster[1].restarts == 1 and engine.roster[1].state.name == "SERVING")
+        _, old, new = scripted.made
+        assert old.log == ["start", "ready", "shutdown"]
+        assert new.log == ["start", "ready"]
+        assert (new.index, new.arguments) == (1, {"model": "m", "seed": 9})
+        assert new.environment == old.environment
+        assert new.environment["CUDA_VISIBLE_DEVICES"] == "5"
+    assert new.log[-1] == "shutdown"
+
+
+def test_without_restarts_a_dead_replica_stays_dead(scripted: Any) -> None:
+    with AsyncVLLM.launch({"model": "m"}, 2, faults=FaultPolicy(restart=False)) as engine:
+        scripted.made[1].die()
+        eventually(lambda: engine.roster[1].state.name == "DEAD")
+        time.sleep(0.1)
+        assert len(scripted.made) == 2
+
+
+def test_the_number_of_requests_at_a_time_is_the_users_or_a_thousand_for_each_replica(
+    scripted: Any, model: Path
+) -> None:
+    for given, expected in (
+        ({}, 3 * 1024),
+        ({"max_concurrent_requests": 5}, 5),
+        ({"max_concurrent_requests": None}, None),
+    ):
+        with AsyncVLLM.from_pretrained(model, 3, **given) as engine:
+            assert engine.admission.limit == expected
+    with pytest.raises(ValueError, match="max_concurrent_requests must be at least 1, or None for no limit, got 0"):
+        AsyncVLLM.from_pretrained(model, max_concurrent_requests=0)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -885,25 +923,6 @@ def test_threads_and_tasks_share_both_replicas(engine: AsyncVLLM) -> None:
         assert [c.prompt_token_ids.tolist() for c in asynchronous.result(60.0)] == [[65 + i] for i in range(20)]
     assert engine.collective_rpc("torchrl_moe_router_layers") == [[[1, 2, 3]], [[1, 2, 3]]]
     assert len(engine.get_cache_usage()) == 2
-
-
-@pytest.mark.engine("qwen3_moe", num_replicas=2)
-def test_of_two_replicas_one_is_killed_and_the_other_goes_on(engine: AsyncVLLM) -> None:
-    first, second = leaders(engine)
-    family = [first, *first.children(recursive=True), second, *second.children(recursive=True)]
-    engine.pause()  # nothing finishes before the kill
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(generate, engine, [IDS] * 4)
-        eventually(lambda: engine.get_num_unfinished_requests() == [2, 2])
-        first.kill()
-        with pytest.raises(ReplicaDiedError, match=r"replica 0 .*exit code -9"):
-            call.result(30.0)
-    engine.resume()
-    assert [entry.state.name for entry in engine.roster] == ["DEAD", "SERVING"]
-    assert engine.get_num_unfinished_requests() == [0, 0]
-    assert {completion.metrics.replica for completion in generate(engine, [IDS] * 4)} == {1}
-    engine.shutdown()  # the next test that asks for two replicas gets new ones
-    assert psutil.wait_procs(family, 5.0)[1] == []
 
 
 # -- starts that fail -------------------------------------------------------------------------------------------------

@@ -77,3 +77,14 @@ def test_the_bound_is_a_multiple_of_the_mean_and_never_below_the_margin() -> Non
     assert load_bound(busy, 1.0, 2.0) == pytest.approx(42.0)
     idle = Candidates(entries(0, 0, 0, 0))
     assert load_bound(idle, 1.15, 1.0) == pytest.approx(1.25)
+
+
+def test_an_entry_takes_requests_if_it_serves_and_its_breaker_lets_them_pass() -> None:
+    entry = RosterEntry(0, "a", ReplicaState.SERVING)
+    assert entry.may_take
+    entry.breaker.failed(trip=True)
+    assert not entry.may_take
+    entry.breaker.try_now()
+    assert entry.may_take
+    entry.state = ReplicaState.DRAINING
+    assert not entry.may_take

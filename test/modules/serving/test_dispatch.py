@@ -10,16 +10,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from torchrl_moe._errors import GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
+from modules.serving.calls import in_thread
+from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving import dispatch as dispatch_module
-from torchrl_moe.modules.serving.dispatch import Dispatch, Placement
+from torchrl_moe.modules.serving.admission import Admission, Ticket
+from torchrl_moe.modules.serving.candidates import Recovery
+from torchrl_moe.modules.serving.dispatch import Dispatch
 from torchrl_moe.modules.serving.load_balancer import LoadBalancer
+from torchrl_moe.modules.serving.placing import Placement
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.fake_engine import FakeReplica
 
@@ -114,9 +119,7 @@ def dispatch(
 
 
 def run(balancer: LoadBalancer, names: Sequence[str], timeout: float | None = None, **kwargs: Any) -> list[Completion]:
-    call = dispatch(balancer, names, timeout, **kwargs)
-    call.send()
-    return call.wait(use_tqdm=False)
+    return dispatch(balancer, names, timeout, **kwargs).run()
 
 
 def replicas(balancer: LoadBalancer) -> list[Recording]:
@@ -169,9 +172,7 @@ def test_prompt_session_and_version_reach_the_strategies(serve: Any) -> None:
 
 def test_text_is_what_a_strategy_sees_of_a_text_prompt(serve: Any) -> None:
     lb = serve()
-    call = Dispatch(lb, [Request(request_id="a", sampling_params=None, prompt="hi")], Placement(), None)
-    call.send()
-    (completion,) = call.wait(use_tqdm=False)
+    (completion,) = Dispatch(lb, [Request(request_id="a", sampling_params=None, prompt="hi")], Placement(), None).run()
     assert completion.prompt == "hi"
 
 
@@ -209,14 +210,15 @@ def test_half_a_hand_over_is_taken_back(serve: Any, error: BaseException) -> Non
 
 def test_a_name_in_flight_is_refused_until_its_request_is_over(serve: Any) -> None:
     lb = serve(2, token_seconds=slow_if("slow"))
-    first = dispatch(lb, ["slow"])
-    first.send()
+    first = in_thread(lambda: run(lb, ["slow"]))
+    eventually(lambda: lb.roster[0].inflight == 1)
     with pytest.raises(ValueError, match="request ids are in flight already: slow"):
         run(lb, ["other", "slow"])
     assert [entry.inflight for entry in lb.roster] == [1, 0]
     run(lb, ["other"])
-    first.abort()
-    first.abort()
+    lb.roster.requests.cut(["slow"])
+    lb.roster.requests.cut(["slow"])
+    assert first.result(5.0)[0].aborted
     for replica in replicas(lb):
         replica.token_seconds = 0.0
     run(lb, ["slow"])
@@ -262,25 +264,35 @@ def test_a_group_that_waits_begins_on_the_version_that_then_serves(serve: Any) -
         lb.roster.set_state(1, ReplicaState.SERVING)
 
     timer = later(0.1, finish_sync)
-    call = dispatch(lb, "ab", group_ids=["new", "new"])
     lb.roster.set_state(0, ReplicaState.DRAINING)
-    call.send()
-    assert [c.metrics.replica for c in call.wait(use_tqdm=False)] == [1, 1]
+    assert [c.metrics.replica for c in run(lb, "ab", group_ids=["new", "new"])] == [1, 1]
     timer.join()
     lb.roster.set_state(0, ReplicaState.SERVING)
     assert [c.metrics.replica for c in run(lb, "cd", group_ids=["new", "old"])] == [1, 0]
 
 
-def test_a_group_whose_placement_failed_is_not_settled(serve: Any) -> None:
+def test_a_request_that_must_wait_does_not_hold_up_the_others_of_its_call(serve: Any) -> None:
     lb = serve(2)
     lb.roster.set_version(1, 1)
     lb.acquire(group_id="old").release()
     lb.roster.set_state(1, ReplicaState.DRAINING)
-    with pytest.raises(StaleReplicaError, match="which group 'old' began on"):
-        run(lb, "ab", timeout=0.05, group_ids=["new", "old"])  # "new" had its lease, on version 0
-    assert not lb.has_group("new")
+    with pytest.raises(StaleReplicaError, match="which group 'old' began on") as caught:
+        run(lb, "ab", timeout=0.1, group_ids=["new", "old"])
+    assert [None if c is None else c.metrics.replica for c in caught.value.partial] == [0, None]
+    assert lb.groups.version("new") == 0
     lb.roster.set_state(1, ReplicaState.SERVING)
-    assert [c.metrics.replica for c in run(lb, "ab", group_ids=["new", "old"])] == [1, 1]
+    assert [c.metrics.replica for c in run(lb, "ab", group_ids=["new", "old"])] == [0, 1]
+
+
+def test_a_group_whose_version_no_replica_will_ever_hold_again_is_told_at_once(serve: Any) -> None:
+    lb = serve(2)
+    lb.acquire(group_id="g").release()
+    for index in range(2):
+        lb.roster.set_state(index, ReplicaState.SYNCING)
+        lb.roster.set_version(index, 1)
+    lb.roster.set_state(0, ReplicaState.SERVING)
+    with pytest.raises(StaleReplicaError, match="Begin the group again"):  # the other is in sync, but on version 1
+        run(lb, "a", group_ids=["g"])
 
 
 def test_many_waiting_threads_all_wake_up(serve: Any) -> None:
@@ -317,7 +329,7 @@ def test_the_deadline_ends_the_wait_for_a_version(serve: Any) -> None:
     [
         ([ReplicaState.DEAD, ReplicaState.QUARANTINED], {}, NoReplicaError),
         ([ReplicaState.SERVING, ReplicaState.QUARANTINED], {"actor_index": 1}, NoReplicaError),
-        ([ReplicaState.SYNCING, ReplicaState.DEAD], {"actor_index": 1}, NoReplicaError),
+        ([ReplicaState.SYNCING, ReplicaState.DEAD], {"actor_index": 1}, ReplicaDiedError),
         ([ReplicaState.SERVING, ReplicaState.SERVING], {"min_version": 1}, StaleReplicaError),
         ([ReplicaState.SYNCING, ReplicaState.SERVING], {"actor_index": 1, "min_version": 1}, StaleReplicaError),
     ],
@@ -330,13 +342,6 @@ def test_nothing_waits_for_a_replica_that_does_not_come(
         entry.state = state
     with pytest.raises(error):
         run(lb, "ab", **placement)
-
-
-def test_a_wait_that_is_not_wanted_ends_at_once(serve: Any) -> None:
-    lb = serve()
-    lb.roster.set_state(0, ReplicaState.SYNCING)
-    with pytest.raises(NoReplicaError):
-        dispatch(lb, "a").send(wait=False)
 
 
 def test_the_last_replica_dying_ends_the_wait(serve: Any) -> None:
@@ -363,7 +368,7 @@ def test_a_call_that_waits_half_way_holds_its_places_and_gives_them_back(serve: 
     lb.roster.set_state(1, ReplicaState.DEAD)
     with pytest.raises(NoReplicaError):
         run(LoadBalancer(lb, OneEach()), "ab", timeout=0.1)
-    assert replicas(lb)[0].messages == []
+    assert replicas(lb)[0].messages == [["a"]]
 
 
 def test_ctrl_c_while_waiting_for_a_replica_leaves_nothing(serve: Any, interrupt: Any) -> None:
@@ -386,7 +391,7 @@ def test_late_requests_are_aborted_and_the_finished_ones_are_kept(serve: Any) ->
     ) as caught:
         run(lb, "abcde", timeout=0.2)
     assert [None if c is None else c.request_id for c in caught.value.partial] == ["a", None, "c", "d", None]
-    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+    assert caught.value.__context__ is None
     assert [replica.aborts for replica in replicas(lb)] == [["e"], ["b"]]
     assert len(run(lb, "acd")) == 3
 
@@ -404,9 +409,8 @@ def test_a_timeout_survives_pickling_with_what_had_finished(serve: Any) -> None:
 def test_requests_that_had_finished_before_the_deadline_are_not_late(serve: Any) -> None:
     lb = serve()
     call = dispatch(lb, "ab", timeout=0.05)
-    call.send()
     time.sleep(0.1)
-    assert len(call.wait(use_tqdm=False)) == 2
+    assert len(call.run()) == 2
 
 
 def test_an_abort_that_the_engine_is_slow_to_answer_does_not_hold_the_caller(
@@ -444,18 +448,9 @@ def test_ctrl_c_while_waiting_aborts_all(serve: Any, interrupt: Any) -> None:
     assert [replica.aborts for replica in replicas(lb)] == [["c"], ["b"]]
 
 
-def test_a_replica_dying_under_requests_is_an_error_and_the_others_are_let_go(serve: Any) -> None:
-    lb = serve(3, token_seconds=HOUR)
-    timer = later(0.1, replicas(lb)[1].die, "out of memory")
-    with pytest.raises(ReplicaDiedError, match="replica 1 died: out of memory"):
-        run(lb, "abcdef")
-    assert [replica.aborts for replica in replicas(lb)] == [["a", "d"], [], ["c", "f"]]
-    timer.join()
-
-
 def test_requests_aborted_by_name_come_back_as_aborted(serve: Any) -> None:
     lb = serve(1, token_seconds=slow_if("b"))
-    timer = later(0.1, replicas(lb)[0].abort, ["b"])
+    timer = later(0.1, lb.roster.requests.cut, ["b", "unknown"])
     completions = run(lb, "abc")
     assert [completion.aborted for completion in completions] == [False, True, False]
     timer.join()
@@ -467,9 +462,7 @@ def test_requests_aborted_by_name_come_back_as_aborted(serve: Any) -> None:
 async def run_async(
     balancer: LoadBalancer, name: str = "a", timeout: float | None = None, **placement: Any
 ) -> Completion:
-    call = dispatch(balancer, [name], timeout, **placement)
-    await call.send_async()
-    return await call.wait_async()
+    return await dispatch(balancer, [name], timeout, **placement).run_async()
 
 
 def test_one_request_in_an_event_loop(serve: Any) -> None:
@@ -584,10 +577,10 @@ def test_a_cancelled_task_aborts_its_request(serve: Any) -> None:
 
 def test_refusal_and_death_reach_the_task(serve: Any) -> None:
     lb = serve(1, token_seconds=HOUR, refuse=lambda r: "too long" if r.request_id == "a" else None)
-    with pytest.raises(ValueError, match=r"^too long$"):
+    with pytest.raises(ValueError, match=r"^request 0 was refused: too long$"):
         asyncio.run(run_async(lb, "a"))
     timer = later(0.1, replicas(lb)[0].die)
-    with pytest.raises(ReplicaDiedError, match="injected death"):
+    with pytest.raises(NoReplicaError, match="It had begun elsewhere: replica 0 died: injected death"):
         asyncio.run(run_async(lb, "b"))
     timer.join()
 
@@ -595,11 +588,342 @@ def test_refusal_and_death_reach_the_task(serve: Any) -> None:
 def test_an_event_loop_that_is_gone_does_not_disturb_the_replica(serve: Any) -> None:
     lb = serve(1, token_seconds=0.05)
     loop = asyncio.new_event_loop()
-    call = dispatch(lb, "a")
-    loop.run_until_complete(call.send_async())
-    task = loop.create_task(call.wait_async())
+    task = loop.create_task(run_async(lb, "a"))
     loop.run_until_complete(asyncio.sleep(0.01))
+    assert lb.roster[0].inflight == 1
     loop.close()
-    assert call.futures[0].result(5.0).request_id == "a"
     eventually(lambda: lb.roster[0].inflight == 0)
     task._log_destroy_pending = False  # type: ignore[attr-defined] # asyncio's own word for: on purpose
+
+
+# -- a replica dies under requests ------------------------------------------------------------------------------------
+
+
+def text_of(completion: Completion) -> str:
+    return completion.outputs[0].text
+
+
+def test_requests_of_a_dead_replica_begin_again_elsewhere_and_come_back_as_if_nothing_had_been(serve: Any) -> None:
+    names = [f"request {i}" for i in range(30)]
+    expected = [text_of(completion) for completion in run(serve(), names)]
+    lb = serve(3, token_seconds=0.002)
+    replicas(lb)[1].token_seconds = HOUR
+    timer = later(0.1, replicas(lb)[1].die, "out of memory")
+    completions = run(lb, names)
+    timer.join()
+    assert [completion.request_id for completion in completions] == names
+    assert [text_of(completion) for completion in completions] == expected
+    assert [len(completion.outputs[0].routed_experts) for completion in completions] == [len(n) + 3 for n in names]
+    assert {completion.metrics.replica for completion in completions} == {0, 2}
+    assert [len(replica.submitted) for replica in replicas(lb)] == [15, 10, 15]
+    assert (lb.roster[1].state.name, lb.roster[1].last_error) == ("DEAD", "replica 1 died: out of memory")
+
+
+def test_a_task_does_the_same(serve: Any) -> None:
+    lb = serve(2, token_seconds=lambda r: 0.0)
+    replicas(lb)[0].die_under = lambda request: True
+    assert asyncio.run(run_async(lb)).metrics.replica == 1
+    assert len(replicas(lb)[0].submitted) == 1
+
+
+def test_a_replica_that_died_before_its_message_came_is_like_one_that_died_later(serve: Any) -> None:
+    lb = serve(2)
+    replicas(lb)[0].die()
+    assert {completion.metrics.replica for completion in run(lb, "abcd")} == {1}
+
+
+def test_the_second_try_keeps_to_version_and_group(serve: Any) -> None:
+    lb = serve(4)
+    for index, version in enumerate((2, 1, 2, 1)):
+        lb.roster.set_version(index, version)
+    for replica in replicas(lb)[:2]:
+        replica.die_under = lambda request: True
+    assert run(lb, "a", min_version=2)[0].metrics.replica == 2
+    lb.acquire_at(3, group_id="g").release()
+    assert [c.metrics.replica for c in run(lb, "ab", group_ids=["g", "g"])] == [3, 3]
+    assert [len(replica.submitted) for replica in replicas(lb)] == [1, 1, 1, 2]
+
+
+def test_a_group_moves_as_a_whole_if_none_of_it_was_answered(serve: Any) -> None:
+    lb = serve(2)
+    lb.roster.set_version(0, 1)
+    replicas(lb)[0].die_under = lambda request: True
+    completions = run(lb, "abc", group_ids=["g"] * 3)  # it began on version 1, which is gone
+    assert [completion.metrics.replica for completion in completions] == [1, 1, 1]
+    assert lb.groups.version("g") == 0
+
+
+def test_a_group_of_several_calls_moves_too_whichever_of_them_hears_of_the_death_first(serve: Any) -> None:
+    for _ in range(20):
+        lb = serve(2, token_seconds=HOUR)
+        lb.roster.set_version(0, 1)
+        calls = [in_thread(dispatch(lb, name, group_ids=["g"]).run) for name in "abc"]
+        eventually(lambda lb=lb: lb.roster[0].inflight == 3)
+        replicas(lb)[1].token_seconds = 0.0
+        replicas(lb)[0].die()
+        assert [call.result(5.0)[0].metrics.replica for call in calls] == [1, 1, 1]
+
+
+def test_a_group_of_which_one_was_answered_does_not_move(serve: Any) -> None:
+    lb = serve(2)
+    lb.roster.set_version(0, 1)
+    replicas(lb)[0].die_under = lambda request: request.request_id == "b"
+    with pytest.raises(StaleReplicaError, match=r"which group 'g' began on.*It had begun elsewhere: .*under 'b'") as e:
+        run(lb, "ab", group_ids=["g"] * 2)
+    assert [None if c is None else c.metrics.replica for c in e.value.partial] == [0, None]
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 3])
+def test_a_request_that_kills_its_replicas_is_given_up_by_name(serve: Any, attempts: int) -> None:
+    lb = serve(5)
+    for replica in replicas(lb):
+        replica.die_under = lambda request: request.request_id == "poison"
+    call = Dispatch(lb, requests("a", "poison", "b"), Placement(), None, attempts=attempts)
+    words = rf"request 1 \('poison'\) was given up: {attempts} replicas died under it\. The last one: replica"
+    with pytest.raises(ReplicaDiedError, match=words) as caught:
+        call.run()
+    assert sum(not replica.is_alive() for replica in replicas(lb)) == attempts
+    assert [None if c is None else c.request_id for c in caught.value.partial][1] is None
+
+
+def test_the_deadline_is_the_calls_whatever_died_meanwhile(serve: Any) -> None:
+    lb = serve(2, token_seconds=HOUR)
+    timer = later(0.15, replicas(lb)[0].die)
+    started = time.monotonic()
+    with pytest.raises(GenerationTimeout, match=r"2 of 2 requests were not finished within 0\.4 s"):
+        run(lb, "ab", timeout=0.4)
+    assert 0.4 <= time.monotonic() - started < 3.0
+    timer.join()
+    assert sorted(replicas(lb)[1].aborts) == ["a", "b"]
+    assert lb.roster.doubts == {1}
+
+
+def test_a_named_replica_that_dies_is_an_error_with_its_words(serve: Any) -> None:
+    lb = serve(2, token_seconds=HOUR)
+    timer = later(0.1, replicas(lb)[0].die, "out of memory")
+    with pytest.raises(ReplicaDiedError, match=r"replica 0, which actor_index names, is dead: .*out of memory"):
+        run(lb, "ab", actor_index=0)
+    timer.join()
+    assert replicas(lb)[1].messages == []
+
+
+def test_all_dead_is_no_replica_at_once_if_none_comes_back(serve: Any) -> None:
+    lb = serve(2)
+    for replica in replicas(lb):
+        replica.die_under = lambda request: True
+    with pytest.raises(NoReplicaError, match=r"#0 DEAD.*#1 DEAD.*It had begun elsewhere: replica . died: under 'a'"):
+        run(lb, "a")
+
+
+def test_all_dead_is_no_replica_at_the_deadline_if_some_may_come_back(serve: Any) -> None:
+    lb = serve(2, token_seconds=slow_if("b"))
+    for index in range(2):
+        lb.roster.set_recovery(index, Recovery.SUPERVISOR)
+    timers = [later(0.1, replica.die) for replica in replicas(lb)]
+    started = time.monotonic()
+    with pytest.raises(NoReplicaError, match="It had begun elsewhere") as caught:
+        run(lb, "ab", timeout=0.8)
+    assert 0.8 <= time.monotonic() - started < 3.0
+    assert [None if c is None else c.request_id for c in caught.value.partial] == ["a", None]
+    for timer in timers:
+        timer.join()
+
+
+def test_neither_a_refusal_nor_an_engines_error_is_tried_again_and_only_the_latter_counts_against_it(
+    serve: Any,
+) -> None:
+    lb = serve(3, refuse=lambda r: "too long" if r.request_id == "long" else None)
+    with pytest.raises(ValueError, match=r"^request 0 was refused: too long$"):
+        run(lb, ["long"])
+    assert sum(len(replica.submitted) for replica in replicas(lb)) == 1
+    failed: Future[Completion] = Future()
+    failed.set_exception(EngineError("a bug"))
+    for number in range(5):
+        replicas(lb)[1].submit = lambda requests: [failed]
+        with pytest.raises(EngineError, match="a bug"):
+            run(lb, [f"{number}"], actor_index=1)
+    assert [entry.breaker.barred for entry in lb.roster] == [False, True, False]
+    assert lb.roster[1].last_error == "a bug"
+    assert {c.metrics.replica for c in run(lb, "abcd")} == {0, 2}
+
+
+# -- cut short by the user --------------------------------------------------------------------------------------------
+
+
+def cut_while(balancer: LoadBalancer, call: Dispatch, condition: Callable[[], bool]) -> list[Completion]:
+    future = in_thread(call.run)
+    eventually(condition)
+    balancer.roster.requests.cut(["a"])
+    result: list[Completion] = future.result(5.0)
+    return result
+
+
+def check_empty(completion: Completion) -> None:
+    (output,) = completion.outputs
+    assert (output.finish_reason, len(output.token_ids), len(output.logprobs)) == ("abort", 0, 0)
+    assert (completion.request_id, completion.prompt_token_ids.tolist()) == ("a", [97])
+
+
+def test_a_request_that_waits_for_a_replica_can_be_cut(serve: Any) -> None:
+    lb = serve()
+    lb.roster.set_state(0, ReplicaState.SYNCING)
+    call = dispatch(lb, "a")
+    (completion,) = cut_while(lb, call, lambda: len(call._parked) == 1)
+    check_empty(completion)
+
+
+def test_a_request_that_waits_for_a_place_can_be_cut(serve: Any) -> None:
+    lb, admission = serve(), Admission(1)
+    admission.ask(Ticket(0, lambda: None), 1)
+    (completion,) = cut_while(lb, with_admission(lb, "a", admission), lambda: admission.waiting == 1)
+    check_empty(completion)
+    assert (admission.taken, admission.waiting) == (1, 0)
+    assert replicas(lb)[0].messages == []
+
+
+def test_a_request_that_was_cut_is_not_tried_elsewhere(serve: Any) -> None:
+    lb = serve(2, token_seconds=HOUR)
+    first = replicas(lb)[0]
+    first.abort = lambda ids: first.die()  # type: ignore[method-assign]
+    (completion,) = cut_while(lb, dispatch(lb, "a"), lambda: lb.roster[0].inflight == 1)
+    check_empty(completion)
+    assert replicas(lb)[1].messages == []
+
+
+def test_a_cut_that_comes_before_its_request_is_said_again(serve: Any) -> None:
+    lb = serve(1, token_seconds=HOUR)
+    call = dispatch(lb, "ab")
+    submit = replicas(lb)[0].submit
+
+    def late(requests: Sequence[Request]) -> list[Future[Completion]]:
+        lb.roster.requests.cut(["a"])
+        return submit(requests)
+
+    replicas(lb)[0].submit = late
+    timer = later(0.1, lb.roster.requests.cut, ["b"])
+    assert [completion.aborted for completion in call.run()] == [True, True]
+    assert replicas(lb)[0].aborts == ["a", "a", "b"]
+    timer.join()
+
+
+# -- places -----------------------------------------------------------------------------------------------------------
+
+
+def with_admission(
+    balancer: LoadBalancer, names: Sequence[str], admission: Admission, priority: int = 0, timeout: float | None = None
+) -> Dispatch:
+    made = [replace(request, priority=priority) for request in requests(*names)]
+    return Dispatch(balancer, made, Placement(), timeout, admission)
+
+
+def test_there_are_never_more_requests_in_the_engines_than_places(serve: Any) -> None:
+    lb, admission, most = serve(2, token_seconds=0.001), Admission(5), [0]
+
+    for replica in replicas(lb):
+
+        def submit(requests: Sequence[Request], replica: Recording = replica) -> list[Future[Completion]]:
+            futures = Recording.submit(replica, requests)
+            most[0] = max(most[0], sum(entry.replica.stats(1.0).running for entry in lb.roster))
+            return futures
+
+        replica.submit = submit
+    names = [[f"{call} {i}" for i in range(20)] for call in range(3)]
+    calls = [in_thread(with_admission(lb, batch, admission).run) for batch in names]
+    for batch, call in zip(names, calls, strict=True):
+        assert [completion.request_id for completion in call.result(20.0)] == batch
+    assert most == [5]
+    assert (admission.taken, admission.waiting) == (0, 0)
+
+
+def test_the_next_place_goes_to_the_lower_priority_number(serve: Any) -> None:
+    lb, admission = serve(1, token_seconds=slow_if("first")), Admission(1)
+    calls = [in_thread(with_admission(lb, ["first"], admission).run)]
+    for name, priority in (("low", 5), ("high", -5), ("middle", 0)):
+        calls.append(in_thread(with_admission(lb, [name], admission, priority).run))
+        eventually(lambda: admission.waiting == len(calls) - 1)
+    lb.roster.requests.cut(["first"])
+    for call in calls:
+        call.result(5.0)
+    assert replicas(lb)[0].messages == [["first"], ["high"], ["middle"], ["low"]]
+
+
+def test_the_deadline_also_ends_the_wait_for_a_place(serve: Any) -> None:
+    lb, admission = serve(), Admission(1)
+    holder = Ticket(0, lambda: None)
+    admission.ask(holder, 1)
+    with pytest.raises(GenerationTimeout, match=r"2 of 2 requests were not finished within 0\.1 s"):
+        with_admission(lb, "ab", admission, timeout=0.1).run()
+    assert (admission.taken, admission.waiting) == (1, 0)
+    assert lb.roster.doubts == set()
+    admission.give_back()
+    assert len(with_admission(lb, "ab", admission).run()) == 2
+
+
+def test_a_request_that_no_replica_takes_leaves_its_place_to_others(serve: Any) -> None:
+    lb, admission = serve(2), Admission(1)
+    lb.roster.set_state(1, ReplicaState.SYNCING)
+    named = Dispatch(lb, requests("a"), Placement(actor_index=1), None, admission)
+    waiting = in_thread(named.run)
+    eventually(lambda: len(named._parked) == 1)
+    assert len(with_admission(lb, "bc", admission).run()) == 2
+    lb.roster.set_state(1, ReplicaState.SERVING)
+    assert waiting.result(5.0)[0].metrics.replica == 1
+
+
+def test_a_cancelled_task_gives_its_place_back_wherever_it_is(serve: Any) -> None:
+    lb, admission = serve(1, token_seconds=HOUR), Admission(2)
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(with_admission(lb, f"{i}", admission).run_async()) for i in range(5)]
+        await asyncio.sleep(0.05)
+        assert (admission.taken, admission.waiting) == (2, 3)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert admission.waiting == 0
+
+    asyncio.run(main())
+    eventually(lambda: admission.taken == 0)
+
+
+def test_ctrl_c_again_and_again_leaves_all_counts_right(serve: Any, interrupt: Any) -> None:
+    lb, admission = serve(2, token_seconds=0.0005), Admission(3)
+    for number in range(15):
+        with pytest.raises(KeyboardInterrupt):
+            interrupt(0.001 + 0.0007 * number)
+            while True:
+                with_admission(lb, [f"{i}" for i in range(9)], admission).run()
+        eventually(lambda: [entry.inflight for entry in lb.roster] == [0, 0])
+        assert (admission.taken, admission.waiting) == (0, 0)
+        assert not lb.roster.requests._cut
+        assert not lb.roster._listeners
+    assert len(with_admission(lb, "abc", admission).run()) == 3
+
+
+def test_a_ctrl_c_in_the_middle_of_a_count_waits_until_it_is_made(serve: Any, interrupt: Any) -> None:
+    lb, admission = serve(), Admission(3)
+    reserve = lb.roster.reserve
+
+    def interrupted(index: int) -> bool:
+        trial: bool = reserve(index)
+        signal.raise_signal(signal.SIGINT)  # the place is counted, and nobody holds it yet
+        return trial
+
+    lb.roster.reserve = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        with_admission(lb, "ab", admission).run()
+    assert (lb.roster[0].inflight, admission.taken) == (0, 0)
+
+
+def test_a_placement_cut_short_gives_its_places_back(serve: Any) -> None:
+    class Interrupted:
+        name = "interrupted"
+
+        def choose(self, candidates: Any, context: Any) -> None:
+            if context.prompt.tolist() == [ord("b")]:
+                raise KeyboardInterrupt
+
+    lb, admission = serve(), Admission(3)
+    with pytest.raises(KeyboardInterrupt):
+        with_admission(LoadBalancer(lb, Interrupted()), "abc", admission).run()
+    assert (lb.roster[0].inflight, admission.taken, admission.waiting) == (0, 0, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import warnings
 from typing import Any
 
@@ -21,7 +20,8 @@ from hypothesis.stateful import (
 
 from torchrl_moe._errors import EngineError, NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.serving.candidates import Candidates, RosterEntry
-from torchrl_moe.modules.serving.load_balancer import Lease, LoadBalancer
+from torchrl_moe.modules.serving.lease import Lease
+from torchrl_moe.modules.serving.load_balancer import LoadBalancer
 from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.states import TRANSITIONS, ReplicaState
 from torchrl_moe.modules.serving.strategies import RoutingContext
@@ -156,76 +156,6 @@ def test_a_warning_that_is_an_error_counts_nothing() -> None:
         with pytest.raises(UserWarning, match="strategy 'forgetful' failed to learn"):
             lb.acquire()
     assert inflight(lb) == [0, 0]
-
-
-# -- leases -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_lease_says_where_and_which_version() -> None:
-    lb = LoadBalancer(["a", "b"])
-    lb.roster.set_version(0, 4)
-    lease = lb.acquire()
-    assert (lease.index, lease.version) == (0, 4)
-    lb.roster.set_version(0, 5)
-    assert lease.version == 4
-    assert repr(lease) == "Lease(replica=0, version=4, held)"
-    lease.release()
-    assert repr(lease) == "Lease(replica=0, version=4, released)"
-
-
-def test_releasing_twice_gives_one_place_back() -> None:
-    lb = LoadBalancer(["a"])
-    first, _second = lb.acquire(), lb.acquire()
-    first.release()
-    first.release()
-    assert inflight(lb) == [1]
-
-
-def test_releasing_from_many_threads_at_once_gives_one_place_back() -> None:
-    lb = LoadBalancer(["a"])
-    leases = [lb.acquire() for _ in range(200)]
-    barrier = threading.Barrier(4)
-
-    def release_all() -> None:
-        barrier.wait()
-        for lease in leases:
-            lease.release()
-
-    threads = [threading.Thread(target=release_all) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert inflight(lb) == [0]
-
-
-def test_two_threads_that_both_found_the_lease_held_give_one_place_back() -> None:
-    lb = LoadBalancer(["a"])
-    lease = lb.acquire()
-    threads = [threading.Thread(target=lease.release) for _ in range(2)]
-    with lb.roster.changed:  # both get past any first look, and wait here
-        for thread in threads:
-            thread.start()
-        threads[0].join(0.05)
-    for thread in threads:
-        thread.join()
-    assert inflight(lb) == [0]
-
-
-def test_a_lease_as_a_context_ends_with_it() -> None:
-    lb = LoadBalancer(["a"])
-    with lb.acquire() as lease:
-        assert isinstance(lease, Lease)
-        assert inflight(lb) == [1]
-    assert inflight(lb) == [0]
-
-
-def test_an_error_inside_the_context_passes_and_the_place_is_given_back() -> None:
-    lb = LoadBalancer(["a"])
-    with pytest.raises(KeyError, match="mine"), lb.acquire() as lease:
-        lease.release()  # and again at the end of the context
-        raise KeyError("mine")
-    assert inflight(lb) == [0]
 
 
 # -- who may serve ----------------------------------------------------------------------------------------------------
@@ -454,21 +384,27 @@ def test_a_named_replica_settles_a_groups_version_and_keeps_to_it() -> None:
         lb.acquire_at(1, group_id="g")
 
 
-def test_a_group_that_got_nothing_can_be_unsettled() -> None:
+def test_a_group_whose_requests_were_all_lost_begins_again_on_what_serves_then() -> None:
     lb = LoadBalancer(list("ab"), "requests")
-    assert not lb.has_group("g")
-    lb.acquire(group_id="g").release()
-    assert lb.has_group("g")
-    lb.forget_groups(["g", "unknown"])
-    assert not lb.has_group("g")
+    first, second = lb.acquire(group_id="g"), lb.acquire(group_id="g")
+    for index in range(2):
+        lb.roster.set_version(index, 1)
+    first.release(False)
+    with pytest.raises(StaleReplicaError, match="which group 'g' began on"):
+        lb.acquire(group_id="g")  # the other may still come through
+    second.release(None)
+    assert lb.acquire(group_id="g").version == 1
 
 
-def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrl_moe.modules.serving.load_balancer.MOST_GROUPS", 3)
+def test_a_group_of_which_one_was_answered_keeps_its_version() -> None:
     lb = LoadBalancer(list("ab"), "requests")
-    for i in range(10):
-        lb.acquire(group_id=f"{i}")
-    assert [lb.has_group(f"{i}") for i in range(10)] == [False] * 7 + [True] * 3
+    first, second = lb.acquire(group_id="g"), lb.acquire(group_id="g")
+    for index in range(2):
+        lb.roster.set_version(index, 1)
+    first.release()
+    second.release(False)
+    with pytest.raises(StaleReplicaError, match="which group 'g' began on"):
+        lb.acquire(group_id="g")
 
 
 # -- churn ------------------------------------------------------------------------------------------------------------

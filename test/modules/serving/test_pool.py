@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from modules.serving.calls import HOUR, ask, in_thread, until_running
-from torchrl_moe._errors import EngineError, GenerationTimeout, ReplicaDiedError
+from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError
+from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
@@ -105,6 +106,21 @@ def test_commands_go_round_dead_replicas(serve: Any) -> None:
     assert engine.reset_prefix_cache() is True
     assert engine.get_tokenizer().encode("a") == [97]
     assert engine.roster[0].state is ReplicaState.DEAD
+
+
+def test_commands_go_round_replicas_that_only_start(serve: Any) -> None:
+    engine = serve(2)
+    engine.replicas[0].die()
+    engine.roster.mark_dead(0)
+    engine.roster.replace(0, FakeReplica(0, start_seconds=60.0))
+    engine.pause()
+    engine.resume()
+    assert math.isnan(engine.get_cache_usage()[0])
+    assert [row["state"] for row in engine.stats()] == ["STARTING", "SERVING"]
+    engine.replicas[1].die()
+    engine.roster.set_recovery(0, Recovery.SUPERVISOR)
+    with pytest.raises(NoReplicaError, match=r"no replica is alive: .*#0 STARTING.*Wait for their restart"):
+        engine.pause()
 
 
 def test_a_death_under_a_command_is_noted(serve: Any) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from torchrl_moe.modules.backends.replica import ReplicaStats
-from torchrl_moe.modules.serving.candidates import CacheUsage
+from torchrl_moe.modules.serving.candidates import CacheUsage, Recovery
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.states import ReplicaState
 
@@ -203,15 +205,97 @@ def test_a_listener_is_let_go_when_its_user_fails() -> None:
     assert heard == []
 
 
-def test_a_request_id_is_used_once_at_a_time() -> None:
-    roster = Roster("a")
-    roster.open_ids(["x", "y"])
-    with pytest.raises(ValueError, match=r"request ids are in flight already: x, y\. Use an id once at a time"):
-        roster.open_ids(["y", "z", "x"])
-    roster.open_ids(["z"])  # the refused call took nothing
-    roster.close_ids(["x"])
-    roster.close_ids(["x"])
-    roster.open_ids(["x"])
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_death_is_noted_once_and_not_of_another_replica_in_its_place() -> None:
+    first, second = object(), object()
+    roster = Roster([first])
+    roster.set_state(0, ReplicaState.SERVING)
+    roster.mark_dead(0, "out of memory", first)
+    roster.mark_dead(0, "a consequence", first)
+    assert (roster[0].state, roster[0].last_error) == (ReplicaState.DEAD, "out of memory")
+    roster.replace(0, second)
+    roster.mark_dead(0, "late news", first)
+    assert (roster[0].state, roster[0].replica, roster[0].restarts) == (ReplicaState.STARTING, second, 1)
+
+
+def test_a_new_replica_has_the_checkpoints_weights_and_an_empty_cache_and_the_roster_remembers_the_latest() -> None:
+    roster = Roster(["a"])
+    roster.set_state(0, ReplicaState.SERVING)
+    roster.set_version(0, 3)
+    cache = roster[0].cache
+    roster.mark_dead(0)
+    roster.replace(0, "b")
+    assert (roster[0].version, roster.latest_version) == (0, 3)
+    assert roster[0].cache != cache
+    with pytest.raises(ValueError, match="STARTING cannot become STARTING"):
+        roster.replace(0, "c")
+
+
+def test_one_that_waits_for_an_update_is_the_supervisors_again_once_it_goes_on() -> None:
+    roster = Roster("ab")
+    for index, state in enumerate((ReplicaState.SERVING, ReplicaState.DEAD)):
+        roster.set_recovery(index, Recovery.UPDATE)
+        roster.set_state(index, state)
+        assert roster[index].recovery is Recovery.SUPERVISOR
+
+
+def failing(roster: Roster, index: int, times: int = 2) -> None:
+    for _ in range(times):
+        roster.fail(index, "bad")
+
+
+def test_one_that_keeps_failing_takes_nothing_until_it_has_cooled_down() -> None:
+    roster = Roster("ab", ReplicaState.SERVING, FaultPolicy(breaker_failures=2, breaker_cooldown=0.05))
+    failing(roster, 0, 1)
+    assert len(roster.serving()) == 2
+    heard: list[int] = []
+    with roster.listening(lambda: heard.append(len(roster.serving()))):
+        failing(roster, 0, 1)
+        assert [entry.index for entry in roster.serving()] == [1]
+        time.sleep(0.06)
+        roster.cool()
+    assert (len(roster.serving()), heard) == (2, [1, 2])
+    assert roster[0].last_error == "bad"
+
+
+def test_trials_are_few_and_a_good_one_closes_the_breaker() -> None:
+    faults = FaultPolicy(breaker_failures=1, breaker_cooldown=0.0, breaker_trials=2)
+    roster = Roster("ab", ReplicaState.SERVING, faults)
+    failing(roster, 0, 1)
+    roster.cool()
+    with roster.lock:
+        assert [roster.reserve(0), roster.reserve(0), roster.reserve(1)] == [True, True, False]
+        assert [entry.index for entry in roster.serving()] == [1]
+    roster.give_back(0, True, None)  # says nothing, and makes room
+    assert (len(roster.serving()), roster[0].breaker.state.name) == (2, "HALF_OPEN")
+    roster.give_back(0, True, True)
+    assert roster[0].breaker.state.name == "CLOSED"
+    assert roster[0].inflight == 0
+
+
+def test_of_bad_replicas_only_the_first_that_would_leave_nobody_is_tried_at_once() -> None:
+    roster = Roster("ab", ReplicaState.SERVING, FaultPolicy(breaker_failures=1, breaker_cooldown=3600.0))
+    failing(roster, 0, 1)
+    assert [entry.breaker.state.name for entry in roster] == ["OPEN", "CLOSED"]
+    failing(roster, 1, 1)
+    assert [entry.breaker.state.name for entry in roster] == ["HALF_OPEN", "HALF_OPEN"]
+
+
+def test_a_bad_replica_is_tried_at_once_when_the_last_good_one_stops_serving() -> None:
+    roster = Roster("ab", ReplicaState.SERVING, FaultPolicy(breaker_failures=1, breaker_cooldown=3600.0))
+    failing(roster, 0, 1)
+    roster.set_state(1, ReplicaState.SYNCING)
+    assert [entry.index for entry in roster.serving()] == [0]
+
+
+def test_doubts_are_told_to_listeners() -> None:
+    roster = Roster("ab")
+    heard: list[set[int]] = []
+    with roster.listening(lambda: heard.append(set(roster.doubts))):
+        roster.doubt(1)
+    assert heard == [{1}]
 
 
 def test_a_roster_prints_a_line_for_each_replica() -> None:

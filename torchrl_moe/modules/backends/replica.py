@@ -31,6 +31,7 @@ __all__ = [
     "Request",
     "StageReport",
     "SwapReport",
+    "Vitals",
 ]
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -220,6 +221,21 @@ class SwapReport:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vitals:
+    """How an engine is, by the process that owns it: the answer to the command ``vitals``.
+
+    Attributes:
+        core_answered: whether the engine core answered a ping in time; one in the middle of a long step does not.
+        stopped: whether one of the engine's processes is stopped by a signal.
+        cpu_seconds: that its processes have computed, without the owner.
+    """
+
+    core_answered: bool
+    stopped: bool = False
+    cpu_seconds: float = 0.0
+
+
 @runtime_checkable
 class Replica(Protocol):
     """One engine. Every call that waits takes a deadline in seconds and raises an ``EngineError`` past it.
@@ -268,7 +284,7 @@ class Replica(Protocol):
         """Ask for the engine's figures of this moment."""
 
     def is_alive(self) -> bool:
-        """Whether the engine can still answer."""
+        """Whether the engine can still answer, as far as is known without asking it: this is read twice a second."""
 
     def shutdown(self) -> None:
         """End the engine and everything it started."""

@@ -7,6 +7,7 @@ distribution that was sampled from; prefix caching is on.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import time
@@ -20,15 +21,20 @@ from tqdm.auto import tqdm
 
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.serving.factories import local_factory, ray_factory
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.launch_arguments import (
+    TIMEOUT_VARIABLE,
+    check_backend,
+    check_model,
+    default_timeout,
+    with_fp32_head,
+)
 from torchrl_moe.modules.serving.pool import CALL_SECONDS
 from torchrl_moe.modules.serving.roster import RosterEntry
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 
 __all__ = ["AsyncVLLM", "make_async_vllm_engine"]
-
-TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"  # TorchRL's name
-DEFAULT_TIMEOUT_SECONDS = 600.0
 
 
 class AsyncVLLM(GenerationService):
@@ -42,6 +48,9 @@ class AsyncVLLM(GenerationService):
         sampling_params: the default of :meth:`generate`.
         enable_prefix_caching: overrides the engine argument of that name.
         verbose: whether vLLM logs its start-up and throughput, into the replica's log.
+        max_concurrent_requests: how many may be in the engines at a time; the others wait in the service, by priority
+            and in order of arrival. ``"auto"``: 1024 for each replica. ``None``: no limit.
+        faults: when replicas are restarted, and how often; see :class:`FaultPolicy`.
         metrics: whether :attr:`metrics` counts requests.
         log_folder: where the logs stay, as ``replica-<index>.log``, for this service alone; by default each log goes
             with its replica.
@@ -52,7 +61,6 @@ class AsyncVLLM(GenerationService):
 
     Attributes:
         name: that other drivers :meth:`connect` to; ``None`` if the service ends with this process.
-        make_replica: makes the replica of an index, not started; also once more, when it died.
 
     Example::
 
@@ -70,6 +78,8 @@ class AsyncVLLM(GenerationService):
         sampling_params: Any = None,
         enable_prefix_caching: bool | None = None,
         verbose: bool = False,
+        max_concurrent_requests: int | Literal["auto"] | None = "auto",
+        faults: FaultPolicy | None = None,
         metrics: bool = True,
         log_folder: str | os.PathLike[str] | None = None,
         name: str | None = None,
@@ -79,7 +89,7 @@ class AsyncVLLM(GenerationService):
         # here and not at the top: this room is imported without vLLM's side
         from torchrl_moe.modules.backends.vllm.engine_args import arguments_of
 
-        _check_backend(backend, num_replicas, name=name, namespace=namespace, resources=resources)
+        check_backend(backend, num_replicas, name=name, namespace=namespace, resources=resources)
         arguments = arguments_of(engine_args)
         if enable_prefix_caching is not None:
             arguments["enable_prefix_caching"] = enable_prefix_caching
@@ -88,7 +98,7 @@ class AsyncVLLM(GenerationService):
         self._namespace = namespace
         self._is_guest = False  # in a service that another driver made
         if backend == "ray":
-            self.make_replica = ray_factory(
+            make_replica = ray_factory(
                 arguments,
                 num_replicas,
                 name=name,
@@ -98,9 +108,15 @@ class AsyncVLLM(GenerationService):
                 log_folder=log_folder,
             )
         else:
-            self.make_replica = local_factory(arguments, num_replicas, verbose, log_folder)
-        replicas = [self.make_replica(index) for index in range(num_replicas)]
-        super().__init__(replicas, sampling_params, metrics=metrics)
+            make_replica = local_factory(arguments, num_replicas, verbose, log_folder)
+        super().__init__(
+            [make_replica(index) for index in range(num_replicas)],
+            sampling_params,
+            metrics=metrics,
+            max_concurrent_requests=max_concurrent_requests,
+            faults=faults,
+            make_replica=make_replica,
+        )
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -119,7 +135,7 @@ class AsyncVLLM(GenerationService):
             return self
         if any(entry.state is not ReplicaState.STARTING for entry in self.roster):
             raise RuntimeError("start: the service was shut down. Make a new one.")
-        seconds = _default_timeout() if timeout_seconds is None else timeout_seconds
+        seconds = default_timeout() if timeout_seconds is None else timeout_seconds
         self._check_name()
         try:
             self._start_all(seconds)
@@ -127,6 +143,7 @@ class AsyncVLLM(GenerationService):
             self.shutdown()
             raise
         self._running = True
+        self._supervisor.start()
         return self
 
     def _check_name(self) -> None:
@@ -170,7 +187,8 @@ class AsyncVLLM(GenerationService):
         Replicas are told apart by what they are now: which serve, and with weights of which version. Weights that
         another driver updates later carry their version in each completion, not in this driver's :meth:`stats`.
         :meth:`disconnect`, a ``with`` block's end and the end of the process leave the service as it is;
-        :meth:`shutdown` ends it for all.
+        :meth:`shutdown` ends it for all. Replicas are probed and restarted by the driver that made them, and by Ray; here
+        one that died stays so: connect again.
 
         Args:
             name: as its maker named it.
@@ -195,10 +213,11 @@ class AsyncVLLM(GenerationService):
             namespace=service.namespace,
             resources=service.resources,
             log_folder=service.log_folder,
+            faults=FaultPolicy(restart=False, probe=math.inf),
         )
         engine._is_guest = True
         try:
-            engine._join(present, _default_timeout() if timeout_seconds is None else timeout_seconds)
+            engine._join(present, default_timeout() if timeout_seconds is None else timeout_seconds)
         except BaseException:
             engine.disconnect()
             raise
@@ -223,6 +242,7 @@ class AsyncVLLM(GenerationService):
         if died is not None and not self.infos:
             raise died
         self._running = True
+        self._supervisor.start()
 
     def disconnect(self) -> None:
         """Leave a service that has a name; it goes on, and what this driver asked of it is aborted. Idempotent.
@@ -233,9 +253,11 @@ class AsyncVLLM(GenerationService):
         if self.name is None:
             raise RuntimeError("disconnect: this service ends with its driver: use shutdown(), or launch it by name")
         self._running = False
+        self._supervisor.stop()
         for entry in self.roster:
             self.roster.mark_dead(entry.index)
             entry.replica.disconnect()
+        self._supervisor.join()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -267,6 +289,8 @@ class AsyncVLLM(GenerationService):
         name: str | None = None,
         namespace: str | None = None,
         resources: Mapping[str, float] | None = None,
+        max_concurrent_requests: int | Literal["auto"] | None = "auto",
+        faults: FaultPolicy | None = None,
         **vllm_engine_args: Any,
     ) -> Self:
         """Start replicas of a model.
@@ -286,13 +310,15 @@ class AsyncVLLM(GenerationService):
             name: see the constructor.
             namespace: see the constructor.
             resources: see the constructor.
+            max_concurrent_requests: see the constructor.
+            faults: see the constructor.
             **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``.
 
         Raises:
             ValueError: ``num_devices`` and ``tensor_parallel_size`` differ, or a folder holds no model.
             ReplicaDiedError: an engine did not come up; the message ends with its own last words.
         """
-        model = _check_model(os.fspath(path))
+        model = check_model(os.fspath(path))
         tensor_parallel = vllm_engine_args.pop("tensor_parallel_size", None)
         if num_devices is not None and tensor_parallel not in (None, num_devices):
             raise ValueError(f"num_devices={num_devices} and tensor_parallel_size={tensor_parallel} differ: pass one")
@@ -300,7 +326,7 @@ class AsyncVLLM(GenerationService):
         if not compile:
             vllm_engine_args.setdefault("enforce_eager", True)
         if enable_fp32_output:
-            vllm_engine_args["hf_overrides"] = _with_fp32_head(vllm_engine_args.get("hf_overrides"))
+            vllm_engine_args["hf_overrides"] = with_fp32_head(vllm_engine_args.get("hf_overrides"))
         return cls.launch(
             {"model": model, "tensor_parallel_size": size, **vllm_engine_args},
             num_replicas,
@@ -312,6 +338,8 @@ class AsyncVLLM(GenerationService):
             name=name,
             namespace=namespace,
             resources=resources,
+            max_concurrent_requests=max_concurrent_requests,
+            faults=faults,
         )
 
     # -- what the weight sync asks ----------------------------------------------------------------------------------
@@ -349,38 +377,6 @@ class AsyncVLLM(GenerationService):
 
         answers = self.collective_rpc("torchrl_moe_validate", args=(cloudpickle.dumps(function),))
         return [[pickle.loads(answer) for answer in workers] for workers in answers]
-
-
-def _with_fp32_head(overrides: Any) -> dict[str, Any]:
-    if overrides is not None and not isinstance(overrides, Mapping):
-        raise ValueError("enable_fp32_output needs hf_overrides to be a mapping: have yours set head_dtype='float32'")
-    return {**(overrides or {}), "head_dtype": "float32"}
-
-
-def _check_backend(backend: str, num_replicas: int, **of_ray: Any) -> None:
-    if backend not in ("local", "ray"):
-        raise ValueError(f"backend must be 'local' (child processes of this one) or 'ray' (actors), got {backend!r}")
-    if num_replicas < 1:
-        raise ValueError(f"num_replicas must be at least 1, got {num_replicas}")
-    if backend == "local" and (given := [name for name, value in of_ray.items() if value is not None]):
-        raise ValueError(f"{', '.join(given)} given with backend='local': only backend='ray' knows them")
-
-
-def _default_timeout() -> float:
-    text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_SECONDS))
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"the environment's {TIMEOUT_VARIABLE} must be a number of seconds, got {text!r}") from None
-
-
-def _check_model(path: str) -> str:
-    """Refuse a folder without a model before any process is started; a hub name is vLLM's business."""
-    looks_local = os.path.isabs(path) or path.startswith(".") or os.path.isdir(path)
-    if looks_local and not os.path.isfile(os.path.join(path, "config.json")):
-        state = "has no config.json" if os.path.isdir(path) else "does not exist"
-        raise ValueError(f"no model at {path!r}: the folder {state}. Save one with model.save_pretrained(path).")
-    return path
 
 
 def make_async_vllm_engine(*, model_name: str | os.PathLike[str], num_replicas: int = 1, **kwargs: Any) -> AsyncVLLM:

@@ -9,12 +9,23 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
+from torchrl_moe.modules.serving.breaker import Breaker
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.states import ReplicaState
 
-__all__ = ["CacheUsage", "Candidates", "RosterEntry", "load_bound"]
+__all__ = ["CacheUsage", "Candidates", "Recovery", "RosterEntry", "load_bound"]
+
+
+class Recovery(Enum):
+    """Who brings a replica back that does not serve."""
+
+    NOBODY = "nobody"
+    SUPERVISOR = "supervisor"  # restarts it
+    UPDATE = "update"  # it was restarted, and lacks the weights that the user's next update brings
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +55,15 @@ class RosterEntry:
     cache: int = -1  # a number of its own, another one whenever the replica loses its cached prefixes
     usage: CacheUsage | None = None
     figures: Any = None  # the last that the replica sent by itself and the roster read
+    breaker: Breaker = field(default_factory=lambda: Breaker(FaultPolicy()))
+    recovery: Recovery = Recovery.NOBODY
     restarts: int = 0
-    last_error: str | None = None  # why its process went, or its weights
+    last_error: str | None = None  # the last that went wrong with it
+
+    @property
+    def may_take(self) -> bool:
+        """Whether it takes new requests."""
+        return self.state is ReplicaState.SERVING and not self.breaker.barred
 
     @property
     def load(self) -> int:

@@ -1,273 +1,341 @@
-"""One call's requests on their way through the service: placed by lease, handed over, awaited, aborted when late.
+"""One call's requests on their way through the service: admitted, placed, awaited, and placed again if a replica dies.
 
-Requests bound for one replica travel in one message. Each holds one lease, given back when its future resolves, and
-every future resolves: with a completion, with what an abort left of it, or with its replica's death.
+A call is a small machine. Everything that happens (an answer, a death, a place that became free, a replica that came
+back) rings its bell; then one step takes in what has ended and places what waits. The call's own thread or task makes
+the steps, so the service needs no thread for it.
 
-Sending and waiting come in two kinds, for threads and for event loops; the latter hold no thread.
+A killed replica delivers nothing: its requests begin again, from their prompts, on a replica that the balancer picks.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, as_completed
-from concurrent.futures import TimeoutError as FutureTimeout
-from concurrent.futures import wait as wait_futures
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from tqdm.auto import tqdm
-
-from torchrl_moe._errors import GenerationTimeout, NoReplicaError, StaleReplicaError
+from torchrl_moe._errors import GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, Request
-from torchrl_moe.modules.serving.load_balancer import Lease, LoadBalancer
-from torchrl_moe.modules.serving.roster import Roster
-from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.admission import Admission, Ticket
+from torchrl_moe.modules.serving.bells import LoopBell, ThreadBell
+from torchrl_moe.modules.serving.errands import Errand, Progress
+from torchrl_moe.modules.serving.load_balancer import LoadBalancer
+from torchrl_moe.modules.serving.placing import Placement, Placer
 
-__all__ = ["Dispatch", "Placement"]
+__all__ = ["Dispatch"]
 
 ABORT_GRACE_SECONDS = 5.0
-COMING_BACK = {ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SYNCING}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Where a call's requests may go: a replica by name, the version they need; and what strategies are told.
-
-    ``session_ids`` and ``group_ids`` hold one name per request.
-    """
-
-    actor_index: int | None = None
-    session_ids: Sequence[str] | None = None
-    min_version: int | None = None
-    group_ids: Sequence[str] | None = None
-    request_context: Mapping[str, Any] | None = None
-
-
-class _Bell:
-    """Wakes a task of this event loop from any thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._rung = asyncio.Event()
-
-    def ring(self, *_: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed under its own tasks
-            self._loop.call_soon_threadsafe(self._rung.set)
-
-    async def wait(self, seconds: float | None) -> None:
-        """Wait until it rings, or for so long."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._rung.wait()
-        self._rung.clear()
 
 
 class Dispatch:
-    """The requests of one call.
+    """The requests of one call; use it once.
 
     Args:
         balancer: gives the leases.
-        requests: in input order.
+        requests: in input order, all of one priority.
         placement: where they may go.
-        timeout: seconds that each request has, placement included; ``None`` for ever.
+        timeout: seconds that each request has, from now; ``None`` for ever.
+        admission: how many requests the service has at a time.
+        attempts: how many replicas may die under a request.
     """
 
     def __init__(
-        self, balancer: LoadBalancer, requests: Sequence[Request], placement: Placement, timeout: float | None
+        self,
+        balancer: LoadBalancer,
+        requests: Sequence[Request],
+        placement: Placement,
+        timeout: float | None,
+        admission: Admission | None = None,
+        attempts: int = 3,
     ) -> None:
-        self._balancer = balancer
-        self._roster: Roster = balancer.roster
-        self._requests = list(requests)
-        self._placement = placement
+        self._roster = balancer.roster
+        self._placer = Placer(balancer, placement, ends=timeout is not None)
+        self._admission = admission or Admission()
+        self._attempts = attempts
         self._timeout = timeout
         self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._where: list[int] = []
-        self.futures: list[Future[Completion]] = []
+        self._errands = [Errand(position, request) for position, request in enumerate(requests)]
+        self._by_id = {errand.request.request_id: errand for errand in self._errands}
+        self._waiting = deque(self._errands)
+        self._parked: list[Errand] = []  # those that no replica took, until something changes
+        self._unfinished = len(self._errands)
+        self._ring: Callable[[], object] = lambda: None
+        self._ticket = Ticket(requests[0].priority, self._rung)
+        # what other threads write
+        self._lock = threading.Lock()
+        self._open = False
+        self._flying = 0  # requests that an engine has, and gives back in time
+        self._roster_changed = False
+        self._ended: deque[tuple[Errand, Future[Completion]]] = deque()
+        self._cut: deque[Errand] = deque()
 
-    # -- placing ----------------------------------------------------------------------------------------------------
+    # -- the two ways of waiting ------------------------------------------------------------------------------------
 
-    def send(self, wait: bool = True) -> None:
-        """Place all requests and hand them over: all, or none.
-
-        Args:
-            wait: whether to wait, to the deadline, for replicas that are about to serve again.
-
-        Raises:
-            NoReplicaError: no replica serves, and none will in time.
-            StaleReplicaError: none holds the version asked for, and none will in time.
-            ValueError: a request id is in flight already.
-        """
-        self._roster.open_ids(request.request_id for request in self._requests)
-        leases: list[Lease] = []
-        handed: dict[int, Future[Completion]] = {}
-        try:
-            leases = self._lease_all(wait)
-            self._where = [lease.index for lease in leases]
-            for index in dict.fromkeys(self._where):
-                positions = [i for i, where in enumerate(self._where) if where == index]
-                futures = self._roster[index].replica.submit([self._requests[i] for i in positions])
-                for i, future in zip(positions, futures, strict=True):
-                    handed[i] = future
-                    future.add_done_callback(lambda _, i=i: self._over(i, leases[i]))
-        except BaseException:
-            self._take_back(leases, handed)
-            if wait:
-                wait_futures(handed.values(), ABORT_GRACE_SECONDS)
-            raise
-        self.futures = [handed[i] for i in range(len(leases))]
-
-    async def send_async(self) -> None:
-        """:meth:`send`, waiting in the event loop; a cancelled wait leaves nothing behind."""
-        bell = _Bell()
-        with self._roster.listening(bell.ring):
-            while True:
-                try:
-                    return self.send(wait=False)
-                except (NoReplicaError, StaleReplicaError):
-                    if not self._is_worth_waiting():
-                        raise
-                await bell.wait(self._seconds_left())
-
-    def _seconds_left(self) -> float | None:
-        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
-
-    def _is_worth_waiting(self) -> bool:
-        named = self._placement.actor_index
-        entries = self._roster if named is None else [self._roster[named]]
-        return self._seconds_left() != 0.0 and any(entry.state in COMING_BACK for entry in entries)
-
-    def _lease_all(self, wait: bool) -> list[Lease]:
-        """Take a lease for every request, or none: one held while others wait would keep a replica from draining."""
-        with self._roster.changed:
-            # a group that gets no lease may yet begin on a newer version
-            groups = [g for g in self._placement.group_ids or () if not self._balancer.has_group(g)]
-            while True:
-                leases: list[Lease] = []
-                try:
-                    for position in range(len(self._requests)):
-                        leases.append(self._acquire(position))
-                    return leases
-                except BaseException as error:
-                    for lease in leases:
-                        lease.release()
-                    self._balancer.forget_groups(groups)
-                    known = isinstance(error, NoReplicaError | StaleReplicaError)
-                    if not known or not wait or not self._is_worth_waiting():
-                        raise
-                self._roster.changed.wait(self._seconds_left())
-
-    def _acquire(self, position: int) -> Lease:
-        where, request = self._placement, self._requests[position]
-        prompt = request.prompt if request.prompt_token_ids is None else request.prompt_token_ids
-        session = None if where.session_ids is None else where.session_ids[position]
-        group = None if where.group_ids is None else where.group_ids[position]
-        if where.actor_index is not None:
-            return self._balancer.acquire_at(where.actor_index, where.min_version, prompt, session, group)
-        return self._balancer.acquire(prompt, session, where.min_version, where.request_context, group)
-
-    def _over(self, position: int, lease: Lease) -> None:
-        lease.release()
-        self._roster.close_ids([self._requests[position].request_id])
-
-    def _take_back(self, leases: Sequence[Lease], handed: dict[int, Future[Completion]]) -> None:
-        """Undo half a :meth:`send`. A message may have left without its futures having come back: abort by id."""
-        for i, lease in enumerate(leases):
-            if i not in handed:
-                lease.release()
-        self._roster.close_ids(request.request_id for i, request in enumerate(self._requests) if i not in handed)
-        for index in dict.fromkeys(self._where):
-            ids = [r.request_id for r, where in zip(self._requests, self._where, strict=True) if where == index]
-            self._roster[index].replica.abort(ids)
-
-    # -- awaiting ---------------------------------------------------------------------------------------------------
-
-    def wait(self, use_tqdm: bool) -> list[Completion]:
+    def run(self, use_tqdm: bool = False) -> list[Completion]:
         """Wait for all requests, in input order; whatever ends the wait early aborts the rest.
 
         Raises:
             GenerationTimeout: some were not finished in time; ``.partial`` holds those that were.
-            ValueError: the engine refused a request; the message names its position.
-            EngineError: a replica failed a request.
+            NoReplicaError: no replica serves, and none will in time.
+            StaleReplicaError: none holds the version asked for, and none will in time.
+            ReplicaDiedError: replicas died under a request again and again, or the named one is gone.
+            ValueError: the engine refused a request, or a request id is in flight already.
+            EngineError: the engine failed at a request.
         """
+        bell = ThreadBell()
         try:
-            self._watch(use_tqdm)
-        except FutureTimeout:
-            done = self._done()
-            self.abort()
-            self._check_late(done)
+            with self._under_way(bell), Progress(len(self._errands), use_tqdm) as progress:
+                while not self._step(bell, progress):
+                    bell.wait(self._seconds_left())
         except BaseException:
-            self.abort()
+            with bell.guard():
+                self._close()  # again: a second Ctrl-C may have come before the first
+            patience = time.monotonic() + ABORT_GRACE_SECONDS
+            while self._flying and (left := patience - time.monotonic()) > 0.0:
+                bell.wait(left)
             raise
         return self._results()
 
-    def _watch(self, use_tqdm: bool) -> None:
-        """Wait for all, or for the first that fails."""
-        with tqdm(total=len(self.futures), desc="generate", unit="req", disable=not use_tqdm) as bar:
-            tokens, started = 0, time.monotonic()
-            for future in as_completed(self.futures, self._seconds_left()):
-                if future.exception() is not None:
-                    return
-                if use_tqdm:
-                    tokens += sum(len(output.token_ids) for output in future.result().outputs)
-                    seconds = max(time.monotonic() - started, 1e-9)
-                    bar.set_postfix_str(f"{tokens / seconds:.0f} tok/s", refresh=False)
-                bar.update()
-
-    async def wait_async(self) -> Completion:
-        """:meth:`wait` in the event loop, for the only request of a call; cancelling the wait aborts the request."""
-        (future,) = self.futures
-        bell = _Bell()
-        future.add_done_callback(bell.ring)
+    async def run_async(self) -> Completion:
+        """:meth:`run` in the event loop, for the only request of a call; cancelling the wait aborts the request."""
+        bell = LoopBell()
         try:
-            await bell.wait(self._seconds_left())
-        except asyncio.CancelledError:
-            self.abort(wait=False)
+            with self._under_way(bell):
+                while not self._step(bell):
+                    await bell.wait(self._seconds_left())
+        except GenerationTimeout:
+            patience = time.monotonic() + ABORT_GRACE_SECONDS
+            while self._flying and (left := patience - time.monotonic()) > 0.0:
+                await bell.wait(left)
             raise
-        done = self._done()
-        if not future.done():
-            self.abort(wait=False)
-            await bell.wait(ABORT_GRACE_SECONDS)
-        self._check_late(done)
-        return future.result()
+        return self._results()[0]
 
-    def _done(self) -> list[bool]:
-        return [future.done() for future in self.futures]
-
-    def _check_late(self, done: Sequence[bool]) -> None:
-        """Raise if requests were not ``done`` at the deadline."""
-        if all(done):
-            return
-        partial = [
-            future.result() if was_done and future.exception() is None else None
-            for future, was_done in zip(self.futures, done, strict=True)
-        ]
-        raise GenerationTimeout(
-            f"{done.count(False)} of {len(done)} requests were not finished within {self._timeout:g} s and were "
-            "aborted; what had finished is in .partial. Raise timeout_seconds or lower max_tokens.",
-            partial,
-        ) from None
+    @contextmanager
+    def _under_way(self, bell: ThreadBell | LoopBell) -> Iterator[None]:
+        self._ring = bell.ring
+        try:
+            with bell.guard():
+                self._roster.requests.add(self._by_id, self.cut)
+                self._open = True
+                self._roster.add_listener(self._change)
+            yield
+        finally:
+            with bell.guard():
+                self._close()
 
     def _results(self) -> list[Completion]:
-        failed = [(i, f.exception()) for i, f in enumerate(self.futures) if f.done() and f.exception() is not None]
-        if not failed:
-            return [future.result() for future in self.futures]
-        self.abort()
-        position, error = failed[0]
-        if isinstance(error, ValueError):
-            raise ValueError(f"request {position} was refused: {error}") from error
-        assert error is not None
-        raise error
+        return [errand.outcome for errand in self._errands if errand.outcome is not None]
 
-    def abort(self, wait: bool = True) -> None:
-        """Abort what is not finished; ``wait`` a moment for the replicas to have let go of it."""
-        open_ids: dict[int, list[str]] = {}
-        for request, where, future in zip(self._requests, self._where, self.futures, strict=False):
-            if not future.done():
-                open_ids.setdefault(where, []).append(request.request_id)
-        for index, ids in open_ids.items():
-            self._roster[index].replica.abort(ids)
-        if wait:
-            wait_futures(self.futures, ABORT_GRACE_SECONDS)
+    def _seconds_left(self) -> float | None:
+        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+
+    # -- what other threads tell ------------------------------------------------------------------------------------
+
+    def _rung(self) -> None:
+        self._ring()
+
+    def _change(self) -> None:
+        """Note that a replica may take what none took before."""
+        self._roster_changed = True
+        self._ring()
+
+    def cut(self, ids: Iterable[str]) -> None:
+        """Cut requests short, wherever they are; what they have so far is their answer."""
+        errands = [self._by_id[request_id] for request_id in ids]
+        for errand in errands:
+            errand.cut = True
+        self._cut.extend(errands)
+        self._abort(errands)
+        self._ring()
+
+    def _over(self, errand: Errand, future: Future[Completion]) -> None:
+        """Take note that an engine is done with a request, in the thread that says so."""
+        lease, error = errand.lease, future.exception()
+        assert lease is not None
+        died = isinstance(error, ReplicaDiedError)
+        answered = error is None or isinstance(error, ValueError)
+        lease.release(answered)
+        self._admission.give_back()
+        if died:
+            self._roster.mark_dead(lease.index, str(error), lease.replica)
+        elif not answered:
+            self._roster.fail(lease.index, str(error))
+        with self._lock:
+            self._ended.append((errand, future))
+            self._flying -= 1
+            final = not died or not self._open
+        if final:
+            self._roster.requests.remove([errand.request.request_id])
+        self._ring()
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def _step(self, bell: ThreadBell | LoopBell, progress: Progress | None = None) -> bool:
+        """Go as far as possible without waiting; whether all requests are finished."""
+        with bell.guard():
+            finished = self._collect()
+            self._place()
+            while self._ended:  # some engines answer at once
+                finished += self._collect()
+                self._place()
+        if progress is not None:
+            progress.add(finished)
+        if self._unfinished and self._seconds_left() == 0.0:
+            raise self._late()
+        return not self._unfinished
+
+    def _collect(self) -> list[Completion]:
+        """Take in what has ended."""
+        finished: list[Completion] = []
+        failed: list[tuple[int, BaseException]] = []
+        while self._ended:
+            errand, future = self._ended.popleft()
+            errand.lease = errand.future = None
+            error = future.exception()
+            if error is None:
+                finished.append(self._finish(errand, future.result()))
+            elif not isinstance(error, ReplicaDiedError):
+                failed.append((errand.position, error))
+            elif errand.cut:
+                self._cut.append(errand)
+            elif errand.died(error) < self._attempts:
+                self._waiting.appendleft(errand)
+            else:
+                failed.append((errand.position, errand.given_up(self._partial())))
+        while self._cut:
+            errand = self._cut.popleft()
+            if errand.outcome is None and errand.lease is None:
+                self._forget(errand)
+                finished.append(self._finish(errand, errand.cut_short()))
+        if failed:
+            raise self._failure(*min(failed, key=lambda pair: pair[0]))
+        return finished
+
+    def _finish(self, errand: Errand, completion: Completion) -> Completion:
+        errand.outcome = completion
+        self._unfinished -= 1
+        return completion
+
+    def _forget(self, errand: Errand) -> None:
+        """Place it no more."""
+        if errand in self._waiting:
+            self._waiting.remove(errand)
+        if errand in self._parked:
+            self._parked.remove(errand)
+        self._roster.requests.remove([errand.request.request_id])
+
+    def _failure(self, position: int, error: BaseException) -> BaseException:
+        if not isinstance(error, ValueError):
+            return error
+        refusal = ValueError(f"request {position} was refused: {error}")
+        refusal.__cause__ = error
+        return refusal
+
+    def _place(self) -> None:
+        """Hand over what waits, as far as there are places and replicas."""
+        if self._roster_changed:
+            self._roster_changed = False
+            self._waiting.extend(self._parked)
+            self._parked.clear()
+        while batch := self._admitted():
+            taken = self._lease(batch)
+            for index in dict.fromkeys(errand.index for errand in taken):
+                self._hand_over([errand for errand in taken if errand.index == index])
+
+    def _admitted(self) -> list[Errand]:
+        """Take those that have a place."""
+        granted = self._admission.ask(self._ticket, len(self._waiting))
+        batch = [self._waiting.popleft() for _ in range(granted)]
+        for errand in batch:
+            errand.admitted = True
+        return batch
+
+    def _lease(self, batch: Sequence[Errand]) -> list[Errand]:
+        """Lease replicas for those with a place, and return those that got one; the others leave their place."""
+        hopeless = None
+        with self._roster.lock:
+            for errand in batch:
+                try:
+                    errand.lease = self._placer.lease(errand.position, errand.request)
+                except (NoReplicaError, StaleReplicaError) as refusal:
+                    errand.refusal = refusal
+                    if not self._placer.may_wait(errand.position):
+                        hopeless = errand
+        taken = [errand for errand in batch if errand.lease is not None]
+        left = [errand for errand in batch if errand.lease is None]
+        self._parked += left
+        for errand in left:
+            errand.admitted = False
+        if left:
+            self._admission.give_back(len(left))
+        if hopeless is not None:
+            raise self._no_replica(hopeless)
+        return taken
+
+    def _hand_over(self, errands: Sequence[Errand]) -> None:
+        lease = errands[0].lease
+        assert lease is not None
+        futures = lease.replica.submit([errand.request for errand in errands])
+        with self._lock:
+            self._flying += len(futures)
+        for errand, future in zip(errands, futures, strict=True):
+            errand.admitted, errand.future = False, future  # from now on its end gives lease and place back
+            future.add_done_callback(partial(self._over, errand))
+        if cut := [errand for errand in errands if errand.cut]:
+            self._abort(cut)  # again: the first may have come before its request
+
+    # -- ends that come early ---------------------------------------------------------------------------------------
+
+    def _late(self) -> Exception:
+        unplaced = [errand for errand in self._parked if errand.refusal is not None]
+        if unplaced:
+            return self._no_replica(unplaced[0])
+        for errand in self._errands:
+            if errand.future is not None:
+                self._roster.doubt(errand.index)
+        partial_ = self._partial()
+        return GenerationTimeout(
+            f"{self._unfinished} of {len(partial_)} requests were not finished within {self._timeout:g} s and were "
+            "aborted; what had finished is in .partial. Raise timeout_seconds or lower max_tokens.",
+            partial_,
+        )
+
+    def _no_replica(self, errand: Errand) -> Exception:
+        assert errand.refusal is not None
+        return self._placer.error(errand.refusal, errand.death, self._partial())
+
+    def _partial(self) -> list[Completion | None]:
+        return [errand.outcome for errand in self._errands]
+
+    def _abort(self, errands: Iterable[Errand]) -> None:
+        """Have the engines abort those that they may have; one message for each."""
+        ids: dict[Any, list[str]] = {}
+        for errand in errands:
+            if (lease := errand.lease) is not None:
+                ids.setdefault(lease.replica, []).append(errand.request.request_id)
+        for replica, names in ids.items():
+            replica.abort(names)
+
+    def _close(self) -> None:
+        """Abort what is not finished, and give back what no engine will. What an engine still has, it gives back."""
+        if not self._open:
+            return
+        self._roster.remove_listener(self._change)
+        self._admission.ask(self._ticket, 0)
+        with self._lock:
+            self._open = False
+            over = {errand.position for errand, _ in self._ended}
+        unfinished = [errand for errand in self._errands if errand.outcome is None and errand.position not in over]
+        for errand in unfinished:
+            if errand.admitted:
+                self._admission.give_back()
+            if errand.lease is not None and errand.future is None:
+                errand.lease.release(None)
+        self._roster.requests.remove(
+            errand.request.request_id for errand in self._errands if errand.future is None or errand.position in over
+        )
+        self._abort(unfinished)

@@ -5,6 +5,7 @@ A replica that died is made again by the same function. The backends are importe
 
 from __future__ import annotations
 
+import itertools
 import os
 import uuid
 import warnings
@@ -35,9 +36,11 @@ def local_factory(
 
     sets = device_sets(visible_devices(), num_replicas, devices_per_replica(arguments))
 
+    numbers = itertools.count()
+
     def make(index: int) -> Replica:
         environment = engine_environment(sets[index], num_replicas, verbose)
-        return LocalReplica(index, seeded(arguments, index), environment, log_folder)
+        return LocalReplica(index, seeded(arguments, next(numbers)), environment, log_folder)
 
     return make
 
@@ -85,4 +88,5 @@ def ray_factory(
         verbose=verbose,
         log_folder=None if log_folder is None else os.fspath(log_folder),
     )
-    return lambda index: RayReplica(index, service)
+    numbers = itertools.count()
+    return lambda index: RayReplica(index, service, next(numbers))

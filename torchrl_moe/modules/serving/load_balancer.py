@@ -1,4 +1,4 @@
-"""Which replica takes the next request, and the lease by which its load is counted exactly once.
+"""Which replica takes the next request.
 
 It never waits and never asks a replica anything: load is counted here, at ``acquire`` and ``release``. Waiting for a
 replica to come back is the service's business.
@@ -8,58 +8,20 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchrl_moe._errors import NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.serving.candidates import Candidates, RosterEntry
+from torchrl_moe.modules.serving.groups import Groups
 from torchrl_moe.modules.serving.hierarchy import DEFAULT_HIERARCHY, OVERLOAD_THRESHOLD, Hierarchy, Settings
+from torchrl_moe.modules.serving.lease import Lease
 from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.modules.serving.strategies import FIGURE_SECONDS, RoutingContext, Strategy
 
-__all__ = ["Lease", "LoadBalancer"]
-
-MOST_GROUPS = 1 << 14
-
-
-class Lease:
-    """One request's place on a replica. Release it once the request is over; releasing twice does nothing.
-
-    Attributes:
-        index: the replica.
-        version: the weight version that it held when the lease was given.
-    """
-
-    __slots__ = ("_roster", "index", "version")
-
-    def __init__(self, roster: Roster, index: int, version: int) -> None:
-        self._roster: Roster | None = roster
-        self.index = index
-        self.version = version
-
-    def release(self) -> None:
-        """Give the place back."""
-        roster = self._roster
-        if roster is None:
-            return
-        with roster.lock:  # two threads may both have come this far
-            if self._roster is not None:
-                self._roster = None
-                roster.give_back(self.index)
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def __repr__(self) -> str:
-        return f"Lease(replica={self.index}, version={self.version}, {'held' if self._roster else 'released'})"
+__all__ = ["LoadBalancer"]
 
 
 class LoadBalancer:
@@ -107,7 +69,7 @@ class LoadBalancer:
         self._reads_figures = self.hierarchy.reads_figures
         self._clock = clock
         self._decisions: Counter[int] = Counter()
-        self._groups: OrderedDict[str, int] = OrderedDict()  # group -> the version all of it goes to
+        self.groups = Groups()
 
     # -- choosing ---------------------------------------------------------------------------------------------------
 
@@ -127,6 +89,7 @@ class LoadBalancer:
             min_version: the oldest weight version that will do.
             request_context: anything a strategy of yours wants to know.
             group_id: requests of one group all go to one weight version, the newest that serves when the first comes.
+                If the replicas of all its requests die before one has answered, it begins again, perhaps on another.
 
         Raises:
             NoReplicaError: no replica is serving.
@@ -158,10 +121,10 @@ class LoadBalancer:
                 raise NoReplicaError(f"replica {index} is {entry.state.name}, not SERVING; leave actor_index out")
             if min_version is not None and entry.version < min_version:
                 raise StaleReplicaError(f"replica {index} holds version {entry.version}, asked for {min_version}")
-            if group_id is not None and self._groups.get(group_id, entry.version) != entry.version:
+            version = None if group_id is None else self.groups.version(group_id)
+            if version not in (None, entry.version):
                 raise StaleReplicaError(
-                    f"replica {index} holds version {entry.version}, but group {group_id!r} is on version "
-                    f"{self._groups[group_id]}"
+                    f"replica {index} holds version {entry.version}, but group {group_id!r} is on version {version}"
                 )
             return self._lease(entry, RoutingContext(prompt=prompt, session_id=session_id), group_id)
 
@@ -176,14 +139,9 @@ class LoadBalancer:
 
     def _lease(self, entry: RosterEntry, context: RoutingContext, group_id: str | None) -> Lease:
         self.hierarchy.placed(entry, context)  # first: a warning may be an error, and nothing is counted yet
-        self.roster.reserve(entry.index)
+        trial = self.roster.reserve(entry.index)
         self._decisions[entry.index] += 1
-        if group_id is not None:
-            self._groups[group_id] = entry.version
-            self._groups.move_to_end(group_id)
-            if len(self._groups) > MOST_GROUPS:
-                self._groups.popitem(last=False)
-        return Lease(self.roster, entry.index, entry.version)
+        return Lease(self.roster, entry, trial, None if group_id is None else self.groups.join(group_id, entry.version))
 
     def _candidates(self, min_version: int | None, group_id: str | None) -> Candidates:
         roster = self.roster
@@ -197,7 +155,8 @@ class LoadBalancer:
         if min_version is None and group_id is None:
             return serving
         if group_id is not None:
-            return self._of_version(self._groups.get(group_id, roster.newest_version), min_version, group_id)
+            version = self.groups.version(group_id)
+            return self._of_version(roster.newest_version if version is None else version, min_version, group_id)
         fresh = roster.serving(min_version)
         if not fresh:
             raise StaleReplicaError(
@@ -215,16 +174,6 @@ class LoadBalancer:
                 f"{self.roster.newest_version}. Begin the group again, under another id."
             )
         return candidates
-
-    def has_group(self, group_id: str) -> bool:
-        """Whether a group's version is settled."""
-        return group_id in self._groups
-
-    def forget_groups(self, group_ids: Iterable[str]) -> None:
-        """Unsettle the version of groups that got nothing."""
-        with self.roster.lock:
-            for group_id in group_ids:
-                self._groups.pop(group_id, None)
 
     def finish_session(self, session_id: str) -> None:
         """Say that a session has had its last turn; else it counts as active until it was silent for ten minutes."""

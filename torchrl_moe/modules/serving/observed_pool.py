@@ -5,7 +5,7 @@ Replicas send their figures by themselves; only :meth:`ObservedPool.stats` asks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import Replica, ReplicaStats
 from torchrl_moe.modules.serving.candidates import RosterEntry
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.figures import SHOWN_REPLICAS, Totals, describe, replica_row, service_html
 from torchrl_moe.modules.serving.metrics import Metrics
 from torchrl_moe.modules.serving.pool import ReplicaPool
@@ -29,15 +30,24 @@ class ObservedPool(ReplicaPool):
     """A pool that can be watched; safe to call from any thread.
 
     Args:
-        replicas: see :class:`ReplicaPool`.
+        replicas: see :class:`ReplicaPool`, as for the next two.
+        faults: how faults are treated.
+        make_replica: makes a new replica for an index.
         metrics: whether requests are counted.
 
     Attributes:
         metrics: what became of the requests, and how long they took; ``metrics.summary()`` can be logged as it is.
     """
 
-    def __init__(self, replicas: Sequence[Replica], *, metrics: bool = True) -> None:
-        super().__init__(replicas)
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        faults: FaultPolicy | None = None,
+        make_replica: Callable[[int], Replica] | None = None,
+        *,
+        metrics: bool = True,
+    ) -> None:
+        super().__init__(replicas, faults, make_replica)
         self.metrics = Metrics(metrics)
         self._totals = Totals(self.roster)
 

@@ -15,12 +15,16 @@ from typing import Any, Self
 from torchrl_moe._errors import NoReplicaError, ReplicaDiedError
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaInfo
+from torchrl_moe.modules.serving.candidates import Recovery
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.roster import Roster, RosterEntry
 from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.supervisor import Supervisor
 
 __all__ = ["CALL_SECONDS", "ReplicaPool"]
 
 CALL_SECONDS = 60.0
+SILENT = frozenset({ReplicaState.DEAD, ReplicaState.STARTING})
 
 
 class ReplicaPool:
@@ -28,15 +32,24 @@ class ReplicaPool:
 
     Args:
         replicas: at least one, not started yet.
+        faults: how faults are treated.
+        make_replica: makes a new replica for an index, in place of one that died.
     """
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        faults: FaultPolicy | None = None,
+        make_replica: Callable[[int], Replica] | None = None,
+    ) -> None:
         if not replicas:
             raise ValueError("a service needs at least one replica, got none")
-        self.roster = Roster(replicas)
+        self.faults = faults or FaultPolicy()
+        self.roster = Roster(replicas, faults=self.faults)
         self.infos: list[ReplicaInfo] = []
         self._running = False
         self._bring: Callable[[int], None] | None = None
+        self._supervisor = Supervisor(self.roster, self.faults, make_replica, lambda: self._bring)
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -63,10 +76,12 @@ class ReplicaPool:
     def shutdown(self) -> None:
         """End every replica, at the same time. Idempotent; whatever still waits fails with ``ReplicaDiedError``."""
         self._running = False
+        self._supervisor.stop()
         for entry in self.roster:
             self.roster.mark_dead(entry.index)
         with ThreadPoolExecutor(max_workers=max(self.num_replicas, 1)) as pool:
             list(pool.map(lambda entry: entry.replica.shutdown(), self.roster))
+        self._supervisor.join()
 
     def __enter__(self) -> Self:
         return self
@@ -86,17 +101,20 @@ class ReplicaPool:
 
     def _note_deaths(self) -> None:
         for entry in self.roster:
-            if entry.state is not ReplicaState.STARTING and not entry.replica.is_alive():
-                self.roster.mark_dead(entry.index)
+            replica = entry.replica
+            if entry.state is not ReplicaState.STARTING and not replica.is_alive():
+                self.roster.mark_dead(entry.index, replica=replica)
 
     # -- commands to all replicas -----------------------------------------------------------------------------------
 
     def _alive(self) -> list[RosterEntry]:
         """The replicas that can answer; one that has died unnoticed is noted here."""
         self._note_deaths()
-        alive = [entry for entry in self.roster if entry.state is not ReplicaState.DEAD]
+        alive = [entry for entry in self.roster if entry.state not in SILENT]
         if not alive:
-            raise NoReplicaError(f"no replica is alive: {self.roster!r}. Make a new service.")
+            coming = any(entry.recovery is not Recovery.NOBODY for entry in self.roster)
+            advice = "Wait for their restart." if coming else "Make a new service."
+            raise NoReplicaError(f"no replica is alive: {self.roster!r}. {advice}")
         return alive
 
     def call_all(self, command: str, timeout_seconds: float = CALL_SECONDS, **kwargs: Any) -> list[Any]:
@@ -171,11 +189,10 @@ class ReplicaPool:
     def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
         """Share of KV-cache blocks in use, 0 to 1, of one replica or a list of all: the engine's own figure.
 
-        NaN stands for a dead replica in the list; to name one is a ``ReplicaDiedError``.
+        NaN stands for a dead or starting replica in the list; to name a dead one is a ``ReplicaDiedError``.
         """
         self._check_running("get_cache_usage")
         if actor_index is not None:
             return float(self.roster[actor_index].replica.stats(CALL_SECONDS).cache_usage)
         self._note_deaths()
-        dead = ReplicaState.DEAD
-        return [math.nan if e.state is dead else e.replica.stats(CALL_SECONDS).cache_usage for e in self.roster]
+        return [math.nan if e.state in SILENT else e.replica.stats(CALL_SECONDS).cache_usage for e in self.roster]

@@ -7,11 +7,14 @@ import math
 import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torchrl_moe.modules.serving.candidates import CacheUsage, Candidates, RosterEntry
+from torchrl_moe.modules.serving.breaker import Breaker, BreakerState
+from torchrl_moe.modules.serving.candidates import CacheUsage, Candidates, Recovery, RosterEntry
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.open_requests import OpenRequests
 from torchrl_moe.modules.serving.states import ReplicaState, check_transition
 
 __all__ = ["Roster", "RosterEntry"]
@@ -23,18 +26,29 @@ class Roster:
     Args:
         replicas: anything; the roster only keeps them.
         state: the state that all begin in.
+        faults: figures of their breakers.
     """
 
-    def __init__(self, replicas: Sequence[Any], state: ReplicaState = ReplicaState.STARTING) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[Any],
+        state: ReplicaState = ReplicaState.STARTING,
+        faults: FaultPolicy | None = None,
+    ) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self._entries = [RosterEntry(index, replica, state) for index, replica in enumerate(replicas)]
+        self.latest_version = 0  # the newest that any replica has ever held
+        faults = faults or FaultPolicy()
+        self._entries = [
+            RosterEntry(index, replica, state, breaker=Breaker(faults)) for index, replica in enumerate(replicas)
+        ]
         self._choices = itertools.count()
         self._caches = itertools.count()
         for entry in self._entries:
             entry.cache = next(self._caches)
-        self._open_ids: set[str] = set()
-        self._listeners: list[Callable[[], None]] = []
+        self.requests = OpenRequests()
+        self._listeners: dict[Callable[[], None], None] = {}  # in order
+        self.doubts: set[int] = set()
         self._versions: list[int] | None = None  # those that serve, in order; None: to be found anew
         self._views: dict[tuple[int, int] | None, Candidates] = {}
         self.reports: deque[tuple[float, int]] = deque()  # when, which replica; of reports of load
@@ -58,21 +72,29 @@ class Roster:
             entry = self[index]
             check_transition(entry.state, state)
             entry.state = state
+            if entry.recovery is Recovery.UPDATE and state is not ReplicaState.STARTING:
+                entry.recovery = Recovery.SUPERVISOR
             if state in (ReplicaState.STARTING, ReplicaState.DEAD):
                 self._lose_cache(entry)
                 entry.polled, entry.usage = 0, None
-            self._forget_views()
-            self.changed.notify_all()
-            for listener in self._listeners:
-                listener()
+            self.tell()
+
+    def tell(self) -> None:
+        """Say that requests may be placed, or not, that could not, or could, before. The caller holds the lock."""
+        self._try_the_barred()
+        self._forget_views()
+        self.changed.notify_all()
+        for listener in self._listeners:
+            listener()
 
     def set_version(self, index: int, version: int) -> None:
         """Note which weights a replica holds; what it has cached was made by others."""
         with self.lock:
             entry = self[index]
             entry.version = version
+            self.latest_version = max(self.latest_version, version)
             self._lose_cache(entry)
-            self.changed.notify_all()
+            self.tell()
 
     def forget_prefixes(self, index: int) -> None:
         """Note that a replica has lost its cached prefixes."""
@@ -83,22 +105,90 @@ class Roster:
         entry.cache = next(self._caches)
         self._forget_views()
 
-    def mark_dead(self, index: int) -> None:
-        """Note that a replica's process is gone; more than one caller may find that out."""
+    def mark_dead(self, index: int, error: str | None = None, replica: Any = None) -> None:
+        """Note that a replica's process is gone; more than one caller may find that out.
+
+        Args:
+            index: of the replica.
+            error: why.
+            replica: the one that is gone; its place may have another by now, which is not meant.
+        """
         with self.lock:
-            if self[index].state is not ReplicaState.DEAD:
+            entry = self[index]
+            if replica is not None and entry.replica is not replica:
+                return
+            if entry.state is not ReplicaState.DEAD:
+                entry.last_error = error or entry.last_error
+                entry.breaker.failed()
                 self.set_state(index, ReplicaState.DEAD)
+
+    def replace(self, index: int, replica: Any) -> None:
+        """Put a new replica, of the checkpoint's weights, in the place of one that died or is quarantined."""
+        with self.lock:
+            entry = self[index]
+            entry.replica, entry.version = replica, 0
+            entry.restarts += 1
+            self.set_state(index, ReplicaState.STARTING)
+
+    def set_recovery(self, index: int, recovery: Recovery) -> None:
+        """Note who brings a replica back; those that wait for it are told."""
+        with self.lock:
+            self[index].recovery = recovery
+            self.tell()
+
+    # -- breakers ---------------------------------------------------------------------------------------------------
+
+    def fail(self, index: int, error: str, trip: bool = False) -> None:
+        """Note that a replica failed at something; ``trip`` keeps new requests from it at once."""
+        with self.lock:
+            entry = self[index]
+            entry.last_error = error
+            entry.breaker.failed(trip)
+            self.tell()
+
+    def doubt(self, index: int) -> None:
+        """Note that a replica was late, so that somebody looks whether it is well."""
+        with self.lock:
+            self.doubts.add(index)
+            for listener in self._listeners:
+                listener()
+
+    def cool(self) -> None:
+        """Let those breakers be tried that were open for long enough."""
+        with self.lock:
+            opened = [entry.breaker for entry in self._entries if entry.breaker.state is BreakerState.OPEN]
+            for breaker in opened:
+                breaker.cool()
+            if any(breaker.state is not BreakerState.OPEN for breaker in opened):
+                self.tell()
+
+    def _try_the_barred(self) -> None:
+        """Half-open the breakers that are open if nobody else serves: a bad replica is better than none."""
+        serving = [entry for entry in self._entries if entry.state is ReplicaState.SERVING]
+        if all(entry.breaker.state is BreakerState.OPEN for entry in serving):
+            for entry in serving:
+                entry.breaker.try_now()
+
+    # -- who wants to know ------------------------------------------------------------------------------------------
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` at every change of state, from the thread that makes it; it must return at once."""
+        with self.lock:
+            self._listeners[listener] = None
+
+    def remove_listener(self, listener: Callable[[], None]) -> None:
+        """Call it no more."""
+        with self.lock:
+            self._listeners.pop(listener, None)
 
     @contextmanager
     def listening(self, listener: Callable[[], None]) -> Iterator[None]:
-        """Call ``listener`` at every change of state, from the thread that makes it; it must return at once."""
-        with self.lock:
-            self._listeners.append(listener)
+        """:meth:`add_listener` for as long as the context lasts."""
+        self.add_listener(listener)
         try:
             yield
         finally:
-            with self.lock:
-                self._listeners.remove(listener)
+            self.remove_listener(listener)
 
     # -- who may serve ----------------------------------------------------------------------------------------------
 
@@ -109,8 +199,7 @@ class Roster:
         """
         versions = self._versions
         if versions is None:
-            states = ((entry.version, entry.state) for entry in self._entries)
-            self._versions = versions = sorted({v for v, state in states if state is ReplicaState.SERVING})
+            self._versions = versions = sorted({entry.version for entry in self._entries if entry.may_take})
         first = 0 if oldest is None else bisect_left(versions, oldest)
         last = len(versions) if newest is None else bisect_right(versions, newest)
         key = (versions[first], versions[last - 1]) if first < last else None
@@ -119,7 +208,7 @@ class Roster:
             self._views[key] = view = Candidates(
                 entry
                 for entry in self._entries
-                if entry.state is ReplicaState.SERVING and key is not None and key[0] <= entry.version <= key[1]
+                if entry.may_take and key is not None and key[0] <= entry.version <= key[1]
             )
         return view
 
@@ -136,13 +225,17 @@ class Roster:
 
     # -- load -------------------------------------------------------------------------------------------------------
 
-    def reserve(self, index: int) -> None:
-        """Count one more request in flight. The caller holds the lock, having chosen under it."""
+    def reserve(self, index: int) -> bool:
+        """Count one more request in flight; whether it tries the replica. The caller holds the lock since it chose."""
         entry = self._entries[index]
         before = entry.load
         entry.inflight += 1
         entry.chosen = next(self._choices)
         self._tell(entry, before)
+        trial = entry.breaker.take()
+        if trial and entry.breaker.barred:
+            self._forget_views()
+        return trial
 
     def touch(self, index: int) -> None:
         """Note that a replica was chosen, without counting a request. The caller holds the lock."""
@@ -150,14 +243,17 @@ class Roster:
         entry.chosen = next(self._choices)
         self._tell(entry, entry.load)
 
-    def give_back(self, index: int) -> None:
-        """Count one request less in flight."""
+    def give_back(self, index: int, trial: bool = False, success: bool | None = None) -> None:
+        """Count one request less in flight; one that tried the replica also says how that ended."""
         with self.lock:
             entry = self._entries[index]
             before = entry.load
             entry.inflight -= 1
             self._tell(entry, before)
             self.changed.notify_all()
+            if trial:
+                entry.breaker.tried(success)
+                self.tell()
 
     def _tell(self, entry: RosterEntry, before: int) -> None:
         change = entry.load - before
@@ -200,25 +296,6 @@ class Roster:
                 load = entry.load
                 entry.polled = 0
                 self._tell(entry, load)
-
-    # -- requests ---------------------------------------------------------------------------------------------------
-
-    def open_ids(self, ids: Iterable[str]) -> None:
-        """Note that requests of these names are about to be in flight.
-
-        Raises:
-            ValueError: one of them is already; a replica could not tell the two apart.
-        """
-        with self.lock:
-            wanted = set(ids)
-            if taken := sorted(wanted & self._open_ids):
-                raise ValueError(f"request ids are in flight already: {', '.join(taken)}. Use an id once at a time.")
-            self._open_ids |= wanted
-
-    def close_ids(self, ids: Iterable[str]) -> None:
-        """Note that requests are over; closing twice does nothing."""
-        with self.lock:
-            self._open_ids.difference_update(ids)
 
     def __repr__(self) -> str:
         return f"Roster({', '.join(map(repr, self._entries))})"

@@ -9,14 +9,17 @@ from __future__ import annotations
 import itertools
 import random
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from torchrl_moe._errors import NoReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Replica
-from torchrl_moe.modules.serving.dispatch import Dispatch, Placement
+from torchrl_moe.modules.backends.replica import Completion, Replica, Request
+from torchrl_moe.modules.serving.admission import Admission
+from torchrl_moe.modules.serving.dispatch import Dispatch
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.load_balancer import LoadBalancer
 from torchrl_moe.modules.serving.observed_pool import ObservedPool
+from torchrl_moe.modules.serving.placing import Placement
 from torchrl_moe.modules.serving.pool import CALL_SECONDS
 from torchrl_moe.modules.serving.prompts import normalise_prompts
 from torchrl_moe.modules.serving.requests import check_timeout, common_fields, make_request, one_each
@@ -25,6 +28,8 @@ from torchrl_moe.modules.serving.strategies import Strategy
 __all__ = ["GenerationService"]
 
 DEFAULT_SAMPLING_PARAMS = {"logprobs": 0}  # the sampled token's own log-prob, which RL always needs
+# Four times vLLM's usual batch: no engine runs dry, and what waits beyond that waits here, as numbers.
+REQUESTS_PER_REPLICA = 1024
 
 
 class GenerationService(ObservedPool):
@@ -36,10 +41,26 @@ class GenerationService(ObservedPool):
             object; by default vLLM's own defaults, with log-probs. What a call passes stands alone: the two are not
             merged.
         metrics: whether :attr:`metrics` counts requests.
+        max_concurrent_requests: how many may be in the engines at a time; the others wait in the service, by priority
+            and in order of arrival. ``"auto"``: 1024 for each replica. ``None``: no limit.
+        faults: how faults are treated.
+        make_replica: makes a new replica for an index, in place of one that died; without it none is restarted.
     """
 
-    def __init__(self, replicas: Sequence[Replica], sampling_params: Any = None, *, metrics: bool = True) -> None:
-        super().__init__(replicas, metrics=metrics)
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        sampling_params: Any = None,
+        *,
+        metrics: bool = True,
+        max_concurrent_requests: int | Literal["auto"] | None = "auto",
+        faults: FaultPolicy | None = None,
+        make_replica: Callable[[int], Replica] | None = None,
+    ) -> None:
+        super().__init__(replicas, faults, make_replica, metrics=metrics)
+        if max_concurrent_requests == "auto":
+            max_concurrent_requests = REQUESTS_PER_REPLICA * len(replicas)
+        self.admission = Admission(max_concurrent_requests)
         self.sampling_params = DEFAULT_SAMPLING_PARAMS if sampling_params is None else sampling_params
         self.load_balancer = LoadBalancer(self)
         self._tokenizer: Any = None
@@ -83,7 +104,8 @@ class GenerationService(ObservedPool):
             actor_index: the replica to use, instead of the balancer's choice.
             session_ids: one per prompt, the same for all turns of a rollout.
             request_ids: one per prompt, to :meth:`abort` by, and not in flight already; made up if not given.
-            priority: the lower the earlier, in an engine with ``scheduling_policy="priority"``.
+            priority: the lower the earlier, for a place in the service, and in an engine with
+                ``scheduling_policy="priority"``.
             min_version: the oldest weight version that will do.
             group_ids: one per prompt; requests of one group all go to one weight version.
             request_context: what a balancing strategy of yours wants to know of the call.
@@ -95,9 +117,10 @@ class GenerationService(ObservedPool):
         Raises:
             RuntimeError: the service is not running.
             ValueError: bad prompts, or a request that the engine refuses.
-            GenerationTimeout: some requests were late; ``.partial`` holds the others.
-            NoReplicaError: no replica serves.
-            ReplicaDiedError: a replica died under a request.
+            GenerationTimeout: some requests were late; ``.partial`` holds the others, as it does below.
+            NoReplicaError: no replica serves, and none will in time.
+            StaleReplicaError: none holds the version asked for, and none will in time.
+            ReplicaDiedError: replicas died under a request again and again, or the one of ``actor_index`` did.
         """
         self._check_running("generate")
         batch = normalise_prompts(prompts, prompt_token_ids)
@@ -116,12 +139,15 @@ class GenerationService(ObservedPool):
             group_ids=one_each(group_ids, count, "group_ids"),
             request_context=request_context,
         )
-        dispatch = Dispatch(self.load_balancer, requests, placement, check_timeout(timeout_seconds))
-        with self._noting_deaths(), self.metrics.call(count) as finished:
-            dispatch.send()
-            completions = dispatch.wait(use_tqdm)
+        dispatch = self._dispatch(requests, placement, timeout_seconds)
+        with self.metrics.call(count) as finished:
+            completions = dispatch.run(use_tqdm)
             finished(completions)
         return completions[0] if batch.single else completions
+
+    def _dispatch(self, requests: Sequence[Request], placement: Placement, timeout: float | None) -> Dispatch:
+        attempts = self.faults.attempts
+        return Dispatch(self.load_balancer, requests, placement, check_timeout(timeout), self.admission, attempts)
 
     def _new_id(self) -> str:
         return f"{self._id_prefix}-{next(self._ids)}"
@@ -168,10 +194,9 @@ class GenerationService(ObservedPool):
             group_ids=None if group_id is None else [group_id],
             request_context=request_context,
         )
-        dispatch = Dispatch(self.load_balancer, [request], placement, check_timeout(timeout_seconds))
-        with self._noting_deaths(), self.metrics.call(1) as finished:
-            await dispatch.send_async()
-            completion = await dispatch.wait_async()
+        dispatch = self._dispatch([request], placement, timeout_seconds)
+        with self.metrics.call(1) as finished:
+            completion = await dispatch.run_async()
             finished([completion])
         return completion
 
@@ -179,8 +204,7 @@ class GenerationService(ObservedPool):
         """Cut requests short, wherever they run; unknown ids are ignored, since a request may just have finished."""
         self._check_running("abort")
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        for entry in self._alive():
-            entry.replica.abort(ids)
+        self.roster.requests.cut(ids)
 
     # -- tools ------------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from modules.backends.vllm.processes import (
     use_toy_engine,
 )
 from torchrl_moe._errors import EngineError, ReplicaDiedError
-from torchrl_moe.modules.backends.replica import Request
+from torchrl_moe.modules.backends.replica import Request, Vitals
 from torchrl_moe.modules.backends.vllm import child
 from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica, engine_environment
 
@@ -238,6 +238,10 @@ def test_a_command_that_fails_fails_alone(
     with pytest.raises(error, match=message):
         lasting.call(command, 10, **fields)
     assert rpc(lasting, "echo") == [["echo", [], None]]
+
+
+def test_vital_signs_are_a_command(lasting: LocalReplica) -> None:
+    assert lasting.call("vitals", 10, seconds=5) == Vitals(core_answered=True)
 
 
 def test_figures_come_by_themselves(lasting: LocalReplica) -> None:
@@ -499,7 +503,7 @@ if how != "returns":
 
 
 def driver(how: str, temporary: Path) -> subprocess.Popen[str]:
-    """Start a driver. One that is killed cannot remove its replica's folder, so that lies in ``temporary``."""
+    """Start a driver, whose replica's folder lies in ``temporary``."""
     return subprocess.Popen(
         [sys.executable, "-c", DRIVER, how],
         env={**toy_environment(), "TMPDIR": str(temporary)},
@@ -518,6 +522,7 @@ def test_a_killed_driver_takes_its_engines_with_it(how: str, tmp_path: Path) -> 
         process.kill()
         process.wait(5)
     until(lambda: not group(pid), 5)
+    until(lambda: list(tmp_path.iterdir()) == [], 5)
 
 
 def test_a_process_that_the_driver_forked_does_not_keep_the_engines_alive(tmp_path: Path) -> None:
@@ -529,6 +534,7 @@ def test_a_process_that_the_driver_forked_does_not_keep_the_engines_alive(tmp_pa
         process.kill()
         process.wait(5)
         until(lambda: not group(engine), 5)
+        until(lambda: list(tmp_path.iterdir()) == [], 5)
         os.kill(forked, signal.SIGKILL)
 
 

@@ -104,6 +104,9 @@ class ToyEngine:
         self.calls.append(("resume",))
         self.going.set()
 
+    async def is_paused(self) -> bool:
+        return False
+
     async def reset_prefix_cache(self) -> int:
         return 1
 

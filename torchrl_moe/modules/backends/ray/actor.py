@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,14 +52,17 @@ class ReplicaActor(ReplicaHost):
         service: that it belongs to.
         forwarded: settings of the driver that made it.
         group: Ray's placement group that holds its resources.
+        number: added to the service's seed, and another one each time Ray starts the actor anew.
     """
 
-    def __init__(self, index: int, service: RayService, forwarded: Mapping[str, str], group: Any) -> None:
+    def __init__(self, index: int, service: RayService, forwarded: Mapping[str, str], group: Any, number: int) -> None:
         self._group = group
         self._service = service
         environment = actor_environment(service, forwarded)
         folder = None if service.log_folder is None else Path(service.log_folder)
-        arguments = seeded(service.arguments, index)
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            number += secrets.randbelow(1 << 20)
+        arguments = seeded(service.arguments, number)
         super().__init__(index, arguments, environment, ray.util.get_node_ip_address(), folder)
 
     def describe(self) -> Description:

@@ -55,19 +55,21 @@ class ActorLink:
     Args:
         index: of the replica.
         service: that it belongs to.
+        number: added to the service's seed if the actor is placed here.
 
     Attributes:
         driver: this driver's name, as the actor knows it.
         words: what is known of the end, or of why there was no beginning.
     """
 
-    def __init__(self, index: int, service: RayService) -> None:
+    def __init__(self, index: int, service: RayService, number: int) -> None:
         self.driver = uuid.uuid4().hex[:8]
         self.words = ""
         self.connection = LateConnection()
         self.outbox = wire.Outbox(self.connection, list)
         self._index = index
         self._service = service
+        self._number = number
         self._actor: Any = None
         self._group: PlacementGroup | None = None
         self._lock = threading.RLock()  # a garbage collection may end the link while this thread ends it
@@ -149,7 +151,7 @@ class ActorLink:
             resources=others,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
         )
-        return kind.remote(self._index, service, forwarded_environment(), group)
+        return kind.remote(self._index, service, forwarded_environment(), group, self._number)
 
     def _wait_for(self, reference: Any) -> Any:
         while not ray.wait([reference], timeout=WAIT_SECONDS)[0]:

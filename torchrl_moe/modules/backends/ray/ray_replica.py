@@ -20,14 +20,16 @@ class RayReplica(EngineReplica[ActorLink]):
     Args:
         index: place in the service.
         service: that it belongs to.
+        number: added to the service's seed if this driver places the actor; default: the index.
     """
 
-    def __init__(self, index: int, service: RayService) -> None:
+    def __init__(self, index: int, service: RayService, number: int | None = None) -> None:
         super().__init__(index)
         self._service = service
+        self._number = index if number is None else number
 
     def _open(self) -> ActorLink:
-        link = ActorLink(self.index, self._service)
+        link = ActorLink(self.index, self._service, self._number)
         self._name_calls(link.driver)
         return link
 

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from torchrl_moe.modules.backends.vllm import wire
-from torchrl_moe.modules.backends.vllm.lifeline import kill_group
+from torchrl_moe.modules.backends.vllm.lifeline import FOLDER_VARIABLE, kill_group
 
 __all__ = ["Child"]
 
@@ -55,7 +55,7 @@ class Child:
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
                     pass_fds=[theirs.fileno()],
-                    env={**_place_for_sockets(self.folder), **environment},
+                    env=_with_places(environment, self.folder),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -99,7 +99,13 @@ class Child:
         return "\n".join(shown[-lines:]) or "(its log holds no error)"
 
 
-def _place_for_sockets(folder: Path) -> dict[str, str]:
-    """Have vLLM make its sockets, which it leaves behind, where they are removed; if their names then fit a socket."""
-    longest = folder / str(uuid.uuid4())
-    return {"VLLM_RPC_BASE_PATH": str(folder)} if len(os.fsencode(longest)) <= SOCKET_NAME_BYTES else {}
+def _with_places(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Have vLLM make its files and sockets, which it leaves behind, where they are removed.
+
+    Only if the sockets' names then fit the kernel's limit. The user may choose another place for sockets.
+    """
+    ours = {**environment, FOLDER_VARIABLE: str(folder)}
+    if len(os.fsencode(folder / str(uuid.uuid4()))) <= SOCKET_NAME_BYTES:
+        ours["TMPDIR"] = str(folder)
+        ours.setdefault("VLLM_RPC_BASE_PATH", str(folder))
+    return ours

@@ -62,12 +62,12 @@ def devices_per_replica(arguments: Mapping[str, Any]) -> int:
     return math.prod(int(arguments.get(name) or 1) for name in ranks)
 
 
-def seeded(arguments: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return the arguments of one replica: with a seed of its own.
+def seeded(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the arguments of the replica that is the ``number``-th to be made: with a seed of its own.
 
-    Replicas that draw the same noise would give a group of answers twice.
+    Replicas that draw the same noise would give a group of answers twice, and so would one that is restarted.
     """
-    return {**arguments, "seed": (arguments.get("seed") or 0) + index} if index else dict(arguments)
+    return {**arguments, "seed": (arguments.get("seed") or 0) + number} if number else dict(arguments)
 
 
 def build_engine_args(arguments: Mapping[str, Any]) -> Any:

@@ -24,13 +24,14 @@ from typing import Any
 
 from torchrl_moe import _compat
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.replica import PauseMode, ReplicaInfo, ReplicaStats, StageReport, SwapReport
+from torchrl_moe.modules.backends.replica import PauseMode, ReplicaInfo, ReplicaStats, StageReport, SwapReport, Vitals
 from torchrl_moe.modules.backends.vllm import wire
 from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args
 from torchrl_moe.modules.backends.vllm.lifeline import Inbox, end_group, end_group_later
 from torchrl_moe.modules.backends.vllm.running import RunningRequests
 from torchrl_moe.modules.backends.vllm.stats_feed import Load, StatsFeed
+from torchrl_moe.modules.backends.vllm.vitals import VitalSigns
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 
 WATCH_SECONDS = 0.5
@@ -61,6 +62,7 @@ class EngineProcess:
         self.engine = engine
         self.info = info
         self.load = load
+        self.vitals = VitalSigns(engine)
         self.weights = EngineWeights(engine, lambda: checkpoint_metadata(_checkpoint_folder(info.model)))
         self.requests = RunningRequests(
             engine, self.weights, lambda completion: send(("completion", completion)), self._refuse
@@ -148,6 +150,9 @@ class EngineProcess:
         self, version: int, pause: PauseMode, clear_cache: bool, canary: dict[str, Any] | None
     ) -> SwapReport:
         return await self.weights.swap(version, pause, clear_cache, canary)
+
+    async def command_vitals(self, seconds: float) -> Vitals:
+        return await self.vitals.read(seconds)
 
     async def command_stats(self) -> ReplicaStats:
         return self._feed.stats()

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -20,11 +21,14 @@ from typing import Any
 
 from torchrl_moe.modules.backends.vllm import wire
 
-__all__ = ["Inbox", "end_group", "end_group_later", "kill_group"]
+__all__ = ["FOLDER_VARIABLE", "Inbox", "end_group", "end_group_later", "kill_group"]
 
 WATCH_SECONDS = 0.5
 EXIT_SECONDS = 8.0  # that the process gets to end by itself; less than the driver's patience
 KILL_ROUNDS, KILL_SECONDS = 100, 0.01
+ORPHANED_SECONDS = 0.05
+PARENT = os.getppid()
+FOLDER_VARIABLE = "TORCHRL_MOE_REPLICA_FOLDER"  # of log and sockets
 TRACKER = b"multiprocessing.resource_tracker"
 
 
@@ -60,6 +64,7 @@ class Inbox:
             while (message := wire.receive(self._connection))[0] != "shutdown":
                 self.put(*message)
         except (EOFError, OSError):
+            time.sleep(ORPHANED_SECONDS)  # a driver that dies hangs up first
             return
         except (AttributeError, ImportError, pickle.UnpicklingError) as error:  # a class that only the driver has
             traceback.print_exception(error)
@@ -86,6 +91,9 @@ def end_group(code: int = 1) -> None:
     sys.stderr.flush()
     if os.getpgrp() == os.getpid():  # else it was run by hand, in a shell's group
         kill_group(os.getpid())
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder and os.getppid() != PARENT:  # the driver would have removed it
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(code)
 
 

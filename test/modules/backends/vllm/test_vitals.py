@@ -1,0 +1,101 @@
+"""Vital signs: a ping to the core, and what the processes of the group do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from modules.backends.vllm.processes import until
+from torchrl_moe.modules.backends.vllm import vitals as vitals_module
+from torchrl_moe.modules.backends.vllm.vitals import VitalSigns
+
+SPIN = "while True: pass"
+
+
+class Core:
+    """Answers a ping when it is let; counts them."""
+
+    def __init__(self) -> None:
+        self.pings = 0
+        self.free = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def is_paused(self) -> bool:
+        self.pings += 1
+        await self.free.wait()
+        if self.error is not None:
+            raise self.error
+        return False
+
+
+@pytest.fixture
+def leader() -> Iterator[subprocess.Popen[bytes]]:
+    """A busy process, taken for that of the engine."""
+    process = subprocess.Popen([sys.executable, "-c", SPIN], start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_core_that_answers_is_well_even_if_its_answer_is_an_error(leader: subprocess.Popen[bytes]) -> None:
+    async def main() -> list[bool]:
+        core = Core()
+        core.free.set()
+        signs = VitalSigns(core)
+        first = await signs.read(5.0)
+        core.error = RuntimeError("no such call")
+        second = await signs.read(5.0)
+        assert core.pings == 2
+        return [first.core_answered, second.core_answered]
+
+    assert asyncio.run(main()) == [True, True]
+
+
+def test_a_core_that_does_not_answer_is_pinged_once_until_it_does(leader: subprocess.Popen[bytes]) -> None:
+    async def main() -> None:
+        core = Core()
+        signs = VitalSigns(core)
+        assert [(await signs.read(0.01)).core_answered for _ in range(3)] == [False] * 3
+        assert core.pings == 1
+        core.free.set()
+        assert (await signs.read(5.0)).core_answered
+        assert (await signs.read(5.0)).core_answered
+        assert core.pings == 2
+
+    asyncio.run(main())
+
+
+def test_what_the_group_computes_and_whether_it_is_stopped(leader: subprocess.Popen[bytes]) -> None:
+    async def read() -> vitals_module.Vitals:
+        core = Core()
+        core.free.set()
+        return await VitalSigns(core).read(5.0)
+
+    first = asyncio.run(read())
+    until(lambda: asyncio.run(read()).cpu_seconds >= first.cpu_seconds + 0.1, 20)
+    assert not asyncio.run(read()).stopped
+    leader.send_signal(signal.SIGSTOP)
+    until(lambda: asyncio.run(read()).stopped, 5)
+    still = asyncio.run(read()).cpu_seconds
+    assert asyncio.run(read()).cpu_seconds == still
+    leader.send_signal(signal.SIGCONT)
+    until(lambda: not asyncio.run(read()).stopped, 5)
+
+
+def test_grandchildren_count_and_strangers_do_not(leader: subprocess.Popen[bytes]) -> None:
+    shell = subprocess.Popen(["sh", "-c", "sleep 60 & wait"])
+    try:
+        found = until(lambda: [p for p in vitals_module._descendants(os.getpid()) if p.parent == shell.pid], 5)
+        assert len(found) == 1
+        family = {process.pid for process in vitals_module._descendants(shell.pid)}
+        assert family == {found[0].pid}
+        os.kill(found[0].pid, signal.SIGKILL)
+    finally:
+        shell.kill()
+        shell.wait()

@@ -1,0 +1,191 @@
+"""Real engines under real faults: processes killed and stopped under requests. Nothing is lost, nothing left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from modules.backends.vllm.processes import until
+from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+
+if TYPE_CHECKING:
+    from engines import EngineShelf
+
+ROOT = Path(__file__).parents[3]
+RESTART = 150.0  # generous: an engine starts in twenty seconds, on a machine of its own
+FAULTS = FaultPolicy(probe=5.0, patience=15.0, first_delay=0.1)
+
+
+class Parts:
+    """The processes of one replica."""
+
+    def __init__(self, engine: AsyncVLLM, index: int) -> None:
+        child = engine.roster[index].replica._child
+        self.owner = psutil.Process(child.process.pid)
+        self.core = self._child(self.owner, "EngineCore")
+        self.worker = self._child(self.core, "Worker")
+        self.all = [self.owner, self.core, self.worker]
+
+    def _child(self, parent: psutil.Process, name: str) -> psutil.Process:
+        (found,) = [child for child in parent.children() if name in " ".join([child.name(), *child.cmdline()])]
+        return found
+
+
+def segments(processes: Iterable[psutil.Process]) -> set[Path]:
+    """The shared memory that processes have mapped."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            found |= {Path(area.path) for area in process.memory_maps() if area.path.startswith("/dev/shm/")}
+    return found
+
+
+@pytest.fixture
+def clean_temporary(no_engine: EngineShelf, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder that only the engines of this test use."""
+    no_engine.folder("qwen3_moe")  # which is made elsewhere
+    folder = Path(tempfile.mkdtemp())  # not tmp_path: its name is too long for sockets
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def engine(no_engine: EngineShelf, clean_temporary: Path) -> Iterator[AsyncVLLM]:
+    """Two replicas that are watched closely. At the end no process, shared memory or file of theirs is left."""
+    from engines import SMALL
+
+    made = AsyncVLLM.from_pretrained(no_engine.folder("qwen3_moe"), 2, faults=FAULTS, **SMALL)
+    try:
+        yield made
+    finally:
+        family = psutil.Process().children(recursive=True)
+        shared = segments(family)
+        made.shutdown()
+    assert psutil.wait_procs(family, 10.0)[1] == []
+    until(lambda: not any(segment.exists() for segment in shared), 10.0)
+    assert os.listdir(clean_temporary) == []
+
+
+PARAMS = {"max_tokens": 150, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
+
+
+def flood(engine: AsyncVLLM, count: int = 200) -> Any:
+    """Answers to so many different prompts."""
+    prompts = [[65 + i % 26, 97 + i // 26, *range(48, 48 + i % 10)] for i in range(count)]
+    return engine.generate(prompts, PARAMS, use_tqdm=False, timeout_seconds=2 * RESTART)
+
+
+def check(engine: AsyncVLLM, completions: Any, expected: Any) -> None:
+    """Every request was answered once, as without the fault."""
+    assert len(completions) == len(expected)
+    for got, want in zip(completions, expected, strict=True):
+        assert got.prompt_token_ids.tolist() == want.prompt_token_ids.tolist()
+        (output,) = got.outputs
+        assert (output.finish_reason, output.token_ids.shape, output.logprobs.shape) == ("length", (150,), (150,))
+        assert output.routed_experts.shape == (len(got.prompt_token_ids) + 150 - 1, 4, 4)
+    same = sum(
+        a.outputs[0].token_ids.tolist() == b.outputs[0].token_ids.tolist()
+        for a, b in zip(completions, expected, strict=True)
+    )
+    assert same >= 0.97 * len(expected)  # ties may fall otherwise in another batch
+    until(lambda: engine.get_num_unfinished_requests() == [0, 0], 5.0)
+    assert engine.admission.taken == 0
+
+
+def until_serving(engine: AsyncVLLM, restarts: int) -> None:
+    """Wait until both replicas serve, restarted that often; one that a busy machine starved may have been once more."""
+    deadline = time.monotonic() + RESTART
+    while not all(entry.state.name == "SERVING" and entry.restarts >= restarts for entry in engine.roster):
+        assert time.monotonic() < deadline, [(e.state, e.restarts, e.last_error) for e in engine.roster]
+        time.sleep(0.1)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_killed_and_stopped_processes_lose_no_request(engine: AsyncVLLM) -> None:
+    expected = flood(engine)
+
+    def under_fire(*shots: tuple[int, str, signal.Signals]) -> None:
+        parts = [Parts(engine, index) for index in range(2)]
+        shared = [segments(replica.all) for replica in parts]
+        assert all(shared)
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(flood, engine)
+            until(lambda: min(row["running"] for row in engine.stats()) > 0, 30.0)
+            for index, part, sign in shots:
+                getattr(parts[index], part).send_signal(sign)
+            assert not call.done()
+            check(engine, call.result(3 * RESTART), expected)
+        for index, _, _ in shots:
+            assert psutil.wait_procs(parts[index].all, 30.0)[1] == []
+            until(lambda index=index: not any(segment.exists() for segment in shared[index]), 10.0)
+
+    under_fire((0, "core", signal.SIGKILL), (1, "worker", signal.SIGKILL))  # nobody serves until they are back
+    until_serving(engine, 1)
+    under_fire((0, "owner", signal.SIGKILL), (1, "core", signal.SIGSTOP))
+    until_serving(engine, 2)
+    assert "gave no sign of life in 15 s and was ended" in str(engine.roster[1].last_error)
+    check(engine, flood(engine), expected)
+
+
+DRIVER = """
+    import os, sys
+    from torchrl_moe.modules import AsyncVLLM
+
+    engine = AsyncVLLM.from_pretrained(
+        sys.argv[1], enforce_eager=True, kv_cache_memory_bytes=1 << 26, max_model_len=512, dtype="float32"
+    )
+    print("serving", flush=True)
+    for _ in range(3):
+        try:
+            engine.generate([[65 + i] for i in range(50)], {"max_tokens": 500, "ignore_eos": True}, use_tqdm=False)
+        except KeyboardInterrupt:
+            print("interrupted", engine.get_num_unfinished_requests(), engine.admission.taken, flush=True)
+    tokens = len(engine.generate("Hello", {"max_tokens": 3, "ignore_eos": True}, use_tqdm=False).outputs[0].token_ids)
+    print("answered", tokens, flush=True)
+    engine.generate([[65 + i] for i in range(50)], {"max_tokens": 500, "ignore_eos": True}, use_tqdm=False)
+"""
+
+
+@pytest.mark.engine
+def test_ctrl_c_cancels_calls_and_a_killed_driver_leaves_nothing(no_engine: EngineShelf, clean_temporary: Path) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(DRIVER), str(no_engine.folder("qwen3_moe"))],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "serving\n"
+        for _ in range(3):
+            time.sleep(0.4)
+            os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: the driver's group, not the engine's
+            assert driver.stdout.readline() == "interrupted [0] 0\n"
+        assert driver.stdout.readline() == "answered 3\n"
+        family = psutil.Process(driver.pid).children(recursive=True)
+        assert len(family) >= 3
+        shared = segments(family)
+        assert shared
+        driver.kill()
+    assert psutil.wait_procs(family, 20.0)[1] == []
+    until(lambda: not any(segment.exists() for segment in shared), 10.0)
+    until(lambda: os.listdir(clean_temporary) == [], 10.0)

@@ -1,0 +1,213 @@
+"""Health probes: what counts as a sign of life, and who is asked when."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from modules.serving.calls import eventually
+from torchrl_moe._errors import EngineError
+from torchrl_moe.modules.backends.replica import Vitals
+from torchrl_moe.modules.serving.breaker import BreakerState
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.health import Health, Pulse, Stalled
+from torchrl_moe.modules.serving.roster import Roster
+from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.testing.fake_engine import FakeReplica
+
+WELL = Vitals(core_answered=True)
+
+
+def silent(cpu_seconds: float = 0.0, stopped: bool = False) -> Vitals:
+    return Vitals(core_answered=False, cpu_seconds=cpu_seconds, stopped=stopped)
+
+
+def notes(*vitals: Vitals | None, **policy: float) -> list[str]:
+    pulse = Pulse(FaultPolicy(**{"probe": 10.0, "patience": 30.0, "slow_patience": 50.0, **policy}))
+    return [pulse.note(one) for one in vitals]
+
+
+SILENT = "gave no sign of life in 30 s"
+
+
+@pytest.mark.parametrize("one", [None, silent(), silent(stopped=True)], ids=["owner", "core", "stopped"])
+def test_patience_ends_after_so_many_probes_without_a_sign_of_life(one: Vitals | None) -> None:
+    assert notes(one, one, one) == ["", "", SILENT]
+    assert notes(one, one, WELL, one, one, one) == ["", "", "", "", "", SILENT]
+    assert notes(one, patience=10.0) == ["gave no sign of life in 10 s"]
+
+
+def test_an_engine_that_computes_is_given_more_time() -> None:
+    steps = [silent(cpu_seconds=0.5 * i) for i in range(1, 7)]  # a twentieth of one core
+    assert notes(*steps) == [
+        "",
+        "",
+        "",
+        "",
+        "computed for 50 s without an answer",
+        "computed for 60 s without an answer",
+    ]
+    assert notes(*steps[:4], WELL, *steps[:4]) == [""] * 9
+
+
+def test_an_engine_that_hardly_computes_is_not() -> None:
+    steps = [silent(cpu_seconds=0.4 * i) for i in range(1, 4)]
+    assert notes(*steps) == ["", "", SILENT]
+
+
+def test_what_others_compute_is_no_life_of_a_stopped_process() -> None:
+    steps = [silent(cpu_seconds=10.0 * i, stopped=True) for i in range(1, 4)]
+    assert notes(*steps) == ["", "", SILENT]
+
+
+# -- probing ----------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Asked(FakeReplica):
+    """Counts what it was asked."""
+
+    asked = 0
+
+    def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
+        if command == "vitals":
+            assert (timeout, kwargs) == (0.05, {"seconds": 0.025})
+            self.asked += 1
+        return super().call(command, timeout, **kwargs)
+
+
+POLICY = FaultPolicy(probe=0.05, patience=0.1)
+
+
+def watched(count: int = 2) -> tuple[Health, Roster, Clock]:
+    roster, clock = Roster([Asked(i) for i in range(count)], ReplicaState.SERVING), Clock()
+    health = Health(roster, POLICY, clock)
+    assert list(health.look()) == []
+    return health, roster, clock
+
+
+def a_round(health: Health, clock: Clock, asked: Callable[[], int]) -> list[Stalled]:
+    """Let one probe of somebody come and go."""
+    clock.now += POLICY.probe
+    before = asked()
+    assert list(health.look()) == []
+    eventually(lambda: asked() > before)
+    eventually(lambda: all(probe.answers != [] for probe in health._probes.values()))
+    return list(health.look())
+
+
+def test_each_is_asked_when_it_is_due_and_not_again_before_it_answered() -> None:
+    health, roster, clock = watched()
+    replicas = [entry.replica for entry in roster]
+    clock.now = 0.04
+    list(health.look())
+    assert [replica.asked for replica in replicas] == [0, 0]
+    clock.now = 0.05
+    list(health.look())
+    list(health.look())
+    eventually(lambda: [replica.asked for replica in replicas] == [1, 1])
+    assert [entry.breaker.state for entry in roster] == [BreakerState.CLOSED] * 2
+
+
+def test_one_that_answers_nothing_gets_no_requests_and_is_named_once_patience_ends() -> None:
+    health, roster, clock = watched()
+    first = roster[0].replica
+    first.stall()
+    assert a_round(health, clock, lambda: first.asked) == []
+    assert [entry.index for entry in roster.serving()] == [1]
+    (stalled,) = a_round(health, clock, lambda: first.asked)
+    assert stalled == Stalled(0, first, "gave no sign of life in 0.1 s")
+    first.die()
+
+
+def test_one_whose_core_is_stopped_is_named_too() -> None:
+    health, roster, clock = watched(1)
+    replica = roster[0].replica
+    replica.vitals = silent(stopped=True)
+    assert a_round(health, clock, lambda: replica.asked) == []
+    assert [stalled.index for stalled in a_round(health, clock, lambda: replica.asked)] == [0]
+
+
+@pytest.mark.parametrize("error", [ValueError("no command 'vitals'"), None], ids=["older", "dead"])
+def test_neither_an_older_engine_nor_a_dead_one_is_stalled(error: Exception | None) -> None:
+    health, roster, clock = watched(1)
+    replica = roster[0].replica
+    replica.die() if error is None else setattr(replica, "vitals", None)
+    asked = [0]
+
+    def call(command: str, timeout: float, **kwargs: Any) -> Any:
+        asked[0] += 1
+        if error is not None:
+            raise error
+        return FakeReplica.call(replica, command, timeout)
+
+    replica.call = call
+    for _ in range(3):
+        assert a_round(health, clock, lambda: asked[0]) == []
+    assert not roster[0].breaker.barred
+
+
+@pytest.mark.parametrize("state", [ReplicaState.SYNCING, ReplicaState.DEAD])
+def test_one_that_is_busy_with_something_else_is_left_alone(state: ReplicaState) -> None:
+    health, roster, clock = watched(1)
+    roster[0].replica.stall()
+    roster.set_state(0, state)
+    clock.now = 1.0
+    list(health.look())
+    time.sleep(0.02)
+    assert roster[0].replica.asked == 0
+    roster[0].replica.die()
+
+
+def test_a_sync_in_between_begins_the_count_anew() -> None:
+    health, roster, clock = watched(1)
+    replica = roster[0].replica
+    replica.stall()
+    assert a_round(health, clock, lambda: replica.asked) == []
+    roster.set_state(0, ReplicaState.SYNCING)
+    list(health.look())
+    roster.set_state(0, ReplicaState.SERVING)
+    list(health.look())
+    assert a_round(health, clock, lambda: replica.asked) == []
+    replica.die()
+
+
+def test_a_doubt_has_one_asked_at_once() -> None:
+    health, roster, _ = watched()
+    roster.doubt(1)
+    list(health.look())
+    eventually(lambda: [entry.replica.asked for entry in roster] == [0, 1])
+    assert roster.doubts == set()
+
+
+def test_without_probes_nobody_is_asked_not_even_in_doubt() -> None:
+    roster = Roster([Asked(0)], ReplicaState.SERVING)
+    health = Health(roster, replace(POLICY, probe=math.inf), Clock())
+    roster.doubt(0)
+    assert list(health.look()) == []
+    time.sleep(0.02)
+    assert roster[0].replica.asked == 0
+
+
+def test_an_engine_error_is_no_answer() -> None:
+    health, roster, clock = watched(1)
+    asked = [0]
+
+    def call(command: str, timeout: float, **kwargs: Any) -> Any:
+        asked[0] += 1
+        raise EngineError("not in time")
+
+    roster[0].replica.call = call
+    a_round(health, clock, lambda: asked[0])
+    assert roster[0].last_error == "gave no sign of life to a health probe"

@@ -1,0 +1,395 @@
+"""The supervisor: what died comes back, with the current weights, and not for ever; what stalls is ended."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from modules.serving.calls import HOUR, ask, eventually, in_thread
+from modules.serving.fleets import QUICK, RestartingService
+from torchrl_moe._errors import NoReplicaError, ReplicaDiedError, WeightSyncError
+from torchrl_moe.modules.backends.replica import Vitals
+from torchrl_moe.modules.serving import supervisor as supervisor_module
+from torchrl_moe.modules.serving.candidates import Recovery
+from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.testing import FakeAsyncVLLM
+from torchrl_moe.testing.fake_engine import FakeReplica
+
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+def until_serving(service: RestartingService, restarts: list[int]) -> None:
+    eventually(lambda: service.states == ["SERVING"] * len(restarts) and service.restarts == restarts)
+
+
+def test_a_dead_replica_comes_back_as_another_one(fleet: Any) -> None:
+    service = fleet()
+    service.kill(0, "out of memory")
+    until_serving(service, [1, 0])
+    assert service.roster[0].replica is service.made[0][1]
+    assert "out of memory" not in repr(service)
+    assert {completion.metrics.replica for completion in ask(service, list("abcd"))} == {0, 1}
+    service.kill(0)
+    until_serving(service, [2, 0])
+
+
+def test_a_death_under_a_request_is_noted_at_once(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "TICK_SECONDS", HOUR)
+    service = fleet(1, lambda i, n: FakeReplica(i, die_under=lambda r: n == 0))
+    assert ask(service).prompt == "hi"
+    assert service.restarts == [1]
+    assert service.roster[0].last_error == f"replica 0 died: under {service.made[0][0].submitted[0].request_id!r}"
+
+
+def test_a_quarantined_replica_is_ended_and_restarted(fleet: Any) -> None:
+    service = fleet()
+    service.roster.set_state(0, ReplicaState.SYNCING)
+    service.roster.set_state(0, ReplicaState.QUARANTINED)
+    until_serving(service, [1, 0])
+    assert not service.made[0][0].is_alive()
+
+
+def test_the_old_one_has_ended_before_the_new_one_is_made(fleet: Any) -> None:
+    order: list[str] = []
+
+    class Slow(FakeReplica):
+        def shutdown(self) -> None:
+            time.sleep(0.05)
+            order.append("ended")
+            super().shutdown()
+
+    def make(index: int, number: int) -> FakeReplica:
+        order.append("made")
+        return Slow(index)
+
+    service = fleet(1, make)
+    service.kill(0)
+    until_serving(service, [1])
+    assert order[:3] == ["made", "ended", "made"]
+
+
+# -- not for ever -----------------------------------------------------------------------------------------------------
+
+
+def broken_after(number: int) -> Callable[[int, int], FakeReplica]:
+    return lambda i, n: FakeReplica(i, fail_start="no memory" if i == 0 and n > number else "")
+
+
+def test_one_that_does_not_come_up_is_tried_again_so_often_and_then_stays_dead(fleet: Any) -> None:
+    service = fleet(2, broken_after(0), replace(QUICK, max_restarts=3))
+    service.kill(0)
+    eventually(lambda: service.roster[0].recovery is Recovery.NOBODY)
+    assert (service.states, service.restarts) == (["DEAD", "SERVING"], [3, 0])
+    assert service.roster[0].last_error == (
+        "restarted 3 times within 300 s, and given up. The last error: replica 0 died: no memory"
+    )
+    with pytest.raises(ReplicaDiedError, match="which actor_index names, is dead: restarted 3 times within 300 s"):
+        ask(service, actor_index=0)
+    assert ask(service).metrics.replica == 1
+
+
+def test_restarts_of_long_ago_do_not_count(fleet: Any) -> None:
+    service = fleet(1, faults=replace(QUICK, max_restarts=1, restart_window=0.05))
+    for number in range(1, 4):
+        service.kill(0)
+        until_serving(service, [number])
+        time.sleep(0.06)
+
+
+def test_delays_grow_with_each_restart(fleet: Any) -> None:
+    times: list[float] = []
+
+    def make(index: int, number: int) -> FakeReplica:
+        times.append(time.monotonic())
+        return FakeReplica(index, fail_start="no" if 0 < number < 4 else "")
+
+    service = fleet(1, make, replace(QUICK, first_delay=0.05, longest_delay=10.0))
+    service.kill(0)
+    until_serving(service, [4])
+    waits = [after - before for before, after in itertools.pairwise(times[1:])]
+    assert [wait >= least for wait, least in zip(waits, (0.1, 0.2, 0.4), strict=True)] == [True] * 3
+
+
+def test_calls_end_at_once_when_the_last_hope_is_given_up(fleet: Any) -> None:
+    service = fleet(1, broken_after(0), replace(QUICK, max_restarts=2))
+    service.roster[0].replica.token_seconds = HOUR
+    call = in_thread(lambda: ask(service))
+    task = in_thread(lambda: asyncio.run(service.agenerate("b")))
+    eventually(lambda: service.roster[0].inflight == 2)
+    service.kill(0, "lightning")
+    for future in (call, task):
+        with pytest.raises(NoReplicaError, match=r"no replica is serving: .*It had begun elsewhere: .*lightning"):
+            future.result(5.0)
+    with pytest.raises(NoReplicaError, match="Make a new service"):
+        service.pause()
+
+
+def test_without_restarts_what_died_stays_dead(fleet: Any) -> None:
+    service = fleet(2, faults=replace(QUICK, restart=False))
+    service.kill(0)
+    eventually(lambda: service.states == ["DEAD", "SERVING"])
+    assert service.roster[0].recovery is Recovery.NOBODY
+    service.kill(1)
+    with pytest.raises(NoReplicaError):
+        ask(service)
+    assert [len(line) for line in service.made] == [1, 1]
+
+
+def test_a_factory_that_fails_for_a_reason_of_its_own_is_the_end_and_says_so(fleet: Any) -> None:
+    def make(index: int, number: int) -> FakeReplica:
+        if number:
+            raise KeyError("settings")
+        return FakeReplica(index)
+
+    service = fleet(1, make)
+    heard = []
+    before, threading.excepthook = threading.excepthook, lambda args: heard.append(args.exc_type)
+    try:
+        service.kill(0)
+        eventually(lambda: heard == [KeyError])
+    finally:
+        threading.excepthook = before
+    assert (service.states, service.roster[0].recovery) == (["DEAD"], Recovery.NOBODY)
+    assert service.roster[0].last_error == "restarting failed with KeyError('settings')"
+
+
+# -- the current weights ----------------------------------------------------------------------------------------------
+
+
+def serve_version(service: RestartingService, version: int) -> Callable[[int], None]:
+    def bring(index: int) -> None:
+        service.roster.set_version(index, version)
+        service.roster.set_state(index, ReplicaState.SERVING)
+
+    return bring
+
+
+def test_it_serves_once_it_was_brought_to_the_newest_weights(fleet: Any) -> None:
+    service = fleet()
+    service.roster.set_version(0, 7)
+    asked: list[tuple[int, str]] = []
+
+    def bring(index: int) -> None:
+        asked.append((index, service.states[index]))
+        if len(asked) < 3:
+            raise WeightSyncError("the store is busy")
+        serve_version(service, 7)(index)
+
+    service.register_weight_sync(bring)
+    service.kill(0)
+    until_serving(service, [1, 0])
+    assert asked == [(0, "STARTING")] * 3
+    assert service.roster[0].version == 7
+    assert service.roster[0].last_error == "its weights could not be loaded: the store is busy"
+
+
+def test_one_that_dies_while_it_is_brought_is_restarted(fleet: Any) -> None:
+    service = fleet(1)
+    service.roster.set_version(0, 2)
+
+    def bring(index: int) -> None:
+        if len(service.made[0]) == 2:
+            service.kill(index, "in the middle")
+            raise ReplicaDiedError("died")
+        serve_version(service, 2)(index)
+
+    service.register_weight_sync(bring)
+    service.kill(0)
+    until_serving(service, [2])
+
+
+def test_one_that_is_quarantined_while_it_is_brought_is_restarted(fleet: Any) -> None:
+    service = fleet(1)
+    service.roster.set_version(0, 2)
+
+    def bring(index: int) -> None:
+        if len(service.made[0]) == 2:
+            service.roster.set_state(index, ReplicaState.QUARANTINED)
+            service.roster[index].replica.shutdown()
+            return
+        serve_version(service, 2)(index)
+
+    service.register_weight_sync(bring)
+    service.kill(0)
+    until_serving(service, [2])
+
+
+def test_with_nothing_published_yet_the_checkpoints_weights_are_the_current_ones(fleet: Any) -> None:
+    service = fleet(1)
+
+    def bring(index: int) -> None:
+        raise WeightSyncError("nothing was published")
+
+    service.register_weight_sync(bring)
+    service.kill(0)
+    until_serving(service, [1])
+
+
+def test_without_a_registered_sync_it_waits_for_the_next_update(fleet: Any) -> None:
+    service = fleet(1)
+    service.roster.set_version(0, 3)
+    service.kill(0)
+    eventually(lambda: service.roster[0].recovery is Recovery.UPDATE)
+    assert service.states == ["STARTING"]
+    with pytest.raises(NoReplicaError):
+        ask(service)  # for ever: the update may have to come from this very thread
+    call = in_thread(lambda: ask(service, timeout_seconds=5.0))
+    time.sleep(0.05)
+    assert not call.done()
+    serve_version(service, 4)(0)
+    assert call.result(5.0).metrics.replica == 0
+    assert service.roster[0].recovery is Recovery.SUPERVISOR
+
+
+def test_one_that_waited_is_brought_once_a_sync_has_updated_the_others(fleet: Any) -> None:
+    service = fleet()
+    service.roster.set_version(1, 3)
+    service.kill(0)
+    eventually(lambda: service.roster[0].recovery is Recovery.UPDATE)
+    brought: list[int] = []
+    service.register_weight_sync(lambda index: (brought.append(index), serve_version(service, 4)(index)))  # type: ignore[arg-type,func-returns-value]
+    time.sleep(0.6)
+    assert brought == []  # nothing newer was published: it may not have what the others have
+    service.roster.set_version(1, 4)
+    until_serving(service, [1, 0])
+    assert brought == [0]
+    assert [entry.version for entry in service.roster] == [4, 4]
+
+
+def test_one_that_dies_while_it_waits_for_an_update_is_restarted(fleet: Any) -> None:
+    service = fleet(1)
+    service.roster.set_version(0, 3)
+    for number in (1, 2):
+        service.kill(0)
+        eventually(lambda number=number: (service.restarts, service.roster[0].recovery) == ([number], Recovery.UPDATE))
+
+
+# -- stalls -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["owner", "core"])
+def test_a_stalled_replica_is_ended_and_its_requests_go_elsewhere(fleet: Any, part: str) -> None:
+    service = fleet(2, lambda i, n: FakeReplica(i, token_seconds=HOUR if (i, n) == (0, 0) else 0.0))
+    call = in_thread(lambda: ask(service, actor_index=0))
+    free = in_thread(lambda: ask(service, ["a", "b"]))
+    eventually(lambda: service.roster[0].inflight == 2)
+    stalled = service.made[0][0]
+    if part == "owner":
+        stalled.stall()
+    else:
+        stalled.vitals = Vitals(core_answered=False, stopped=True)
+    assert call.result(10.0).metrics.replica == 0
+    assert len(free.result(10.0)) == 2
+    assert not stalled.is_alive()
+    assert service.restarts == [1, 0]
+    assert service.roster[0].last_error == "replica 0 gave no sign of life in 0.1 s and was ended"
+
+
+def test_a_slow_replica_is_not_ended_nor_one_in_sync_or_paused(fleet: Any) -> None:
+    service = fleet(3, faults=replace(QUICK, slow_patience=HOUR))
+    slow, syncing, paused = (line[0] for line in service.made)
+
+    ticks = iter(range(1, 10**6))
+    slow.call = lambda command, timeout, **kwargs: Vitals(core_answered=False, cpu_seconds=float(next(ticks)))
+    service.roster.set_state(1, ReplicaState.SYNCING)
+    syncing.stall()
+    paused.pause("keep", False, 1.0)
+    time.sleep(0.5)
+    assert service.restarts == [0, 0, 0]
+    assert service.states == ["SERVING", "SYNCING", "SERVING"]
+
+
+def test_a_late_request_has_its_replica_looked_at_now(fleet: Any) -> None:
+    service = fleet(1, lambda i, n: FakeReplica(i, token_seconds=HOUR), replace(QUICK, probe=HOUR, patience=HOUR))
+    asked = threading.Event()
+    service.made[0][0].call = lambda command, timeout, **kwargs: asked.set() or Vitals(core_answered=True)
+    with pytest.raises(TimeoutError):
+        ask(service, timeout_seconds=0.05)
+    assert asked.wait(5.0)
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_shutdown_during_a_restart_leaves_nothing(fleet: Any) -> None:
+    service = fleet(1, lambda i, n: FakeReplica(i, start_seconds=60.0 if n else 0.0), replace(QUICK, start=90.0))
+    service.kill(0)
+    eventually(lambda: service.restarts == [1])
+    call = in_thread(lambda: ask(service))
+    started = time.monotonic()
+    service.shutdown()
+    assert time.monotonic() - started < 5.0
+    with pytest.raises(NoReplicaError):
+        call.result(5.0)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchrl_moe-restart")]
+
+
+def test_shutdown_during_a_delay_starts_nothing(fleet: Any) -> None:
+    service = fleet(1, faults=replace(QUICK, first_delay=60.0, longest_delay=60.0))
+    service.kill(0)
+    eventually(lambda: service.states == ["DEAD"])
+    service.shutdown()
+    assert len(service.made[0]) == 1
+
+
+def test_shutdowns_and_deaths_at_any_moment_leave_nothing(fleet: Any) -> None:
+    for number in range(12):
+        service = fleet(2, lambda i, n: FakeReplica(i, start_seconds=0.002 * n))
+        service.kill(0)
+        time.sleep(0.0005 * number)
+        service.shutdown()
+        assert not any(replica.is_alive() for line in service.made for replica in line)
+
+
+def test_a_service_that_is_forgotten_is_collected() -> None:
+    service = RestartingService()
+    gone = weakref.ref(service)
+    del service
+    deadline = time.monotonic() + 5.0
+    while gone() is not None:
+        gc.collect()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+AT_EXIT = """
+import time, weakref
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.testing import FakeAsyncVLLM
+
+class Child: pass
+
+def end():  # as the replicas of processes do
+    engine.replicas[0].die()
+    time.sleep(1.0)
+    print(engine.roster[0].restarts, engine.roster[0].state.name, flush=True)
+
+child = Child()
+weakref.finalize(child, end)
+engine = FakeAsyncVLLM(faults=FaultPolicy(first_delay=0.0))
+"""
+
+
+def test_what_ends_at_interpreter_exit_is_not_restarted() -> None:
+    run = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout == "0 SERVING\n"
+
+
+def test_the_fake_engine_restarts_if_it_has_a_policy() -> None:
+    with FakeAsyncVLLM(2, seed=3, faults=QUICK) as engine:
+        before = engine.generate("hi", use_tqdm=False, actor_index=1).outputs[0].text
+        engine.replicas[1].die()
+        eventually(lambda: engine.roster[1].restarts == 1 and engine.roster[1].state is ReplicaState.SERVING)
+        assert engine.replicas[1].is_alive()
+        assert engine.generate("hi", use_tqdm=False, actor_index=1).outputs[0].text == before

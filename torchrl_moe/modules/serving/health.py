@@ -1,0 +1,146 @@
+"""Health probes: whether a replica that should answer does, and if not, whether it is stalled or only slow."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_moe._errors import EngineError, ReplicaDiedError
+from torchrl_moe.modules.backends.replica import Vitals
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.roster import Roster, RosterEntry
+from torchrl_moe.modules.serving.states import ReplicaState
+
+__all__ = ["Health", "Pulse", "Stalled"]
+
+PROBED = frozenset({ReplicaState.SERVING, ReplicaState.DRAINING})  # others are busy with something else
+BUSY_SHARE = 0.05  # of one core, by which a process counts as computing
+
+
+class Pulse:
+    """What the probes of one replica add up to. Probes are counted, not seconds: a driver that slept missed none.
+
+    Args:
+        policy: how many are too many.
+
+    >>> pulse = Pulse(FaultPolicy(probe=10, patience=30))
+    >>> [pulse.note(None) for _ in range(3)]
+    ['', '', 'gave no sign of life in 30 s']
+    """
+
+    def __init__(self, policy: FaultPolicy) -> None:
+        self._policy = policy
+        self._silent = 0
+        self._slow = 0
+        self._cpu_seconds = 0.0
+
+    @property
+    def silent(self) -> bool:
+        """Whether the last probe brought no sign of life."""
+        return self._silent > 0
+
+    def note(self, vitals: Vitals | None) -> str:
+        """Take the answer to a probe, ``None`` for none; return why the replica counts as stalled, or ``""``."""
+        if vitals is not None and vitals.core_answered:
+            self._silent = self._slow = 0
+            self._cpu_seconds = vitals.cpu_seconds
+            return ""
+        if vitals is not None and not vitals.stopped and self._computed(vitals):
+            self._silent = 0
+            self._slow += 1
+        else:
+            self._silent += 1
+        policy = self._policy
+        if self._silent * policy.probe >= policy.patience:
+            return f"gave no sign of life in {self._silent * policy.probe:g} s"
+        if self._slow * policy.probe >= policy.slow_patience:
+            return f"computed for {self._slow * policy.probe:g} s without an answer"
+        return ""
+
+    def _computed(self, vitals: Vitals) -> bool:
+        before, self._cpu_seconds = self._cpu_seconds, vitals.cpu_seconds
+        return vitals.cpu_seconds - before >= BUSY_SHARE * self._policy.probe
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """A replica that must be ended, and why."""
+
+    index: int
+    replica: Any
+    reason: str
+
+
+@dataclass(slots=True)
+class _Probe:
+    replica: Any
+    pulse: Pulse
+    due: float
+    answers: list[Vitals | None] | None = None  # None: no probe is under way
+
+
+class Health:
+    """Probes the replicas of a roster. Its methods belong to one thread; each probe waits in one of its own.
+
+    Args:
+        roster: is told of silent replicas, so that they get no new requests meanwhile.
+        policy: how often, and how patient.
+        clock: seconds.
+    """
+
+    def __init__(self, roster: Roster, policy: FaultPolicy, clock: Callable[[], float] = time.monotonic) -> None:
+        self._roster = roster
+        self._policy = policy
+        self._clock = clock
+        self._probes: dict[int, _Probe] = {}
+
+    def look(self) -> Iterator[Stalled]:
+        """Take the answers that have come, ask those that are due, and name the replicas that are stalled."""
+        if self._policy.probe == math.inf:
+            return
+        with self._roster.lock:
+            doubts = set(self._roster.doubts)
+            self._roster.doubts.clear()
+            entries = [(entry, entry.replica) for entry in self._roster if entry.state in PROBED]
+        known, self._probes = self._probes, {}
+        for entry, replica in entries:
+            probe = known.get(entry.index)
+            if probe is None or probe.replica is not replica:
+                probe = _Probe(replica, Pulse(self._policy), self._clock() + self._policy.probe)
+            self._probes[entry.index] = probe
+            if probe.answers and (reason := self._judge(entry, probe)):
+                yield Stalled(entry.index, replica, reason)
+            elif probe.answers is None and (entry.index in doubts or self._clock() >= probe.due):
+                self._ask(probe)
+
+    def _judge(self, entry: RosterEntry, probe: _Probe) -> str:
+        assert probe.answers is not None
+        (answer,) = probe.answers
+        probe.answers = None
+        reason = probe.pulse.note(answer)
+        if probe.pulse.silent:
+            self._roster.fail(entry.index, "gave no sign of life to a health probe", trip=True)
+        return reason
+
+    def _ask(self, probe: _Probe) -> None:
+        probe.due = self._clock() + self._policy.probe
+        answers: list[Vitals | None] = []
+        probe.answers = answers
+        arguments = probe.replica, self._policy.probe, answers
+        threading.Thread(target=_ask, args=arguments, name="torchrl_moe-probe", daemon=True).start()
+
+
+def _ask(replica: Any, seconds: float, answers: list[Vitals | None]) -> None:
+    """Ask a replica how it is; the core gets half of the time, so that its owner's answer still arrives."""
+    try:
+        answers.append(replica.call("vitals", seconds, seconds=seconds / 2))
+    except ReplicaDiedError:
+        answers.append(Vitals(core_answered=True))  # not stalled; its death is told by others
+    except EngineError:
+        answers.append(None)
+    except ValueError:  # it lives, and has no such command
+        answers.append(Vitals(core_answered=True))

@@ -1,0 +1,59 @@
+"""The lease by which a request's load is counted exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+from torchrl_moe.modules.serving.roster import Roster, RosterEntry
+
+__all__ = ["Lease"]
+
+
+class Lease:
+    """One request's place on a replica. Release it once the request is over; releasing twice does nothing.
+
+    Attributes:
+        index: the replica.
+        version: the weight version that it held when the lease was given.
+        replica: the very object, which another may have replaced by the time that the lease is used.
+    """
+
+    __slots__ = ("_over", "_roster", "_trial", "index", "replica", "version")
+
+    def __init__(
+        self, roster: Roster, entry: RosterEntry, trial: bool, over: Callable[[bool | None], bool] | None
+    ) -> None:
+        self._roster: Roster | None = roster
+        self._trial = trial
+        self._over = over
+        self.index = entry.index
+        self.version = entry.version
+        self.replica = entry.replica
+
+    def release(self, success: bool | None = True) -> None:
+        """Give the place back.
+
+        Args:
+            success: whether the replica gave an answer; ``None`` if it was not asked, or was not let finish.
+        """
+        roster = self._roster
+        if roster is None:
+            return
+        with roster.lock:  # two threads may both have come this far
+            if self._roster is not None:
+                self._roster = None
+                roster.give_back(self.index, self._trial, success)
+                if self._over is not None and self._over(success):
+                    roster.tell()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        return f"Lease(replica={self.index}, version={self.version}, {'held' if self._roster else 'released'})"

@@ -1,0 +1,227 @@
+"""The supervisor: a thread of the service that notices deaths and stalls, and brings replicas back."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torchrl_moe._errors import EngineError, ReplicaDiedError, TorchRLMoEError
+from torchrl_moe.modules.backends.replica import Replica
+from torchrl_moe.modules.serving.candidates import Recovery
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.health import Health
+from torchrl_moe.modules.serving.roster import Roster, RosterEntry
+from torchrl_moe.modules.serving.states import ReplicaState
+
+__all__ = ["Supervisor"]
+
+TICK_SECONDS = 0.5
+JOIN_SECONDS = 5.0
+GONE = frozenset({ReplicaState.DEAD, ReplicaState.QUARANTINED})
+
+Bring = Callable[[int], None]
+
+
+class Supervisor:
+    """Watches a roster until :meth:`stop`, or until nobody holds the supervisor any more.
+
+    A replica that died, was quarantined or is stalled is ended for certain, and a new one is started in its place, in a
+    thread of its own, since an engine takes a minute to start. It serves once it holds the current weights.
+
+    Args:
+        roster: the replicas.
+        policy: how often, how soon.
+        make_replica: makes a new replica for an index; ``None`` if none is ever restarted.
+        get_bring: returns what brings a replica to the newest weights and to SERVING, or ``None``.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        policy: FaultPolicy,
+        make_replica: Callable[[int], Replica] | None = None,
+        get_bring: Callable[[], Bring | None] = lambda: None,
+    ) -> None:
+        self._roster = roster
+        self._policy = policy
+        self._make_replica = make_replica if policy.restart else None
+        self._get_bring = get_bring
+        self._health = Health(roster, policy)
+        self._begun: dict[int, deque[float]] = {entry.index: deque() for entry in roster}  # times of restarts
+        self._lacks: dict[int, int] = {}  # the latest version as a replica began to wait for the next
+        self._renewing: dict[int, threading.Thread] = {}
+        self._lock = threading.Lock()  # under which replicas are started, so that none is once it has stopped
+        self._stopped = threading.Event()
+        self._bell = threading.Event()
+
+    def start(self) -> None:
+        """Begin to watch."""
+        if self._make_replica is not None:
+            for entry in self._roster:
+                self._roster.set_recovery(entry.index, Recovery.SUPERVISOR)
+        self._roster.add_listener(self._bell.set)
+        # made after the replicas, so at interpreter exit it runs before theirs: what then dies is not restarted
+        weakref.finalize(self, _let_go, self._stopped, self._bell)
+        arguments = weakref.ref(self), self._bell, self._stopped
+        threading.Thread(target=_watch, args=arguments, name="torchrl_moe-supervisor", daemon=True).start()
+
+    def stop(self) -> None:
+        """Start no replica any more; those that were started are in the roster."""
+        with self._lock:
+            self._stopped.set()
+        self._bell.set()
+        self._roster.remove_listener(self._bell.set)
+        for entry in self._roster:
+            self._roster.set_recovery(entry.index, Recovery.NOBODY)
+
+    def join(self) -> None:
+        """Wait until its threads have ended, once it was stopped and the replicas were shut down."""
+        for thread in list(self._renewing.values()):
+            thread.join(JOIN_SECONDS)
+
+    # -- in its own thread ------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Look at all replicas once."""
+        for entry in self._roster:
+            replica, starting = entry.replica, entry.state is ReplicaState.STARTING
+            if (not starting or entry.recovery is Recovery.UPDATE) and not replica.is_alive():
+                self._roster.mark_dead(entry.index, replica=replica)
+        for stalled in self._health.look():
+            self._roster.mark_dead(
+                stalled.index, f"replica {stalled.index} {stalled.reason} and was ended", stalled.replica
+            )
+            self._in_background(self._renew, self._roster[stalled.index])
+        self._roster.cool()
+        for entry in self._roster:
+            if entry.state in GONE and entry.recovery is Recovery.SUPERVISOR:
+                self._in_background(self._renew, entry)
+            elif entry.recovery is Recovery.UPDATE and self._lacks.get(entry.index, 0) < self._roster.latest_version:
+                self._in_background(self._catch_up, entry)
+
+    def _in_background(self, task: Callable[[RosterEntry], None], entry: RosterEntry) -> None:
+        thread = self._renewing.get(entry.index)
+        if self._stopped.is_set() or (thread is not None and thread.is_alive()):
+            return
+        thread = threading.Thread(target=task, args=(entry,), name=f"torchrl_moe-restart-{entry.index}", daemon=True)
+        self._renewing[entry.index] = thread
+        thread.start()
+
+    # -- in a thread for each restart -------------------------------------------------------------------------------
+
+    def _renew(self, entry: RosterEntry) -> None:
+        """End what is left of a replica, and put new ones in its place until one serves."""
+        try:
+            entry.replica.shutdown()  # its memory is free before another one asks for it
+            while entry.recovery is Recovery.SUPERVISOR and self._wait_for_turn(entry):
+                if self._restart(entry):
+                    return
+        except BaseException as error:
+            self._give_up(entry, f"restarting failed with {error!r}")
+            raise
+
+    def _wait_for_turn(self, entry: RosterEntry) -> bool:
+        """Wait as the policy says; false if it is to be restarted no more."""
+        begun, policy = self._begun[entry.index], self._policy
+        while begun and time.monotonic() - begun[0] > policy.restart_window:
+            begun.popleft()
+        if len(begun) < policy.max_restarts:
+            return not self._stopped.wait(policy.delay(len(begun)))
+        self._give_up(
+            entry,
+            f"restarted {len(begun)} times within {policy.restart_window:g} s, and given up. The last error: "
+            f"{entry.last_error}",
+        )
+        return False
+
+    def _give_up(self, entry: RosterEntry, reason: str) -> None:
+        self._roster.mark_dead(entry.index)
+        entry.last_error = reason
+        self._roster.set_recovery(entry.index, Recovery.NOBODY)
+
+    def _restart(self, entry: RosterEntry) -> bool:
+        """Start a new replica, and wait until it serves, or waits for the user's next update; false if it failed."""
+        assert self._make_replica is not None
+        replica = self._make_replica(entry.index)
+        try:
+            with self._lock:
+                if self._stopped.is_set():
+                    return True
+                self._begun[entry.index].append(time.monotonic())
+                self._roster.replace(entry.index, replica)
+                replica.start()
+            replica.wait_ready(self._policy.start)
+            self._join(entry, replica)
+        except (EngineError, OSError) as error:
+            self._roster.mark_dead(entry.index, str(error), replica)
+            replica.shutdown()
+            return False
+        return True
+
+    def _join(self, entry: RosterEntry, replica: Any) -> None:
+        """Let a replica that has started serve, with the current weights.
+
+        Raises:
+            ReplicaDiedError: it died meanwhile.
+        """
+        for failures in itertools.count():
+            bring = self._get_bring()
+            if bring is None:
+                self._wait_for_update(entry)
+                return
+            try:
+                bring(entry.index)
+            except (TorchRLMoEError, ValueError, RuntimeError) as error:
+                entry.last_error = f"its weights could not be loaded: {error}"
+            if entry.state is not ReplicaState.STARTING and entry.state not in GONE:
+                return
+            if not self._roster.latest_version and self._serve(entry):  # there is nothing to bring yet
+                return
+            if self._stopped.wait(self._policy.delay(failures)) or not replica.is_alive():
+                raise ReplicaDiedError(entry.last_error or f"replica {entry.index} died before it could serve")
+
+    def _wait_for_update(self, entry: RosterEntry) -> None:
+        if self._roster.latest_version:
+            self._lacks[entry.index] = self._roster.latest_version
+            self._roster.set_recovery(entry.index, Recovery.UPDATE)
+        else:
+            self._serve(entry)
+
+    def _catch_up(self, entry: RosterEntry) -> None:
+        """Bring a replica that waited for an update, now that there was one."""
+        replica = entry.replica
+        self._roster.set_recovery(entry.index, Recovery.SUPERVISOR)
+        try:
+            self._join(entry, replica)
+        except EngineError as error:
+            self._roster.mark_dead(entry.index, str(error), replica)
+
+    def _serve(self, entry: RosterEntry) -> bool:
+        with self._roster.lock:
+            starting = entry.state is ReplicaState.STARTING
+            if starting:
+                self._roster.set_state(entry.index, ReplicaState.SERVING)
+            return starting
+
+
+def _let_go(stopped: threading.Event, bell: threading.Event) -> None:
+    stopped.set()
+    bell.set()
+
+
+def _watch(reference: weakref.ref[Supervisor], bell: threading.Event, stopped: threading.Event) -> None:
+    """Look again and again. The supervisor is held weakly: a service that its user forgot is collected."""
+    while not stopped.is_set():
+        bell.wait(TICK_SECONDS)
+        bell.clear()
+        supervisor = reference()
+        if supervisor is None:
+            return
+        if not stopped.is_set():
+            supervisor.look()
+        del supervisor
