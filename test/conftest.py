@@ -13,11 +13,6 @@ if TYPE_CHECKING:
     from torchrl_moe.modules import AsyncVLLM
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Adds a marker that only this file reads."""
-    config.addinivalue_line("markers", "ray: asks for the Ray cluster, and runs beside the others that do")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts tests with Ray, then those with an engine last, each engine's together; skips ``gpu`` tests without CUDA."""
     items.sort(key=_engine_order)

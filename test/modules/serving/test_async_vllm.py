@@ -379,17 +379,6 @@ def test_a_bad_service_is_refused(scripted: Any, call: Any, error: type[Exceptio
     assert scripted.made == []
 
 
-def test_a_replica_is_made_again_as_it_was_made_first(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    engine = AsyncVLLM({"model": "m"}, 2)
-    _, first = scripted.made
-    again = engine.make_replica(1)
-    assert again is not first
-    assert (again.index, again.arguments, again.environment) == (first.index, first.arguments, first.environment)
-    assert again.environment["CUDA_VISIBLE_DEVICES"] == "1"
-
-
 def test_a_service_of_child_processes_cannot_be_left(scripted: Any) -> None:
     with AsyncVLLM.launch({"model": "m"}) as engine:
         assert engine.name is None

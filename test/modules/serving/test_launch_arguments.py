@@ -12,7 +12,7 @@ from torchrl_moe.modules.serving.launch_arguments import check_backend, check_mo
 def test_an_unknown_backend_no_replica_and_words_of_ray_are_refused() -> None:
     check_backend("local", 1, name=None)
     check_backend("ray", 2, name="policy")
-    with pytest.raises(ValueError, match="backend must be 'local' .* or 'ray'"):
+    with pytest.raises(ValueError, match=r"backend must be 'local' .* or 'ray'"):
         check_backend("mpi", 1)
     with pytest.raises(ValueError, match="num_replicas must be at least 1, got 0"):
         check_backend("local", 0)
@@ -22,7 +22,7 @@ def test_an_unknown_backend_no_replica_and_words_of_ray_are_refused() -> None:
 
 def test_a_folder_without_a_model_is_refused_and_a_hub_name_is_not(tmp_path: Path) -> None:
     assert check_model("Qwen/Qwen3-30B-A3B") == "Qwen/Qwen3-30B-A3B"
-    with pytest.raises(ValueError, match="the folder has no config.json"):
+    with pytest.raises(ValueError, match=r"the folder has no config\.json"):
         check_model(str(tmp_path))
     with pytest.raises(ValueError, match="the folder does not exist"):
         check_model(str(tmp_path / "none"))

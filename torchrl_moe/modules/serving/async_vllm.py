@@ -187,8 +187,8 @@ class AsyncVLLM(GenerationService):
         Replicas are told apart by what they are now: which serve, and with weights of which version. Weights that
         another driver updates later carry their version in each completion, not in this driver's :meth:`stats`.
         :meth:`disconnect`, a ``with`` block's end and the end of the process leave the service as it is;
-        :meth:`shutdown` ends it for all. Replicas are probed and restarted by the driver that made them, and by Ray; here
-        one that died stays so: connect again.
+        :meth:`shutdown` ends it for all. The driver that made the replicas, and Ray, probe and restart them; here one
+        that died stays so: connect again.
 
         Args:
             name: as its maker named it.

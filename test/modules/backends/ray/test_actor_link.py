@@ -190,7 +190,8 @@ from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 how, address = sys.argv[1:]
 ray.init(address=address, log_to_driver=False, logging_level="error")
 with toy_actors():
-    replica = RayReplica(0, ray_service(name=how, detached=how == "detached", sleeper=True))
+    # Ray kills a child of an actor itself, at once, and no grandchild: those of vLLM end when their parent has
+    replica = RayReplica(0, ray_service(name=how, detached=how == "detached", sleeper=how != "killed"))
     replica.start()
     replica.wait_ready(60)
 replica.submit([ids_request("x", sampling_params={"seconds": 60})])

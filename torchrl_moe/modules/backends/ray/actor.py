@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,6 @@ from torchrl_moe.modules.backends.vllm.engine_args import seeded
 from torchrl_moe.modules.backends.vllm.local_replica import engine_environment
 
 __all__ = ["Description", "ReplicaActor", "actor_environment"]
-
-KILL_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +71,3 @@ class ReplicaActor(ReplicaHost):
         if self._service.detached:
             self.end()
             os._exit(1)
-
-    def _driver_left(self) -> None:
-        """End with the only driver that there is. Ray would see to that too, half a minute after its death."""
-        if not self._service.detached:
-            self.end()
-            time.sleep(KILL_SECONDS)  # a driver that is alive has Ray end the actor, which makes no noise
-            os._exit(0)

@@ -108,9 +108,6 @@ class ReplicaHost:
     def _engine_died(self) -> None:
         """Called when an engine has ended that had served, and all drivers were told."""
 
-    def _driver_left(self) -> None:
-        """Called when the socket of a driver has ended."""
-
     # -- drivers ----------------------------------------------------------------------------------------------------
 
     def _serve(self, connection: Connection) -> None:
@@ -139,7 +136,6 @@ class ReplicaHost:
         if driver.open:
             self._child.outbox.put(wire.encode(("abort", sorted(driver.open))))
         driver.outbox.close()
-        self._driver_left()
 
     # -- the engine -------------------------------------------------------------------------------------------------
 
