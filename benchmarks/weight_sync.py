@@ -1,6 +1,6 @@
-"""Weight sync: moving bytes, the pause, the transports, and what a sync costs under load; everything in one run.
+"""Weight sync: moving bytes, the transports, the pause, and what a sync costs under load; everything in one run.
 
-``python -m benchmarks.weight_sync [store] [pause] [gloo] [load]`` runs some parts only.
+``python -m benchmarks.weight_sync [store] [gloo] [pause] [load]`` runs some parts only.
 """
 
 from __future__ import annotations
@@ -8,16 +8,21 @@ from __future__ import annotations
 import os
 import sys
 
-if __name__ == "__main__":  # before torch is imported, which reads it
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+from benchmarks.generation import SETTINGS
+
+if __name__ == "__main__":  # before torch or vllm are imported: they read it, and so do their processes
+    os.environ.update(SETTINGS)
 
 import torch
 
 from benchmarks.report import finish
-from benchmarks.syncing import store
+from benchmarks.syncing import gloo, load, pause, store
 
 PARTS = {
     "store": (store.against_copies, store.by_tensor_count, store.torn_reads),
+    "gloo": (gloo.against_bare,),
+    "pause": (pause.pauses,),
+    "load": (load.under_load,),
 }
 
 

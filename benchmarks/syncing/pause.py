@@ -9,34 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-# before vllm or torch are imported: their processes inherit these
-SETTINGS = {
-    "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-if __name__ == "__main__":
-    os.environ.update(SETTINGS)
+from torch import Tensor
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from benchmarks.report import Row, finish, median_range  # noqa: E402
-from torchrl_moe.data.weight_store import WeightStoreWriter  # noqa: E402
-from torchrl_moe.modules.backends.replica import StageReport  # noqa: E402
-from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata  # noqa: E402
-from torchrl_moe.modules.backends.vllm.engine_process import _start_engine  # noqa: E402
-from torchrl_moe.modules.backends.vllm.weights import EngineWeights  # noqa: E402
-from torchrl_moe.modules.policies.unstack import checkpoint_tensors  # noqa: E402
-from torchrl_moe.testing import ByteTokenizer, make_tiny_moe  # noqa: E402
+from benchmarks.report import Row, median_range
+from torchrl_moe.data.weight_store import WeightStoreWriter
+from torchrl_moe.modules.backends.replica import StageReport
+from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
+from torchrl_moe.modules.backends.vllm.engine_process import _start_engine
+from torchrl_moe.modules.backends.vllm.weights import EngineWeights
+from torchrl_moe.modules.policies.unstack import checkpoint_tensors
+from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 
 ROUNDS, REQUESTS = 5, 8
 QUIET_SECONDS = 3.0
@@ -141,9 +129,8 @@ async def measure(folder: Path, tensors: dict[str, Tensor]) -> tuple[list[dict[s
         return rounds[1:], traffic.gaps  # the first round builds the second model
 
 
-def main() -> None:
-    """Measure on a model of 0.8 GB."""
-    torch.set_num_threads(1)
+def pauses() -> list[Row]:
+    """Return the seconds paused in each way, on a model of 0.8 GB, and what staging costs the requests beside it."""
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_moe("qwen3_moe", **MODEL)
         model.save_pretrained(folder)
@@ -181,13 +168,9 @@ def main() -> None:
             met=staging <= 2 * quiet,
         ),
     ]
-    finish("weight_pause", rows)
+    return rows
 
 
 def _ratio(claim: str, values: list[float], limit: float) -> Row:
     met = statistics.median(values) <= limit
     return Row(claim=claim, value=median_range(values, 3), target=f"<= {limit:g}", met=met)
-
-
-if __name__ == "__main__":
-    main()

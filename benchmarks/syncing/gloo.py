@@ -1,0 +1,171 @@
+"""What gloo transfers: a version's bytes by our transport, against a bare broadcast of one buffer of the same size.
+
+The receiving end is the worker's receiver in a process of its own, without vLLM. Only the transfer is timed on either
+side; the digests of one arm are taken while it goes on.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.report import Row, median_range
+from benchmarks.syncing.store import tensors_of
+from torchrl_moe.data.gloo_group import GlooGroup, join_rendezvous, open_rendezvous
+from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
+from torchrl_moe.modules.backends.replica import StageReport
+from torchrl_moe.modules.backends.vllm.receivers.gloo import GlooReceiver
+from torchrl_moe.weight_update.transports.gloo import GlooTransport
+from torchrl_moe.weight_update.transports.transport import StageOptions
+
+NBYTES, COUNTS = 400_000_000, (231, 20_000)
+ROUNDS, WARM_UP, PATIENCE = 7, 2, 60.0
+TARGET = 0.8
+ARMS = {"digest": "transfer with digests", "off": "transfer without", "whole": "whole staging"}
+
+
+def ignore(_: int) -> None:
+    """Take no note of a bucket."""
+
+
+def receive_on_request(connection: Connection) -> None:
+    """Be the receiving process: what a worker does with the commands of a replica, and a bare broadcast."""
+    torch.set_num_threads(1)
+    receiver: GlooReceiver | None = None
+    bare: GlooGroup | None = None
+    buffer = torch.ones(NBYTES, dtype=torch.uint8)
+    while (message := connection.recv()) is not None:
+        command, arguments = message
+        if command == "init_weights":
+            receiver = GlooReceiver(arguments["options"], 1)
+            connection.send(None)
+        elif command == "stage_weights":
+            assert receiver is not None
+            manifest = Manifest.from_json(arguments["manifest"])
+            verify = arguments["verify"] == "digest"
+            receiver.fetch(manifest, verify=verify, threads=arguments["threads"])
+            connection.send(StageReport(seconds=0.0, nbytes=manifest.nbytes, digest=manifest.digest))
+        else:
+            if bare is None:
+                store = join_rendezvous("127.0.0.1", arguments["port"], PATIENCE)
+                bare = GlooGroup(store, 1, 2, PATIENCE, NBYTES)
+            connection.send(None)
+            bare.broadcast(buffer, time.monotonic() + PATIENCE, ignore)
+    for group in (receiver, bare):
+        if group is not None:
+            group.close()
+
+
+class Peer:
+    """The receiving process, as the transport knows a replica."""
+
+    index = 0
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=receive_on_request, args=(theirs,), daemon=True)
+        self._process.start()
+
+    def wait_ready(self, timeout: float) -> Any:
+        """Say that there is one worker."""
+        del timeout
+        return SimpleNamespace(tensor_parallel_size=1)
+
+    def call(self, command: str, timeout: float, **arguments: Any) -> Any:
+        """Run a command there."""
+        del timeout
+        self._connection.send((command, arguments))
+        return self._connection.recv()
+
+    def end(self) -> None:
+        """Let it end."""
+        self._connection.send(None)
+        self._process.join()
+
+
+class Stopwatch:
+    """Times the broadcasts of this process alone, without what stands around them."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._broadcast = GlooGroup.broadcast
+
+    def __enter__(self) -> Stopwatch:
+        watch, broadcast = self, self._broadcast
+
+        def timed(group: GlooGroup, *args: Any, **kwargs: Any) -> None:
+            started = time.perf_counter()
+            broadcast(group, *args, **kwargs)
+            watch.seconds = time.perf_counter() - started
+
+        GlooGroup.broadcast = timed  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        GlooGroup.broadcast = self._broadcast  # type: ignore[method-assign]
+
+
+def race(count: int) -> dict[str, list[float]]:
+    """Return the seconds of a bare broadcast and of ours, with and without digests, round by round."""
+    folder = tempfile.mkdtemp(prefix="torchrl_moe-bench-", dir="/dev/shm")
+    peer: Any = Peer()
+    transport, rendezvous = GlooTransport(folder), open_rendezvous("127.0.0.1", PATIENCE)
+    seconds: dict[str, list[float]] = {"bare": [], "digest": [], "off": [], "whole": []}
+    try:
+        manifest = WeightStoreWriter(folder).publish(tensors_of(NBYTES, count).items(), 1)
+        transport.open(peer, PATIENCE)
+        peer.call("bare", PATIENCE, port=rendezvous.port)
+        group = GlooGroup(rendezvous, 0, 2, PATIENCE, NBYTES)
+        buffer = torch.ones(NBYTES, dtype=torch.uint8)
+        group.broadcast(buffer, time.monotonic() + PATIENCE, ignore)
+        with Stopwatch() as watch:
+            for _ in range(WARM_UP + ROUNDS):
+                peer.call("bare", PATIENCE, port=rendezvous.port)
+                group.broadcast(buffer, time.monotonic() + PATIENCE, ignore)
+                seconds["bare"].append(watch.seconds)
+                for verify in ("digest", "off"):
+                    started = time.perf_counter()
+                    transport.stage(peer, manifest, StageOptions(verify=verify), PATIENCE)
+                    seconds[verify].append(watch.seconds)
+                    if verify == "digest":
+                        seconds["whole"].append(time.perf_counter() - started)
+        peer.end()
+        group.close()
+    finally:
+        transport.close()
+        shutil.rmtree(folder)
+    return {name: values[WARM_UP:] for name, values in seconds.items()}
+
+
+def against_bare() -> list[Row]:
+    """Return how fast our transfer is, as a share of a bare broadcast's speed."""
+    rows = []
+    for count in COUNTS:
+        seconds = race(count)
+        name = f"gloo, 400 MB in {count} tensors"
+        target = TARGET if count == COUNTS[0] else None
+        for arm, claim in (
+            ("digest", "transfer with digests"),
+            ("off", "transfer without"),
+            ("whole", "whole staging"),
+        ):
+            values = [bare / ours for bare, ours in zip(seconds["bare"], seconds[arm], strict=True)]
+            promised = count == COUNTS[0] and arm == "digest"
+            rows.append(
+                Row(
+                    claim=f"{name}: speed of {claim} / of a bare broadcast",
+                    value=median_range(values),
+                    target=f">= {TARGET:.1f}" if promised else "",
+                    met=statistics.median(values) >= TARGET if promised else None,
+                )
+            )
+    return rows
