@@ -152,7 +152,7 @@ def against_bare() -> list[Row]:
     for count in COUNTS:
         seconds = race(count)
         name = f"gloo, 400 MB in {count} tensors"
-        target = TARGET if count == COUNTS[0] else None
+        TARGET if count == COUNTS[0] else None
         for arm, claim in (
             ("digest", "transfer with digests"),
             ("off", "transfer without"),
