@@ -17,10 +17,10 @@ TESTS = Path(__file__).parents[3]
 class ToyActor(ReplicaActor):
     """Put in the place of ``ReplicaActor``."""
 
-    def __init__(self, index: int, service: RayService, forwarded: Mapping[str, str], group: Any) -> None:
+    def __init__(self, index: int, service: RayService, forwarded: Mapping[str, str], group: Any, number: int) -> None:
         child.MODULE = "modules.backends.vllm.toy_engine"
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
-        super().__init__(index, service, forwarded, group)
+        super().__init__(index, service, forwarded, group, number)
 
     def pids(self) -> tuple[int, int]:
         """Return the actor's process and the engine's."""

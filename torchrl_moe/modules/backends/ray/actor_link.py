@@ -166,7 +166,7 @@ class ActorLink:
 
     def end(self) -> None:
         """Give up a connection that is lost: note what Ray knows of it first."""
-        if not self._given_up.is_set() and not self.words:
+        if not self._given_up.is_set() and not self.words and self._actor is not None:
             try:
                 self._ask_for_log()
                 self.words = "the connection to its actor ended"
