@@ -78,6 +78,7 @@ class FakeReplica:
         fail_start: str = "",
     ) -> None:
         self.index = index
+        self.ended = False
         self.seed = seed
         self.layout = layout
         self.token_seconds = token_seconds

@@ -23,6 +23,7 @@ from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.ray.cluster import running_services
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 
 OTHER_DRIVER = """
 import sys
@@ -122,7 +123,7 @@ def test_a_name_is_taken_while_its_service_runs_and_others_join_it_there(toy_ser
 def test_who_comes_later_sees_which_replicas_serve_and_with_which_weights(
     toy_service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    maker = toy_service(3, name="partly")
+    maker = toy_service(3, name="partly", faults=FaultPolicy(restart=False))
     maker.roster[1].replica.shutdown()
     assert running_services(NAMESPACE) == {"partly": [0, 2]}
     call = RayReplica.call
@@ -136,7 +137,7 @@ def test_who_comes_later_sees_which_replicas_serve_and_with_which_weights(
         assert [entry.state.name for entry in guest.roster] == ["SERVING", "DEAD", "SERVING"]
         assert [entry.version for entry in guest.roster] == [7, 0, 7]
         assert generate(guest, [1]) == [2]
-        again = guest.make_replica(1)  # as who restarts it would
+        again = RayReplica(1, guest.roster[0].replica._service)  # as who restarts it would
         again.start()
         assert again.wait_ready(60).model == "toy"
         again.disconnect()

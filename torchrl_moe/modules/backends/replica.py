@@ -250,6 +250,8 @@ class Replica(Protocol):
     """
 
     index: int
+    ended: bool
+    """Whether another driver of the service has shut it down: then nobody restarts it."""
 
     @property
     def log_path(self) -> Path | None:

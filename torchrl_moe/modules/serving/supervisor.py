@@ -116,6 +116,9 @@ class Supervisor:
 
     def _renew(self, entry: RosterEntry) -> None:
         """End what is left of a replica, and put new ones in its place until one serves."""
+        if entry.replica.ended:
+            self._give_up(entry, f"replica {entry.index} was shut down by another driver of its service")
+            return
         try:
             entry.replica.shutdown()  # its memory is free before another one asks for it
             while entry.recovery is Recovery.SUPERVISOR and self._wait_for_turn(entry):

@@ -101,7 +101,9 @@ class ReplicaHost:
         return self._child.log_tail()
 
     def end(self) -> None:
-        """End the engine process and everything it started. Idempotent."""
+        """End the engine process and everything it started; the drivers hear of it. Idempotent."""
+        with self._lock:
+            self._announce("ended")
         self._child.end_and_forget()
         self._door.close()
 

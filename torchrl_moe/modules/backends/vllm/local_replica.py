@@ -96,6 +96,7 @@ class EngineReplica(abc.ABC, Generic[LinkT]):
         self._calls: dict[Any, Future[Any]] = {READY: self._ready}
         self._death: str | None = None
         self.last_stats: ReplicaStats | None = None
+        self.ended = False
         self._child: LinkT | None = None
 
     # -- life -------------------------------------------------------------------------------------------------------
