@@ -18,7 +18,7 @@ from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.weight_update.publishing import Published, Publisher
 from torchrl_moe.weight_update.ranks import is_first
 from torchrl_moe.weight_update.report import ReplicaSync, SyncReport
-from torchrl_moe.weight_update.rolling import SYNCABLE, RollingSwap, Staged
+from torchrl_moe.weight_update.rolling import SYNCABLE, RollingSwap, Staged, waits_for_update
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.sources import Weights
 from torchrl_moe.weight_update.transports.open_transport import open_transport
@@ -93,7 +93,7 @@ class WeightSender:
         with self._lock:
             self._check_open()
             self.wait_published()
-            ready = [entry for entry in vllm_engine.roster if entry.state in SYNCABLE]
+            ready = [entry for entry in vllm_engine.roster if waits_for_update(entry)]
             if not ready:
                 raise NoReplicaError(f"no replica serves: {vllm_engine!r}")
             expected = ready[0].replica.call("metadata", self.scheme.swapping.timeout_seconds)
@@ -105,7 +105,7 @@ class WeightSender:
                 swap.open(entry)
             self._let_go()
             self._swap = swap
-            self.version = max(self.version, *(entry.version for entry in vllm_engine.roster))
+            self.version = max(self.version, vllm_engine.roster.latest_version)
             vllm_engine.register_weight_sync(self.bring)
 
     def _check_numbers(self, engine: GenerationService) -> None:
