@@ -225,6 +225,22 @@ def test_one_that_is_quarantined_while_it_is_brought_is_restarted(fleet: Any) ->
     until_serving(service, [2])
 
 
+def test_one_that_is_noted_as_dead_while_it_is_brought_is_restarted_though_it_lives(fleet: Any) -> None:
+    service = fleet(1)
+    service.roster.set_version(0, 2)
+
+    def bring(index: int) -> None:
+        if len(service.made[0]) == 2:
+            service.roster.mark_dead(index)
+            raise WeightSyncError("the replica is DEAD")
+        serve_version(service, 2)(index)
+
+    service.register_weight_sync(bring)
+    service.kill(0)
+    until_serving(service, [2])
+    assert not service.made[0][1].is_alive()
+
+
 def test_with_nothing_published_yet_the_checkpoints_weights_are_the_current_ones(fleet: Any) -> None:
     service = fleet(1)
 
