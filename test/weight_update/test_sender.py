@@ -497,6 +497,59 @@ def test_after_shutdown_the_engine_asks_no_more(connect: Connect) -> None:
     assert engine._bring is None
 
 
+def test_the_error_of_a_copy_is_the_trainers_to_hear_and_not_a_restarted_replicas(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, go = Fleet(2), gate(monkeypatch)
+    sender = connect(engine)
+    go.set()
+    sender.update_weights(weights(1))
+    go.clear()
+    tensors = weights(2)
+    sender.publish(tensors, wait=False)
+    tensors["a"].add_(1)
+    go.set()
+    engine.restart(1)
+    sender.bring(1)
+    assert (engine.states, engine.holds(1)) == (["SERVING"] * 2, 1.0)
+    with pytest.raises(ManifestMismatch, match="changed while they were copied"):
+        sender.wait_published()
+
+
+def test_a_replica_that_an_update_brought_first_is_not_brought_again(connect: Connect) -> None:
+    engine = Fleet(2)
+    sender = connect(engine)
+    sender.update_weights(weights())
+    sender.bring(1)
+    assert engine.fakes[1].asked["swap_weights"] == 1
+
+
+def test_a_replica_does_not_serve_its_checkpoint_beside_weights_of_an_earlier_sender(connect: Connect) -> None:
+    engine = Fleet(2)
+    first = connect(engine)
+    first.update_weights(weights(1))
+    first.shutdown()
+    second = connect(engine)
+    engine.restart(1)
+    with pytest.raises(WeightSyncError, match="nothing was published since the engine got this sender"):
+        second.bring(1)
+    assert engine.states == ["SERVING", "STARTING"]
+    second.update_weights(weights(2))
+    second.bring(1)
+    assert (engine.states, engine.versions) == (["SERVING"] * 2, [2, 2])
+
+
+def test_an_engine_has_one_sender_at_a_time_and_the_last_one_is_it(connect: Connect) -> None:
+    engine = Fleet(2)
+    first, second = connect(engine), connect(engine)
+    with pytest.raises(WeightSyncError, match="takes its weights from another sender now"):
+        first.update_weights(weights(1))
+    second.update_weights(weights(2))
+    first.shutdown()
+    assert engine.weight_sync == second.bring  # it still brings what is restarted
+    assert engine.versions == [1, 1]
+
+
 # -- what is sent -----------------------------------------------------------------------------------------------------
 
 

@@ -153,6 +153,11 @@ class WeightSender:
         self._check_open()
         if self._swap is None:
             raise RuntimeError("no engine: call init_all_workers_group(metadata, vllm_engine=engine) first")
+        if self._swap.engine.weight_sync not in (self.bring, None):
+            raise WeightSyncError(
+                "the engine takes its weights from another sender now: use that one, or call init_all_workers_group() "
+                "again to have it back"
+            )
         return self._swap
 
     # -- one update -------------------------------------------------------------------------------------------------
@@ -218,7 +223,8 @@ class WeightSender:
             return staged
 
     def _newest(self, version: int) -> Published:
-        self.wait_published()
+        if self._published is None or self._published.version != version:
+            self.wait_published()
         published = self._published
         if published is None or published.version != version:
             raise WeightSyncError(f"version {version} is not the one published last ({self.version})")
@@ -273,9 +279,15 @@ class WeightSender:
         """
         with self._lock:
             swap = self._ready()
-            self.wait_published()
-            if self._published is None:  # nothing was sent yet: the checkpoint is what all have
-                swap.serves(index)
+            if self._pending is not None and self._pending.exception() is None:  # its error is the trainer's to hear
+                self.wait_published()
+            if self._published is None:
+                if swap.engine.roster.latest_version:
+                    raise WeightSyncError("nothing was published since the engine got this sender: update the weights")
+                swap.serves(index)  # nothing was ever sent: the checkpoint is what all have
+                return
+            entry = swap.engine.roster[index]
+            if entry.state in SYNCABLE and entry.version == self.version:  # an update was there first
                 return
             failed = self.apply(self.version, replicas=[index]).failed
             if failed:
@@ -301,7 +313,8 @@ class WeightSender:
 
     def _let_go(self) -> None:
         if self._swap is not None:
-            self._swap.engine.register_weight_sync(None)
+            if self._swap.engine.weight_sync == self.bring:  # and not another sender's, which came later
+                self._swap.engine.register_weight_sync(None)
             self._swap.transport.close()
             self._swap = None
 

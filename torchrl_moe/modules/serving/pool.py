@@ -177,6 +177,11 @@ class ReplicaPool:
         """
         self._bring = bring
 
+    @property
+    def weight_sync(self) -> Callable[[int], None] | None:
+        """What :meth:`register_weight_sync` took last."""
+        return self._bring
+
     # -- figures ----------------------------------------------------------------------------------------------------
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
