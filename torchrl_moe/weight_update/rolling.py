@@ -71,7 +71,6 @@ class RollingSwap:
         self._staging, self._swapping = staging, swapping
         self._roster = engine.roster
         self._opened: weakref.WeakSet[Any] = weakref.WeakSet()  # replicas that know the transport
-        self._prepared: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # replica -> version
         self._away: set[int] = set()  # replicas whose turn it is
 
     # -- before the swap --------------------------------------------------------------------------------------------
@@ -102,11 +101,7 @@ class RollingSwap:
             if replica not in self._opened:
                 self._open(replica)
             with self._naming_timeouts():
-                staged = self.transport.stage(
-                    replica, published.manifest, self._staging, self._swapping.timeout_seconds
-                )
-            self._prepared[replica] = published.version
-            return staged
+                return self.transport.stage(replica, published.manifest, self._staging, self._swapping.timeout_seconds)
         except TorchRLMoEError as error:
             return error
         except ValueError as error:  # so a ManifestMismatch arrives from another process
@@ -197,7 +192,7 @@ class RollingSwap:
         before = entry.state
         if before not in LATE:
             return before, f"the replica is {before.name}"
-        if self._prepared.get(replica) != version:
+        if replica not in self._opened:
             return before, f"another process has its place since version {version} was prepared"
         if before is ReplicaState.STARTING:
             return before, None
