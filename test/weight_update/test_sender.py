@@ -269,7 +269,7 @@ def test_another_trainers_bytes_under_our_version_touch_no_replica(connect: Conn
     ours = connect(engine, folder=tmp_path)
     version = ours.publish(weights(1))
     ours._publisher.close()  # as if its lock were lost
-    connect(Fleet(1), folder=tmp_path).publish(weights(2))
+    connect(Fleet(1), folder=tmp_path)._publisher.publish(weights(2), version)
     with pytest.raises(WeightSyncError, match="other bytes than were published: is the store shared"):
         ours.apply(version)
     assert engine.versions == [0, 0]

@@ -29,8 +29,8 @@ __all__ = ["WeightSender"]
 class WeightSender:
     """Sends a model's weights to the replicas of an engine. Its methods may be called from any thread; they take turns.
 
-    Versions go on from the highest that the engine holds. With a model of several ranks (FSDP2) each makes a sender,
-    registers its part and calls :meth:`update_weights` or :meth:`publish`; rank 0 alone has the engine.
+    Versions go on from the highest that the engine or the store has. With a model of several ranks (FSDP2) each makes
+    a sender, registers its part and calls :meth:`update_weights` or :meth:`publish`; rank 0 alone has the engine.
 
     Example of a life, in order::
 
@@ -197,10 +197,11 @@ class WeightSender:
         with self._lock:
             self._check_open()
             self.wait_published()
+            version = max(self.version, self._publisher.newest()) + 1
             if not wait:
-                self._pending = self._publisher.publish_behind(weights, self.version + 1)
-                return self.version + 1
-            return self._note(self._publisher.publish(weights, self.version + 1))
+                self._pending = self._publisher.publish_behind(weights, version)
+                return version
+            return self._note(self._publisher.publish(weights, version))
 
     def wait_published(self) -> int:
         """Wait for what ``publish(wait=False)`` began, if anything; return the version published last."""
