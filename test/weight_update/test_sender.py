@@ -252,6 +252,15 @@ def test_a_replica_that_cannot_check_goes_on_with_its_old_version(connect: Conne
     assert "swap_weights" not in {command for command, index, _ in engine.log[-4:] if index == 1}
 
 
+@pytest.mark.parametrize("error", [RuntimeError("replica 0 was not started: call start() first"), OSError("no route")])
+def test_what_goes_wrong_with_one_replicas_staging_is_its_own(connect: Connect, error: Exception) -> None:
+    engine = Fleet(2)
+    sender = connect(engine)
+    engine.fakes[0].fail["stage_weights"] = always(error)
+    assert sender.update_weights(weights()).failed == {0: f"{type(error).__name__}: {error}"}
+    assert (engine.states, engine.versions) == (["SERVING"] * 2, [0, 1])
+
+
 def test_damaged_bytes_touch_no_replica(connect: Connect) -> None:
     engine = Fleet(2)
     sender = connect(engine)

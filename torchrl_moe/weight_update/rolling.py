@@ -106,6 +106,8 @@ class RollingSwap:
             return error
         except ValueError as error:  # so a ManifestMismatch arrives from another process
             return ManifestMismatch(str(error))
+        except (RuntimeError, OSError) as error:  # of a socket, or of a replica that is not started yet
+            return WeightSyncError(f"{type(error).__name__}: {error}")
 
     @contextmanager
     def _naming_timeouts(self) -> Iterator[None]:

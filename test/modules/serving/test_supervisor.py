@@ -283,6 +283,27 @@ def test_one_that_waited_is_brought_once_a_sync_has_updated_the_others(fleet: An
     assert [entry.version for entry in service.roster] == [4, 4]
 
 
+def test_one_whose_update_fails_for_a_reason_that_nobody_expected_is_restarted(
+    fleet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = fleet()
+    service.roster.set_version(1, 3)
+    service.kill(0)
+    eventually(lambda: service.roster[0].recovery is Recovery.UPDATE)
+
+    def bring(index: int) -> None:
+        if service.restarts[0] < 2:
+            raise KeyError("a bug")
+        serve_version(service, 4)(index)
+
+    heard: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda told: heard.append(told.exc_type))
+    service.register_weight_sync(bring)
+    service.roster.set_version(1, 4)
+    until_serving(service, [2, 0])
+    eventually(lambda: heard == [KeyError])
+
+
 def test_one_that_dies_while_it_waits_for_an_update_is_restarted(fleet: Any) -> None:
     service = fleet(1)
     service.roster.set_version(0, 3)
