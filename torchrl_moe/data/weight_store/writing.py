@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.data.weight_store.manifest import TensorKind
 
-__all__ = ["WriterLock", "in_order", "kinds_of", "naming_full_disks", "own_folder", "replace_text"]
+__all__ = ["LOCK", "WriterLock", "in_order", "kinds_of", "naming_full_disks", "own_folder", "replace_text"]
 
 
 def own_folder(folder: Path) -> Path:
