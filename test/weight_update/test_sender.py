@@ -84,6 +84,29 @@ def test_weights_are_a_mapping_or_pairs(connect: Connect, given: Callable[[Any],
     assert engine.holds(0) == 7.0
 
 
+@pytest.mark.parametrize("given", [dict, lambda w: iter(w.items())])
+def test_the_engine_takes_weights_through_its_sender(connect: Connect, given: Callable[[Any], Any]) -> None:
+    engine = Fleet(2)
+    sender = connect(engine)
+    report = engine.update_weights(given(weights(4)))
+    assert (report.version, report.failed, sender.version) == (1, {}, 1)
+    assert [engine.holds(index) for index in (0, 1)] == [4.0, 4.0]
+    sender.shutdown()
+    with pytest.raises(RuntimeError, match=r"no sender has this engine\. Make one: VLLMWeightSyncScheme"):
+        engine.update_weights(given(weights(4)))
+
+
+def test_no_weights_at_all_are_a_warning_and_no_update(connect: Connect) -> None:
+    engine = Fleet(1)
+    connect(engine)
+    with pytest.warns(UserWarning, match="no weights were given; nothing was done"):
+        assert engine.update_weights(iter([])) is None
+    assert engine.versions == [0]
+    engine.shutdown()
+    with pytest.raises(RuntimeError, match="update_weights: the service is not running"):
+        engine.update_weights({})
+
+
 def test_a_registered_model_is_sent_with_its_experts_one_by_one() -> None:
     model = make_tiny_moe("qwen3_moe", num_hidden_layers=2)
     sender = VLLMWeightSyncScheme().create_sender()

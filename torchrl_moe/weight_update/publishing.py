@@ -159,9 +159,12 @@ class Publisher:
         return VersionsWriter(store.folder, store.keep_versions, delta=store.delta, fsync=store.fsync)
 
     def _canary(self, weights: Weights | None) -> dict[str, Any] | None:
-        if not self._with_canary or weights is not None or self._module is None:
+        module = (
+            trained_model(weights) if isinstance(weights, nn.Module) else (self._module if weights is None else None)
+        )
+        if not self._with_canary or module is None:
             return None
-        return canary_of(self._module, self.engine_dtype)
+        return canary_of(module, self.engine_dtype)
 
     def close(self) -> None:
         """Let go of the store. Idempotent."""

@@ -106,7 +106,7 @@ class WeightSender:
             self._let_go()
             self._swap = swap
             self.version = max(self.version, vllm_engine.roster.latest_version)
-            vllm_engine.register_weight_sync(self.bring)
+            vllm_engine.register_weight_sync(self.bring, self.update_weights)
 
     def _check_numbers(self, engine: GenerationService) -> None:
         count, scheme = engine.num_replicas, self.scheme
