@@ -147,6 +147,14 @@ def test_a_wrong_engine_is_refused(connect: Connect, choices: Any, engine: Any, 
         connect(engine, **choices)
 
 
+def test_an_engine_whose_first_replica_never_came_is_taken(connect: Connect) -> None:
+    """As a driver finds it that joins a service later."""
+    engine = Fleet(2)
+    engine.roster.mark_dead(0)
+    engine.infos.pop()
+    assert connect(engine).update_weights(weights()).failed == {0: "the replica is DEAD"}
+
+
 def test_an_engine_that_is_over_is_refused(connect: Connect) -> None:
     engine = Fleet(1)
     engine.shutdown()

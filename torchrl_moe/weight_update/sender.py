@@ -97,7 +97,7 @@ class WeightSender:
             if not ready:
                 raise NoReplicaError(f"no replica serves: {vllm_engine!r}")
             expected = ready[0].replica.call("metadata", self.scheme.swapping.timeout_seconds)
-            dtype = getattr(torch, vllm_engine.infos[ready[0].index].dtype or "none", None)
+            dtype = getattr(torch, vllm_engine.infos[0].dtype or "none", None)  # those that never came have no info
             self._publisher.expect(expected, dtype)
             self._check_names(metadata, expected)
             swap = RollingSwap(vllm_engine, open_transport(self.scheme), self.scheme.staging, self.scheme.swapping)
