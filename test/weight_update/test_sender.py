@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -14,15 +17,17 @@ import torch
 from torch import nn
 
 from engines import EngineShelf
+from modules.serving.fleets import RestartingService
 from reference import Reference
 from torchrl_moe._errors import EngineError, ManifestMismatch, NoReplicaError, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM, make_tiny_moe
-from torchrl_moe.testing.fake_weights import EXPECTED
+from torchrl_moe.testing.fake_weights import EXPECTED, FakeWeightReplica
 from torchrl_moe.weight_update import VLLMWeightSyncScheme, get_model_metadata
 from torchrl_moe.weight_update.canary import canary_of
-from weight_update.fleet import Connect, Fleet, always, soft, weights
+from weight_update.fleet import Connect, Fleet, always, eventually, soft, weights
 
 # -- the good case ----------------------------------------------------------------------------------------------------
 
@@ -588,6 +593,36 @@ def test_an_engine_has_one_sender_at_a_time_and_the_last_one_is_it(connect: Conn
     first.shutdown()
     assert engine.weight_sync == second.bring  # it still brings what is restarted
     assert engine.versions == [1, 1]
+
+
+def test_replicas_that_die_at_any_moment_come_back_to_the_newest_weights(connect: Connect) -> None:
+    """Sender and supervisor at the same replicas: what dies in a swap is restarted while the swap still goes on."""
+    policy = FaultPolicy(first_delay=0.001, longest_delay=0.01, max_restarts=10_000, probe=math.inf, start=5.0)
+
+    def make(index: int, _: int) -> FakeWeightReplica:
+        replica = FakeWeightReplica(index)
+        replica.fail = dict.fromkeys(("stage_weights", "swap_weights"), lambda _: time.sleep(0.003))
+        return replica
+
+    service = RestartingService(3, make, policy)
+    sender, chance, over = connect(service), random.Random(7), threading.Event()
+
+    def kill() -> None:
+        while not over.wait(chance.random() * 0.01):
+            service.kill(chance.randrange(3))
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    for number in range(1, 61):
+        with contextlib.suppress(WeightSyncError):
+            sender.update_weights(weights(number))
+    over.set()
+    killer.join()
+    assert sum(service.restarts) > 3
+    eventually(lambda: [(e.state.name, e.version) for e in service.roster] == [("SERVING", 60)] * 3)
+    assert [entry.replica.weights["b"][0].item() for entry in service.roster] == [60] * 3
+    sender.shutdown()
+    service.shutdown()
 
 
 # -- what is sent -----------------------------------------------------------------------------------------------------
