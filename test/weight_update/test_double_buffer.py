@@ -71,6 +71,47 @@ def test_a_sender_that_knows_the_engine_brings_weights_to_it(tmp_path: Path) -> 
     sender.shutdown()
 
 
+def test_a_restarted_replica_is_brought_to_the_newest_version_of_the_directory(tmp_path: Path) -> None:
+    engine, scheme = Fleet(2), VLLMDoubleBufferSyncScheme(tmp_path)
+    sender, receiver = scheme.create_sender(), scheme.create_receiver(engine)
+    assert engine.weight_sync == receiver.bring
+    engine.restart(0)
+    receiver.bring(0)
+    assert (engine.states, engine.holds(0)) == (["SERVING"] * 2, None)  # its checkpoint, as the other
+    sender.publish(weights(1))
+    receiver.poll_and_apply()
+    sender.publish(weights(2))
+    engine.restart(1).fail["swap_weights"] = lambda asked: None if asked else SoftError("not now", restored=True)
+    with pytest.raises(WeightSyncError, match="replica 1 was not brought to version 2: not now"):
+        receiver.bring(1)
+    receiver.bring(1)
+    assert (engine.states, engine.holds(0), engine.holds(1)) == (["SERVING"] * 2, 1.0, 2.0)
+    sender.shutdown()
+
+
+def test_a_receiver_leaves_an_engine_to_the_sender_that_knows_it(tmp_path: Path) -> None:
+    engine, scheme = Fleet(1), VLLMDoubleBufferSyncScheme(tmp_path)
+    sender = scheme.create_sender()
+    sender.init_all_workers_group(None, vllm_engine=engine)
+    scheme.create_receiver(engine)
+    assert engine.weight_sync == sender.bring
+    assert sender.update_weights(weights(2)).failed == {}
+    sender.shutdown()
+
+
+def test_a_trainer_that_was_restarted_counts_on_from_its_directory(tmp_path: Path) -> None:
+    engine = Fleet(2)
+    receiver = VLLMDoubleBufferSyncScheme(tmp_path).create_receiver(engine)
+    for number in (1, 2, 3):  # each a process of its own
+        sender = VLLMDoubleBufferSyncScheme(tmp_path).create_sender()
+        assert sender.publish(weights(number), wait=number < 3) == number
+        sender.wait_published()
+        sender.shutdown()
+        assert receiver.poll_and_apply()
+        assert [engine.holds(index) for index in (0, 1)] == [number] * 2
+    assert engine.versions == [3, 3]
+
+
 def test_before_anything_was_published_there_is_nothing_to_apply(tmp_path: Path) -> None:
     assert VLLMDoubleBufferSyncScheme(tmp_path / "none").create_receiver(Fleet(1)).poll_and_apply() is False
 

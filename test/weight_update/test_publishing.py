@@ -56,12 +56,14 @@ def test_a_models_weights_are_written_as_they_are_now(tmp_path: Path, store: dic
     assert written == (model.lm_head.weight.nbytes if store else done.manifest.nbytes)
 
 
-def test_the_canary_is_the_registered_models_or_none(tmp_path: Path) -> None:
+def test_the_canary_is_that_of_the_model_that_is_sent_or_none(tmp_path: Path) -> None:
     model, writer = make_tiny_moe("mixtral"), publisher(tmp_path, with_canary=True)
     assert writer.publish(weights(), 1).canary is None
     writer.register(model)
     assert writer.publish(None, 2).canary == canary_of(model)
     assert writer.publish(weights(), 3).canary is None
+    other = make_tiny_moe("mixtral", seed=1)
+    assert writer.publish(other, 4).canary == canary_of(other) != canary_of(model)
     quiet = publisher(tmp_path / "quiet")
     quiet.register(model)
     assert quiet.publish(None, 1).canary is None
@@ -103,6 +105,7 @@ def test_of_replicated_trainers_only_the_first_writes_or_one_with_an_engine(
     monkeypatch.setattr("torchrl_moe.weight_update.publishing.is_first", lambda: False)
     writer = publisher(tmp_path / "store")
     assert writer.publish(weights(), 3) == Published(version=3, manifest=None)
+    assert writer.publish_behind(weights(), 3).result(5.0) == Published(version=3, manifest=None)
     assert not (tmp_path / "store").exists()
     writer.expect(EXPECTED, None)
     assert writer.publish(weights(), 3).manifest is not None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from torchrl_moe._errors import EngineError, ReplicaDiedError, WeightSyncError
+from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.fake_weights import SoftError, Stall
 from weight_update.fleet import Connect, Fleet, always, eventually, soft, weights
@@ -85,6 +86,101 @@ def test_a_replica_that_dies_is_dead_whoever_notes_it_first(connect: Connect, no
     assert sender.update_weights(weights()).failed == {0: "ReplicaDiedError: replica 0 died"}
     assert engine.states == ["DEAD", "SERVING", "SERVING"]
     assert sender.update_weights(weights()).failed == {0: "the replica is DEAD"}
+
+
+# -- another replica in the place of one that died --------------------------------------------------------------------
+
+
+def test_who_came_after_the_staging_is_not_swapped(connect: Connect) -> None:
+    engine = Fleet(2)
+    sender = connect(engine)
+    version = sender.publish(weights())
+    staged = sender.prefetch(version)
+    new = engine.restart(0)
+    report = sender.apply(version, staged)
+    assert report.failed == {0: "another process has its place since version 1 was prepared"}
+    assert (engine.states, engine.versions) == (["STARTING", "SERVING"], [0, 1])
+    assert (new.is_alive(), new.asked["swap_weights"]) == (True, 0)
+    sender.bring(0)  # as its supervisor does
+    assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        (ReplicaDiedError("replica 0 died"), "ReplicaDiedError: replica 0 died"),
+        (EngineError("replica 0 did not answer"), "replica 0 did not answer"),
+        (SoftError("no", restored=True), "no"),
+        (None, "the replica died after its swap"),
+    ],
+)
+def test_what_becomes_of_one_that_died_does_not_touch_the_one_in_its_place(
+    connect: Connect, ending: Exception | None, words: str
+) -> None:
+    engine = Fleet(2)
+    sender = connect(engine)
+
+    def restart(_: int) -> Exception | None:
+        engine.restart(0)
+        engine.roster[0].version = 0
+        return ending
+
+    engine.fakes[0].fail["swap_weights"] = restart
+    assert sender.update_weights(weights()).failed == {0: words}
+    assert (engine.states, engine.versions) == (["STARTING", "SERVING"], [0, 1])
+    assert engine.fakes[0].is_alive()
+
+
+def test_one_that_is_restarted_while_it_drains_is_left_to_who_restarts_it(connect: Connect) -> None:
+    engine = Fleet(2)
+    sender = connect(engine, mode="drain")
+    lease = engine.load_balancer.acquire_at(0, None)
+    updating = threading.Thread(target=sender.update_weights, args=(weights(),))
+    updating.start()
+    eventually(lambda: engine.roster[0].state is ReplicaState.DRAINING)
+    engine.restart(0)
+    updating.join(2.0)
+    assert not updating.is_alive()
+    assert (engine.states, engine.versions) == (["STARTING", "SERVING"], [0, 1])
+    lease.release()
+
+
+def test_a_replica_that_another_sender_has_is_not_taken_from_it(connect: Connect) -> None:
+    engine = Fleet(2)
+    sender = connect(engine, mode="drain")
+    lease = engine.load_balancer.acquire_at(0, None)
+    reports: list[Any] = []
+    updating = threading.Thread(target=lambda: reports.append(sender.update_weights(weights())))
+    updating.start()
+    eventually(lambda: engine.roster[0].state is ReplicaState.DRAINING)
+    engine.roster.set_state(0, ReplicaState.SYNCING)
+    lease.release()
+    updating.join(2.0)
+    assert reports[0].failed == {0: "the replica is SYNCING"}
+    assert engine.states == ["SYNCING", "SERVING"]
+
+
+def test_one_that_waits_for_an_update_gets_it(connect: Connect) -> None:
+    """The only one, restarted after its sender was shut down: nobody serves, and nobody else will bring it."""
+    engine = Fleet(1)
+    first = connect(engine)
+    first.update_weights(weights(1))
+    first.shutdown()
+    engine.restart(0)
+    engine.roster[0].version = 0
+    engine.roster.set_recovery(0, Recovery.UPDATE)
+    report = connect(engine).update_weights(weights(2))
+    assert (report.version, report.failed) == (2, {})  # and not 1 again
+    assert (engine.states, engine.versions, engine.holds(0)) == (["SERVING"], [2], 2.0)
+    assert engine.roster[0].recovery is Recovery.SUPERVISOR
+
+
+def test_one_that_was_not_asked_to_prepare_is_named(connect: Connect) -> None:
+    engine = Fleet(2)
+    sender = connect(engine)
+    version = sender.publish(weights())
+    report = sender.apply(version, sender.prefetch(version, [0]), replicas=[0, 1])
+    assert report.failed == {1: "it was not asked to prepare the version: prefetch() it there too"}
 
 
 # -- how many must hold it --------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from torchrl_moe.data.weight_store.writing import WriterLock
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
+from torchrl_moe.weight_update.scheme import _remove_orphans
 from torchrl_moe.weight_update.sender import WeightSender
 
 
@@ -97,6 +100,29 @@ def test_a_process_that_ends_without_shutdown_leaves_no_memory_behind() -> None:
     folder, existed = subprocess.check_output([sys.executable, "-c", script], text=True).split()
     assert existed == "True"
     assert not Path(folder).exists()
+
+
+def test_what_a_killed_trainer_left_in_memory_is_removed_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["killed", "writing", "new", "empty"]
+    stores = {name: tmp_path / f"torchrl_moe-weights-{name}" for name in names}
+    for store in stores.values():
+        store.mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "writer").touch()
+    writing = WriterLock(stores["writing"])
+    for name in ("killed", "new"):
+        (stores[name] / "writer").touch()
+    (stores["killed"] / "slot-0.weights").touch()
+    for store in (stores["killed"], stores["writing"], tmp_path / "other"):
+        os.utime(store / "writer", (0, 0))
+    _remove_orphans(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"other", *(stores[name].name for name in names[1:])}
+    writing.close()
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    _remove_orphans(tmp_path)
+    assert stores["writing"].exists()  # another user's
 
 
 def test_a_refused_scheme_leaves_no_folder_behind() -> None:

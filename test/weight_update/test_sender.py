@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -14,15 +17,17 @@ import torch
 from torch import nn
 
 from engines import EngineShelf
+from modules.serving.fleets import RestartingService
 from reference import Reference
 from torchrl_moe._errors import EngineError, ManifestMismatch, NoReplicaError, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM, make_tiny_moe
-from torchrl_moe.testing.fake_weights import EXPECTED
+from torchrl_moe.testing.fake_weights import EXPECTED, FakeWeightReplica
 from torchrl_moe.weight_update import VLLMWeightSyncScheme, get_model_metadata
 from torchrl_moe.weight_update.canary import canary_of
-from weight_update.fleet import Connect, Fleet, always, soft, weights
+from weight_update.fleet import Connect, Fleet, always, eventually, soft, weights
 
 # -- the good case ----------------------------------------------------------------------------------------------------
 
@@ -84,6 +89,29 @@ def test_weights_are_a_mapping_or_pairs(connect: Connect, given: Callable[[Any],
     assert engine.holds(0) == 7.0
 
 
+@pytest.mark.parametrize("given", [dict, lambda w: iter(w.items())])
+def test_the_engine_takes_weights_through_its_sender(connect: Connect, given: Callable[[Any], Any]) -> None:
+    engine = Fleet(2)
+    sender = connect(engine)
+    report = engine.update_weights(given(weights(4)))
+    assert (report.version, report.failed, sender.version) == (1, {}, 1)
+    assert [engine.holds(index) for index in (0, 1)] == [4.0, 4.0]
+    sender.shutdown()
+    with pytest.raises(RuntimeError, match=r"no sender has this engine\. Make one: VLLMWeightSyncScheme"):
+        engine.update_weights(given(weights(4)))
+
+
+def test_no_weights_at_all_are_a_warning_and_no_update(connect: Connect) -> None:
+    engine = Fleet(1)
+    connect(engine)
+    with pytest.warns(UserWarning, match="no weights were given; nothing was done"):
+        assert engine.update_weights(iter([])) is None
+    assert engine.versions == [0]
+    engine.shutdown()
+    with pytest.raises(RuntimeError, match="update_weights: the service is not running"):
+        engine.update_weights({})
+
+
 def test_a_registered_model_is_sent_with_its_experts_one_by_one() -> None:
     model = make_tiny_moe("qwen3_moe", num_hidden_layers=2)
     sender = VLLMWeightSyncScheme().create_sender()
@@ -122,6 +150,14 @@ def test_an_engine_must_be_there(step: str) -> None:
 def test_a_wrong_engine_is_refused(connect: Connect, choices: Any, engine: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         connect(engine, **choices)
+
+
+def test_an_engine_whose_first_replica_never_came_is_taken(connect: Connect) -> None:
+    """As a driver finds it that joins a service later."""
+    engine = Fleet(2)
+    engine.roster.mark_dead(0)
+    engine.infos.pop()
+    assert connect(engine).update_weights(weights()).failed == {0: "the replica is DEAD"}
 
 
 def test_an_engine_that_is_over_is_refused(connect: Connect) -> None:
@@ -252,6 +288,15 @@ def test_a_replica_that_cannot_check_goes_on_with_its_old_version(connect: Conne
     assert "swap_weights" not in {command for command, index, _ in engine.log[-4:] if index == 1}
 
 
+@pytest.mark.parametrize("error", [RuntimeError("replica 0 was not started: call start() first"), OSError("no route")])
+def test_what_goes_wrong_with_one_replicas_staging_is_its_own(connect: Connect, error: Exception) -> None:
+    engine = Fleet(2)
+    sender = connect(engine)
+    engine.fakes[0].fail["stage_weights"] = always(error)
+    assert sender.update_weights(weights()).failed == {0: f"{type(error).__name__}: {error}"}
+    assert (engine.states, engine.versions) == (["SERVING"] * 2, [0, 1])
+
+
 def test_damaged_bytes_touch_no_replica(connect: Connect) -> None:
     engine = Fleet(2)
     sender = connect(engine)
@@ -269,7 +314,7 @@ def test_another_trainers_bytes_under_our_version_touch_no_replica(connect: Conn
     ours = connect(engine, folder=tmp_path)
     version = ours.publish(weights(1))
     ours._publisher.close()  # as if its lock were lost
-    connect(Fleet(1), folder=tmp_path).publish(weights(2))
+    connect(Fleet(1), folder=tmp_path)._publisher.publish(weights(2), version)
     with pytest.raises(WeightSyncError, match="other bytes than were published: is the store shared"):
         ours.apply(version)
     assert engine.versions == [0, 0]
@@ -495,6 +540,89 @@ def test_after_shutdown_the_engine_asks_no_more(connect: Connect) -> None:
     assert engine._bring is not None
     sender.shutdown()
     assert engine._bring is None
+
+
+def test_the_error_of_a_copy_is_the_trainers_to_hear_and_not_a_restarted_replicas(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, go = Fleet(2), gate(monkeypatch)
+    sender = connect(engine)
+    go.set()
+    sender.update_weights(weights(1))
+    go.clear()
+    tensors = weights(2)
+    sender.publish(tensors, wait=False)
+    tensors["a"].add_(1)
+    go.set()
+    engine.restart(1)
+    sender.bring(1)
+    assert (engine.states, engine.holds(1)) == (["SERVING"] * 2, 1.0)
+    with pytest.raises(ManifestMismatch, match="changed while they were copied"):
+        sender.wait_published()
+
+
+def test_a_replica_that_an_update_brought_first_is_not_brought_again(connect: Connect) -> None:
+    engine = Fleet(2)
+    sender = connect(engine)
+    sender.update_weights(weights())
+    sender.bring(1)
+    assert engine.fakes[1].asked["swap_weights"] == 1
+
+
+def test_a_replica_does_not_serve_its_checkpoint_beside_weights_of_an_earlier_sender(connect: Connect) -> None:
+    engine = Fleet(2)
+    first = connect(engine)
+    first.update_weights(weights(1))
+    first.shutdown()
+    second = connect(engine)
+    engine.restart(1)
+    with pytest.raises(WeightSyncError, match="nothing was published since the engine got this sender"):
+        second.bring(1)
+    assert engine.states == ["SERVING", "STARTING"]
+    second.update_weights(weights(2))
+    second.bring(1)
+    assert (engine.states, engine.versions) == (["SERVING"] * 2, [2, 2])
+
+
+def test_an_engine_has_one_sender_at_a_time_and_the_last_one_is_it(connect: Connect) -> None:
+    engine = Fleet(2)
+    first, second = connect(engine), connect(engine)
+    with pytest.raises(WeightSyncError, match="takes its weights from another sender now"):
+        first.update_weights(weights(1))
+    second.update_weights(weights(2))
+    first.shutdown()
+    assert engine.weight_sync == second.bring  # it still brings what is restarted
+    assert engine.versions == [1, 1]
+
+
+def test_replicas_that_die_at_any_moment_come_back_to_the_newest_weights(connect: Connect) -> None:
+    """Sender and supervisor at the same replicas: what dies in a swap is restarted while the swap still goes on."""
+    policy = FaultPolicy(first_delay=0.001, longest_delay=0.01, max_restarts=10_000, probe=math.inf, start=5.0)
+
+    def make(index: int, _: int) -> FakeWeightReplica:
+        replica = FakeWeightReplica(index)
+        replica.fail = dict.fromkeys(("stage_weights", "swap_weights"), lambda _: time.sleep(0.003))
+        return replica
+
+    service = RestartingService(3, make, policy)
+    sender, chance, over = connect(service), random.Random(7), threading.Event()
+
+    def kill() -> None:
+        while not over.wait(chance.random() * 0.01):
+            service.kill(chance.randrange(3))
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    for number in range(1, 61):
+        with contextlib.suppress(WeightSyncError):
+            sender.update_weights(weights(number))
+    over.set()
+    killer.join()
+    assert sum(service.restarts) > 3
+    eventually(lambda: [(e.state.name, e.version) for e in service.roster] == [("SERVING", 60)] * 3)
+    assert [entry.replica.weights["b"][0].item() for entry in service.roster] == [60] * 3
+    sender.shutdown()
+    service.shutdown()
 
 
 # -- what is sent -----------------------------------------------------------------------------------------------------

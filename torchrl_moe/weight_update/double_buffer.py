@@ -8,8 +8,9 @@ version, checks it, and swaps it in replica by replica.
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.weight_update.options import one_of
 from torchrl_moe.weight_update.publishing import Published
 from torchrl_moe.weight_update.report import SyncReport
-from torchrl_moe.weight_update.rolling import SYNCABLE, RollingSwap
+from torchrl_moe.weight_update.rolling import SYNCABLE, RollingSwap, waits_for_update
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.sender import WeightSender
 from torchrl_moe.weight_update.sources import Weights
@@ -84,7 +85,7 @@ class _DirectorySender(WeightSender):
 
 
 class WeightReceiver:
-    """Takes versions from a directory into an engine, when it is told to look.
+    """Takes versions from a directory into an engine, when it is told to look, or when a replica was restarted.
 
     Args:
         scheme: says where.
@@ -100,7 +101,10 @@ class WeightReceiver:
         self._scheme, self._engine = scheme, vllm_engine
         self._store = WeightStoreReader(scheme.store.seen_as)
         self._swap = RollingSwap(vllm_engine, MemmapTransport(scheme.store.seen_as), scheme.staging, scheme.swapping)
+        self._lock = threading.Lock()
         self.report: SyncReport | None = None
+        if vllm_engine.weight_sync is None:  # a sender that knows the engine does it itself
+            vllm_engine.register_weight_sync(self.bring)
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
         """Bring all replicas to the newest version, if it is newer than what one of them holds.
@@ -115,29 +119,43 @@ class WeightReceiver:
             WeightSyncError: fewer than ``min_serving`` replicas hold it.
         """
         del timeout
-        newest = self._store.newest()
-        late = [
-            e.index for e in self._engine.roster if e.state in SYNCABLE and newest is not None and e.version < newest
-        ]
-        if newest is None or not late:
-            return False
-        manifest = self._store.manifest(newest)
-        published = Published(version=newest, manifest=manifest, began=time.perf_counter())
-        staged = self._swap.stage(published, late)
-        self.report = SyncReport(
-            version=newest,
+        with self._lock:
+            newest = self._store.newest() or 0
+            late = [e.index for e in self._engine.roster if waits_for_update(e) and e.version < newest]
+            if not late:
+                return False
+            self.report = report = self._apply(newest, late)
+        needed = self._scheme.swapping.must_hold(self._engine.num_replicas)
+        holding = sum(e.state in SYNCABLE and e.version == newest for e in self._engine.roster)
+        if report.failed and holding < needed:
+            raise WeightSyncError(f"fewer than {needed} replicas hold version {newest}: {report.failed}", report)
+        return True
+
+    def bring(self, index: int) -> None:
+        """Bring a replica that is STARTING to the newest version, and to SERVING; what was restarted needs it.
+
+        Raises:
+            WeightSyncError: it does not hold the version.
+        """
+        with self._lock:
+            newest = self._store.newest()
+            if newest is None:  # nothing was sent yet: the checkpoint is what all have
+                self._swap.serves(index)
+                return
+            if failed := self._apply(newest, [index]).failed:
+                raise WeightSyncError(f"replica {index} was not brought to version {newest}: {failed[index]}")
+
+    def _apply(self, version: int, indices: Sequence[int]) -> SyncReport:
+        manifest = self._store.manifest(version)
+        published = Published(version=version, manifest=manifest, began=time.perf_counter())
+        staged = self._swap.stage(published, indices)
+        return SyncReport(
+            version=version,
             nbytes=manifest.nbytes,
             digest=manifest.digest,
             published=0.0,
-            replicas=tuple(self._swap.swap(published, staged, late)),
+            replicas=tuple(self._swap.swap(published, staged, indices)),
         )
-        needed = self._scheme.swapping.must_hold(self._engine.num_replicas)
-        holding = sum(e.state in SYNCABLE and e.version == newest for e in self._engine.roster)
-        if self.report.failed and holding < needed:
-            raise WeightSyncError(
-                f"fewer than {needed} replicas hold version {newest}: {self.report.failed}", self.report
-            )
-        return True
 
     def apply_weights(self, weights: Mapping[str, Any] | None = None, inplace: bool = True) -> None:
         """TorchRL's name of :meth:`poll_and_apply`; weights come from the directory only."""

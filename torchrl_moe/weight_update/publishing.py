@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
-from torchrl_moe.data.weight_store import Manifest, VersionsWriter, WeightStoreWriter, check_tensors
+from torchrl_moe.data.weight_store import (
+    Manifest,
+    VersionsWriter,
+    WeightStoreReader,
+    WeightStoreWriter,
+    check_tensors,
+)
 from torchrl_moe.modules.policies.unstack import ModelWeights
 from torchrl_moe.weight_update.canary import canary_of
 from torchrl_moe.weight_update.metadata import trained_model
@@ -77,6 +83,10 @@ class Publisher:
         if self._module is not None:
             self.model = ModelWeights(self._module, expected)
 
+    def newest(self) -> int:
+        """Return the newest version in the store, which may be of a trainer before this one; 0 if there is none."""
+        return WeightStoreReader(self._store.folder).newest() or 0
+
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def publish(self, weights: Weights | None, version: int) -> Published:
@@ -119,6 +129,10 @@ class Publisher:
         source = source_of(weights, self.model, self.expected)
         if source.is_sharded:
             raise ValueError("wait=False: sharded weights are gathered by all ranks, which the forward would disturb")
+        if not is_first() and self.expected is None:
+            done: Future[Published] = Future()
+            done.set_result(Published(version=version, manifest=None))
+            return done
         canary = self._canary(weights)
         thread = ThreadPoolExecutor(1, thread_name_prefix="weight-publisher")
         future = thread.submit(self._write, source, _unchanged(source, source.changes()), version, canary)
@@ -145,9 +159,12 @@ class Publisher:
         return VersionsWriter(store.folder, store.keep_versions, delta=store.delta, fsync=store.fsync)
 
     def _canary(self, weights: Weights | None) -> dict[str, Any] | None:
-        if not self._with_canary or weights is not None or self._module is None:
+        module = (
+            trained_model(weights) if isinstance(weights, nn.Module) else (self._module if weights is None else None)
+        )
+        if not self._with_canary or module is None:
             return None
-        return canary_of(self._module, self.engine_dtype)
+        return canary_of(module, self.engine_dtype)
 
     def close(self) -> None:
         """Let go of the store. Idempotent."""

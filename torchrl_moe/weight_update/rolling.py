@@ -26,7 +26,8 @@ from torchrl_moe._errors import (
     TorchRLMoEError,
     WeightSyncError,
 )
-from torchrl_moe.modules.backends.replica import PauseMode, StageReport, SwapReport
+from torchrl_moe.modules.backends.replica import PauseMode, Replica, StageReport, SwapReport
+from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.roster import RosterEntry
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
@@ -35,15 +36,22 @@ from torchrl_moe.weight_update.publishing import Published
 from torchrl_moe.weight_update.report import ReplicaSync
 from torchrl_moe.weight_update.transports.transport import StageOptions, Transport
 
-__all__ = ["LATE", "SYNCABLE", "RollingSwap", "Staged"]
+__all__ = ["LATE", "SYNCABLE", "RollingSwap", "Staged", "waits_for_update"]
 
 ATTEMPTS = 2
 BAR_SECONDS = 5.0  # until a progress bar appears
 SYNCABLE = frozenset({ReplicaState.SERVING, ReplicaState.DRAINING})
 LATE = SYNCABLE | {ReplicaState.STARTING}  # what may be brought to a version by name
+GONE = frozenset({ReplicaState.DEAD, ReplicaState.QUARANTINED})
 PAUSES: Mapping[str, PauseMode] = {"hot_swap": "keep", "drain": "keep", "abort_resume": "abort"}
 
 Staged = StageReport | TorchRLMoEError
+
+
+def waits_for_update(entry: RosterEntry) -> bool:
+    """Whether an update is for a replica: it serves, or was restarted and has nothing to do until the next update."""
+    late = entry.state is ReplicaState.STARTING and entry.recovery is Recovery.UPDATE
+    return late or entry.state in SYNCABLE
 
 
 class RollingSwap:
@@ -69,32 +77,37 @@ class RollingSwap:
 
     def open(self, entry: RosterEntry) -> None:
         """Make a replica ready to take versions."""
+        self._open(entry.replica)
+
+    def _open(self, replica: Replica) -> None:
         with self._naming_timeouts():
-            self.transport.open(entry.replica, self._swapping.timeout_seconds)
-        self._opened.add(entry.replica)
+            self.transport.open(replica, self._swapping.timeout_seconds)
+        self._opened.add(replica)
 
     def stage(self, published: Published, replicas: Sequence[int] | None) -> dict[int, Staged]:
-        """Let replicas, all that serve by default, prepare a version at the same time; return what each says."""
-        takes = SYNCABLE if replicas is None else LATE
+        """Let replicas prepare a version at the same time, all that wait for one by default; return what each says."""
+        by_name = replicas is not None
         entries = list(self._roster) if replicas is None else [self._roster[index] for index in replicas]
         with ThreadPoolExecutor(max_workers=max(len(entries), 1), thread_name_prefix="weight-stage") as pool:
-            found = pool.map(lambda entry: self._stage(entry, published, takes), entries)
+            found = pool.map(lambda entry: self._stage(entry, published, by_name), entries)
             return {entry.index: staged for entry, staged in zip(entries, found, strict=True)}
 
-    def _stage(self, entry: RosterEntry, published: Published, takes: frozenset[ReplicaState]) -> Staged:
-        if entry.state not in takes or published.manifest is None:
+    def _stage(self, entry: RosterEntry, published: Published, by_name: bool) -> Staged:
+        replica = entry.replica
+        takes = entry.state in LATE if by_name else waits_for_update(entry)
+        if not takes or published.manifest is None:
             return WeightSyncError(f"the replica is {entry.state.name}")
         try:
-            if entry.replica not in self._opened:
-                self.open(entry)
+            if replica not in self._opened:
+                self._open(replica)
             with self._naming_timeouts():
-                return self.transport.stage(
-                    entry.replica, published.manifest, self._staging, self._swapping.timeout_seconds
-                )
+                return self.transport.stage(replica, published.manifest, self._staging, self._swapping.timeout_seconds)
         except TorchRLMoEError as error:
             return error
         except ValueError as error:  # so a ManifestMismatch arrives from another process
             return ManifestMismatch(str(error))
+        except (RuntimeError, OSError) as error:  # of a socket, or of a replica that is not started yet
+            return WeightSyncError(f"{type(error).__name__}: {error}")
 
     @contextmanager
     def _naming_timeouts(self) -> Iterator[None]:
@@ -118,15 +131,17 @@ class RollingSwap:
         )
 
         def bring(index: int) -> ReplicaSync:
-            outcome = self._bring(index, published, staged[index])
+            outcome = self._bring(index, published, staged.get(index))
             bar.update()
             return outcome
 
         with bar, ThreadPoolExecutor(self._swapping.rolling, thread_name_prefix="weight-swap") as pool:
             return list(pool.map(bring, indices))
 
-    def _bring(self, index: int, published: Published, staged: Staged) -> ReplicaSync:
+    def _bring(self, index: int, published: Published, staged: Staged | None) -> ReplicaSync:
         """Bring one replica to a version, or say why it was not; until it is swapped, its old version goes on."""
+        if staged is None:
+            return ReplicaSync(replica=index, error="it was not asked to prepare the version: prefetch() it there too")
         if isinstance(staged, TorchRLMoEError):
             return ReplicaSync(replica=index, error=_words(staged))
         began = time.perf_counter()
@@ -142,19 +157,18 @@ class RollingSwap:
         if staged.digest != published.manifest.digest:
             return replace(outcome, error="the replica found other bytes than were published: is the store shared?")
         with self._turn(index):
-            before, error = self._take_out(index)
+            entry, replica = self._roster[index], self._roster[index].replica  # another one may take its place
+            before, error = self._take_out(entry, replica, published.version)
             outcome = replace(outcome, waited=time.perf_counter() - began, error=error)
             if error is not None:
                 return outcome
             try:
-                swap, attempts = self._swap(index, published)
+                swap, attempts = self._swap(entry, replica, published)
             except BaseException:  # whatever it was, nobody knows what the replica holds
-                self._move(index, ReplicaState.QUARANTINED)
+                self._end(entry, replica)
                 raise
-            self._settle(index, published.version, before, swap)
-        return replace(
-            outcome, paused=swap.paused_seconds, loaded=swap.loading_seconds, attempts=attempts, error=swap.error
-        )
+            error = self._settle(entry, replica, published.version, before, swap)
+        return replace(outcome, paused=swap.paused_seconds, loaded=swap.loading_seconds, attempts=attempts, error=error)
 
     @contextmanager
     def _turn(self, index: int) -> Iterator[None]:
@@ -175,27 +189,32 @@ class RollingSwap:
                 self._away.discard(index)
                 changed.notify_all()
 
-    def _take_out(self, index: int) -> tuple[ReplicaState, str | None]:
+    def _take_out(self, entry: RosterEntry, replica: Replica, version: int) -> tuple[ReplicaState, str | None]:
         """Take a replica out of service; return what it was, and why it cannot be taken."""
-        before = self._roster[index].state
+        before = entry.state
         if before not in LATE:
             return before, f"the replica is {before.name}"
-        if self._swapping.mode == "drain" and before in SYNCABLE and not self._drain(index):
-            self._move(index, before)
+        if replica not in self._opened:
+            return before, f"another process has its place since version {version} was prepared"
+        if before is ReplicaState.STARTING:
+            return before, None
+        if self._swapping.mode == "drain" and not self._drain(entry, replica):
+            self._move(entry, replica, before)
             return before, "requests did not finish in time to drain"
-        if before in SYNCABLE and not self._move(index, ReplicaState.SYNCING):
-            return before, "the replica is DEAD"
-        return before, None
+        with self._roster.changed:
+            if entry.state in SYNCABLE and self._move(entry, replica, ReplicaState.SYNCING):
+                return before, None
+            return before, f"the replica is {entry.state.name}"
 
-    def _drain(self, index: int) -> bool:
-        entry, changed = self._roster[index], self._roster.changed
-        self._move(index, ReplicaState.DRAINING)
-        with changed:
-            return changed.wait_for(
-                lambda: entry.inflight == 0 or entry.state is ReplicaState.DEAD, self._swapping.timeout_seconds
+    def _drain(self, entry: RosterEntry, replica: Replica) -> bool:
+        with self._roster.changed:
+            self._move(entry, replica, ReplicaState.DRAINING)
+            return self._roster.changed.wait_for(
+                lambda: entry.inflight == 0 or entry.state in GONE or entry.replica is not replica,
+                self._swapping.timeout_seconds,
             )
 
-    def _swap(self, index: int, published: Published) -> tuple[SwapReport, int]:
+    def _swap(self, entry: RosterEntry, replica: Replica, published: Published) -> tuple[SwapReport, int]:
         """Swap, and once more if it failed; a replica that does not answer is not asked again."""
         options = {
             "version": published.version,
@@ -207,9 +226,9 @@ class RollingSwap:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 with self._naming_timeouts():
-                    report = self._roster[index].replica.call("swap_weights", self._swapping.timeout_seconds, **options)
+                    report = replica.call("swap_weights", self._swapping.timeout_seconds, **options)
             except ReplicaDiedError as error:
-                self._roster.mark_dead(index)
+                self._roster.mark_dead(entry.index, str(error), replica)
                 return SwapReport(error=_words(error)), attempt
             except (EngineError, WeightSyncError, ValueError) as error:
                 return SwapReport(error=_words(error)), attempt
@@ -217,33 +236,42 @@ class RollingSwap:
                 return report, attempt
         return report, ATTEMPTS
 
-    def _settle(self, index: int, version: int, before: ReplicaState, swap: SwapReport) -> None:
-        """Put a replica back into service, or out of it for good."""
+    def _settle(
+        self, entry: RosterEntry, replica: Replica, version: int, before: ReplicaState, swap: SwapReport
+    ) -> str | None:
+        """Put a replica back into service, or out of it for good; return why it does not hold the version."""
         if not swap.started:  # its old weights are whole; a replica that never served has none of ours
-            if before in SYNCABLE and self._move(index, ReplicaState.SERVING):
-                self._move(index, before)
-            return
+            if before in SYNCABLE and self._move(entry, replica, ReplicaState.SERVING):
+                self._move(entry, replica, before)
+            return swap.error
         if swap.error is not None:
-            self._move(index, ReplicaState.QUARANTINED)
-            self._roster[index].replica.shutdown()
-            return
+            self._end(entry, replica)
+            return swap.error
         with self._roster.changed:
-            self._roster.set_version(index, version)
-            if self._move(index, ReplicaState.SERVING) and before is ReplicaState.DRAINING:
-                self._move(index, before)
+            if not self._move(entry, replica, ReplicaState.SERVING):
+                return "the replica died after its swap"
+            self._roster.set_version(entry.index, version)
+            if before is ReplicaState.DRAINING:
+                self._move(entry, replica, before)
+        return None
 
-    def _move(self, index: int, state: ReplicaState) -> bool:
-        """Set a state, unless the replica died meanwhile, which anyone may have noted."""
+    def _end(self, entry: RosterEntry, replica: Replica) -> None:
+        self._move(entry, replica, ReplicaState.QUARANTINED)
+        replica.shutdown()
+
+    def _move(self, entry: RosterEntry, replica: Replica, state: ReplicaState) -> bool:
+        """Set a state, unless the replica died meanwhile, which anyone may have noted, or another has its place."""
         with self._roster.changed:
-            if self._roster[index].state is ReplicaState.DEAD:
+            if entry.replica is not replica or entry.state in GONE:
                 return False
-            if self._roster[index].state is not state:
-                self._roster.set_state(index, state)
+            if entry.state is not state:
+                self._roster.set_state(entry.index, state)
             return True
 
     def serves(self, index: int) -> None:
         """Put a replica into service that already holds the newest weights."""
-        self._move(index, ReplicaState.SERVING)
+        entry = self._roster[index]
+        self._move(entry, entry.replica, ReplicaState.SERVING)
 
 
 def _words(error: BaseException) -> str:

@@ -6,15 +6,19 @@ first, which a late or restarted replica can load from at any time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
+import time
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.data.weight_store.writing import LOCK, WriterLock
 from torchrl_moe.weight_update.options import CollectiveOptions, SourceOptions, StoreOptions, SwapOptions, one_of
 from torchrl_moe.weight_update.transports.transport import StageOptions
 
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
     from torchrl_moe.weight_update.sender import WeightSender
 
 __all__ = ["VLLMWeightSyncScheme"]
+
+PREFIX = "torchrl_moe-weights-"
+ORPHAN_SECONDS = 60.0  # a writer makes its file before it locks it
 
 
 class VLLMWeightSyncScheme:
@@ -34,14 +41,15 @@ class VLLMWeightSyncScheme:
         kv: of cached prefixes: ``"salt"`` leaves them to the requests that made them and starts anew for each version;
             ``"recompute"`` drops the KV cache, and frozen requests are computed again.
         stage: ``"shadow"`` loads a version into a second model while the first serves, so that the pause is short and
-            memory is needed twice; ``"plain"`` loads under the pause; ``"auto"`` is shadow where that works.
+            memory is needed twice; ``"plain"`` loads under the pause; ``"auto"`` is shadow where that works. Where it
+            does not, ``"shadow"`` is plain too, and the report says why.
         rolling: how many replicas are swapped at the same time.
         min_serving: how many replicas must hold the new version for an update to succeed (all but one, by default), and
             must serve meanwhile (all but ``rolling``, by default; one may always be away).
         prefetch: how many threads of a replica read and hash a version.
         verify: ``"digest"``: every byte is hashed where it arrives; ``"canary"``: the engine's log-probs of a fixed
-            prompt are compared with the registered model's own; ``"off"``: neither. The engine is asked for a token
-            that is a number in any case.
+            prompt are compared with those of the model that is sent (if tensors are given instead, there is none to
+            ask); ``"off"``: neither. The engine is asked for a token that is a number in any case.
         folder: of the weight store; default: a new one in ``/dev/shm`` (or the temporary folder), removed at shutdown.
         layout: ``"slots"``: files in memory that are used again, for one host; ``"versions"``: a directory with one
             folder per version, on a file system that all hosts share.
@@ -151,4 +159,17 @@ def _refuse(arguments: dict[str, Any]) -> None:
 def _store_folder() -> Path:
     memory = Path("/dev/shm")
     usable = memory.is_dir() and os.access(memory, os.W_OK)
-    return Path(tempfile.mkdtemp(prefix="torchrl_moe-weights-", dir=memory if usable else None))
+    place = memory if usable else Path(tempfile.gettempdir())
+    _remove_orphans(place)
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+
+
+def _remove_orphans(place: Path) -> None:
+    """Remove stores of ours whose trainer was killed: nobody else frees that memory before the host restarts."""
+    for folder in place.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError, WeightSyncError):  # it is another user's, or it has a writer
+            idle = time.time() - (folder / LOCK).stat().st_mtime  # none yet: it is somebody's who is about to begin
+            if folder.stat().st_uid == os.getuid() and idle > ORPHAN_SECONDS:
+                lock = WriterLock(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+                lock.close()

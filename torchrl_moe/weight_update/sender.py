@@ -18,7 +18,7 @@ from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.weight_update.publishing import Published, Publisher
 from torchrl_moe.weight_update.ranks import is_first
 from torchrl_moe.weight_update.report import ReplicaSync, SyncReport
-from torchrl_moe.weight_update.rolling import SYNCABLE, RollingSwap, Staged
+from torchrl_moe.weight_update.rolling import SYNCABLE, RollingSwap, Staged, waits_for_update
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.sources import Weights
 from torchrl_moe.weight_update.transports.open_transport import open_transport
@@ -29,8 +29,8 @@ __all__ = ["WeightSender"]
 class WeightSender:
     """Sends a model's weights to the replicas of an engine. Its methods may be called from any thread; they take turns.
 
-    Versions go on from the highest that the engine holds. With a model of several ranks (FSDP2) each makes a sender,
-    registers its part and calls :meth:`update_weights` or :meth:`publish`; rank 0 alone has the engine.
+    Versions go on from the highest that the engine or the store has. With a model of several ranks (FSDP2) each makes
+    a sender, registers its part and calls :meth:`update_weights` or :meth:`publish`; rank 0 alone has the engine.
 
     Example of a life, in order::
 
@@ -93,11 +93,11 @@ class WeightSender:
         with self._lock:
             self._check_open()
             self.wait_published()
-            ready = [entry for entry in vllm_engine.roster if entry.state in SYNCABLE]
+            ready = [entry for entry in vllm_engine.roster if waits_for_update(entry)]
             if not ready:
                 raise NoReplicaError(f"no replica serves: {vllm_engine!r}")
             expected = ready[0].replica.call("metadata", self.scheme.swapping.timeout_seconds)
-            dtype = getattr(torch, vllm_engine.infos[ready[0].index].dtype or "none", None)
+            dtype = getattr(torch, vllm_engine.infos[0].dtype or "none", None)  # those that never came have no info
             self._publisher.expect(expected, dtype)
             self._check_names(metadata, expected)
             swap = RollingSwap(vllm_engine, open_transport(self.scheme), self.scheme.staging, self.scheme.swapping)
@@ -105,8 +105,8 @@ class WeightSender:
                 swap.open(entry)
             self._let_go()
             self._swap = swap
-            self.version = max(self.version, *(entry.version for entry in vllm_engine.roster))
-            vllm_engine.register_weight_sync(self.bring)
+            self.version = max(self.version, vllm_engine.roster.latest_version)
+            vllm_engine.register_weight_sync(self.bring, self.update_weights)
 
     def _check_numbers(self, engine: GenerationService) -> None:
         count, scheme = engine.num_replicas, self.scheme
@@ -153,6 +153,11 @@ class WeightSender:
         self._check_open()
         if self._swap is None:
             raise RuntimeError("no engine: call init_all_workers_group(metadata, vllm_engine=engine) first")
+        if self._swap.engine.weight_sync not in (self.bring, None):
+            raise WeightSyncError(
+                "the engine takes its weights from another sender now: use that one, or call init_all_workers_group() "
+                "again to have it back"
+            )
         return self._swap
 
     # -- one update -------------------------------------------------------------------------------------------------
@@ -192,10 +197,11 @@ class WeightSender:
         with self._lock:
             self._check_open()
             self.wait_published()
+            version = max(self.version, self._publisher.newest()) + 1
             if not wait:
-                self._pending = self._publisher.publish_behind(weights, self.version + 1)
-                return self.version + 1
-            return self._note(self._publisher.publish(weights, self.version + 1))
+                self._pending = self._publisher.publish_behind(weights, version)
+                return version
+            return self._note(self._publisher.publish(weights, version))
 
     def wait_published(self) -> int:
         """Wait for what ``publish(wait=False)`` began, if anything; return the version published last."""
@@ -218,7 +224,8 @@ class WeightSender:
             return staged
 
     def _newest(self, version: int) -> Published:
-        self.wait_published()
+        if self._published is None or self._published.version != version:
+            self.wait_published()
         published = self._published
         if published is None or published.version != version:
             raise WeightSyncError(f"version {version} is not the one published last ({self.version})")
@@ -273,9 +280,15 @@ class WeightSender:
         """
         with self._lock:
             swap = self._ready()
-            self.wait_published()
-            if self._published is None:  # nothing was sent yet: the checkpoint is what all have
-                swap.serves(index)
+            if self._pending is not None and self._pending.exception() is None:  # its error is the trainer's to hear
+                self.wait_published()
+            if self._published is None:
+                if swap.engine.roster.latest_version:
+                    raise WeightSyncError("nothing was published since the engine got this sender: update the weights")
+                swap.serves(index)  # nothing was ever sent: the checkpoint is what all have
+                return
+            entry = swap.engine.roster[index]
+            if entry.state in SYNCABLE and entry.version == self.version:  # an update was there first
                 return
             failed = self.apply(self.version, replicas=[index]).failed
             if failed:
@@ -301,7 +314,8 @@ class WeightSender:
 
     def _let_go(self) -> None:
         if self._swap is not None:
-            self._swap.engine.register_weight_sync(None)
+            if self._swap.engine.weight_sync == self.bring:  # and not another sender's, which came later
+                self._swap.engine.register_weight_sync(None)
             self._swap.transport.close()
             self._swap = None
 

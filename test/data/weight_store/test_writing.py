@@ -29,13 +29,14 @@ def test_a_folder_is_made_with_its_parents_or_closed_to_others(tmp_path: Path) -
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a_folder_of_other_things_is_left_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_a_folder_of_other_things_is_left_as_it_is(tmp_path: Path, mode: int) -> None:
     folder = tmp_path / "shared"
-    folder.mkdir(mode=0o755)
+    folder.mkdir(mode=mode)
     (folder / "thesis.tex").touch()
-    with pytest.raises(WeightSyncError, match="holds other things, and others may enter it"):
+    with pytest.raises(WeightSyncError, match="holds other things: name a folder of the weight store's own"):
         own_folder(folder)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert stat.S_IMODE(folder.stat().st_mode) == mode
     (folder / "writer").touch()  # it was a store before
     assert stat.S_IMODE(own_folder(folder).stat().st_mode) == 0o700
 

@@ -225,6 +225,22 @@ def test_one_that_is_quarantined_while_it_is_brought_is_restarted(fleet: Any) ->
     until_serving(service, [2])
 
 
+def test_one_that_is_noted_as_dead_while_it_is_brought_is_restarted_though_it_lives(fleet: Any) -> None:
+    service = fleet(1)
+    service.roster.set_version(0, 2)
+
+    def bring(index: int) -> None:
+        if len(service.made[0]) == 2:
+            service.roster.mark_dead(index)
+            raise WeightSyncError("the replica is DEAD")
+        serve_version(service, 2)(index)
+
+    service.register_weight_sync(bring)
+    service.kill(0)
+    until_serving(service, [2])
+    assert not service.made[0][1].is_alive()
+
+
 def test_with_nothing_published_yet_the_checkpoints_weights_are_the_current_ones(fleet: Any) -> None:
     service = fleet(1)
 
@@ -265,6 +281,27 @@ def test_one_that_waited_is_brought_once_a_sync_has_updated_the_others(fleet: An
     until_serving(service, [1, 0])
     assert brought == [0]
     assert [entry.version for entry in service.roster] == [4, 4]
+
+
+def test_one_whose_update_fails_for_a_reason_that_nobody_expected_is_restarted(
+    fleet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = fleet()
+    service.roster.set_version(1, 3)
+    service.kill(0)
+    eventually(lambda: service.roster[0].recovery is Recovery.UPDATE)
+
+    def bring(index: int) -> None:
+        if service.restarts[0] < 2:
+            raise KeyError("a bug")
+        serve_version(service, 4)(index)
+
+    heard: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda told: heard.append(told.exc_type))
+    service.register_weight_sync(bring)
+    service.roster.set_version(1, 4)
+    until_serving(service, [2, 0])
+    eventually(lambda: heard == [KeyError])
 
 
 def test_one_that_dies_while_it_waits_for_an_update_is_restarted(fleet: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -36,6 +37,7 @@ class FakeTrainer:
 
     def __init__(self, init: Any, address: str, port: int, world_size: int, device: torch.device) -> None:
         self.where = address, world_size, device
+        self.init = init  # as vLLM's engine keeps its client
         init({"master_port": port})
         self.ready = 0
         self.sent: list[dict[str, Tensor]] = []
@@ -118,6 +120,17 @@ def test_a_version_is_sent_when_the_workers_wait_and_again_when_they_do(
     trainer.ready = 3
     until_sent(trainer, 3)
     assert torch.equal(trainer.sent[2]["w"], torch.full((3,), 5.0))
+
+
+def test_a_replica_that_is_gone_takes_its_group_and_thread_with_it(transport: NcclTransport) -> None:
+    replica = Replica()
+    transport.open(replica, SECONDS)
+    (trainer,) = FakeTrainer.made
+    threads = [thread for thread in threading.enumerate() if thread.name == "weight-sender"]
+    del replica
+    gc.collect()
+    assert trainer.closed.is_set()
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_each_replica_has_a_group_of_its_own_which_a_new_one_replaces(transport: NcclTransport) -> None:

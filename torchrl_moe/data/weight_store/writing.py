@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.data.weight_store.manifest import TensorKind
 
-__all__ = ["WriterLock", "in_order", "kinds_of", "naming_full_disks", "own_folder", "replace_text"]
+__all__ = ["LOCK", "WriterLock", "in_order", "kinds_of", "naming_full_disks", "own_folder", "replace_text"]
 
 
 def own_folder(folder: Path) -> Path:
@@ -28,11 +28,9 @@ def own_folder(folder: Path) -> Path:
     status = folder.stat()
     if status.st_uid != os.getuid():
         raise WeightSyncError(f"the weight store {str(folder)!r} belongs to another user: name a folder of your own")
+    if not (folder / LOCK).exists() and any(folder.iterdir()):  # old versions are removed: other things may look so
+        raise WeightSyncError(f"{str(folder)!r} holds other things: name a folder of the weight store's own")
     if status.st_mode & 0o077:
-        if not (folder / LOCK).exists() and any(folder.iterdir()):
-            raise WeightSyncError(
-                f"{str(folder)!r} holds other things, and others may enter it: name a folder of the weight store's own"
-            )
         folder.chmod(0o700)
     return folder
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -49,6 +50,7 @@ class ReplicaPool:
         self.infos: list[ReplicaInfo] = []
         self._running = False
         self._bring: Callable[[int], None] | None = None
+        self._update: Callable[[Any], Any] | None = None
         self._supervisor = Supervisor(self.roster, self.faults, make_replica, lambda: self._bring)
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -170,12 +172,48 @@ class ReplicaPool:
         seconds = CALL_SECONDS if timeout is None else timeout
         return self.call_all("collective_rpc", seconds, method=method, args=tuple(args), kwargs=kwargs)
 
-    def register_weight_sync(self, bring: Callable[[int], None] | None) -> None:
-        """Take what brings a replica that is STARTING to the newest weights and to SERVING; ``None`` takes it away.
+    def register_weight_sync(
+        self, bring: Callable[[int], None] | None, update: Callable[[Any], Any] | None = None
+    ) -> None:
+        """Take what brings weights here, in place of what was registered before.
 
-        A replica that was restarted holds its checkpoint's weights: it serves once ``bring(index)`` has returned.
+        Args:
+            bring: brings a replica that is STARTING to the newest weights and to SERVING; ``None``: nobody does. A
+                replica that was restarted holds its checkpoint's weights: it serves once ``bring(index)`` has returned.
+            update: brings all replicas to new weights, for :meth:`update_weights`.
         """
-        self._bring = bring
+        self._bring, self._update = bring, update
+
+    @property
+    def weight_sync(self) -> Callable[[int], None] | None:
+        """The ``bring`` that :meth:`register_weight_sync` took last."""
+        return self._bring
+
+    def update_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Any:
+        """Bring all replicas to these weights, by the sender that was given this engine. TorchRL's name.
+
+        Args:
+            weights: checkpoint names, or those of the sender's registered model, and tensors; the whole model. If there
+                are none, a warning says so, and nothing is done.
+
+        Returns:
+            The sender's :class:`~torchrl_moe.weight_update.SyncReport`; ``None`` if there were no weights.
+
+        Raises:
+            RuntimeError: the service is not running, or no sender has it.
+            WeightSyncError: see the sender's ``update_weights``.
+        """
+        self._check_running("update_weights")
+        pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
+        if not pairs:
+            warnings.warn("update_weights: no weights were given; nothing was done", stacklevel=2)
+            return None
+        if self._update is None:
+            raise RuntimeError(
+                "update_weights: no sender has this engine. Make one: VLLMWeightSyncScheme(...).create_sender(), then "
+                "sender.init_all_workers_group(None, vllm_engine=engine)"
+            )
+        return self._update(pairs)
 
     # -- figures ----------------------------------------------------------------------------------------------------
 

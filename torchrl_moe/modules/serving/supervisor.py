@@ -179,14 +179,17 @@ class Supervisor:
                 return
             try:
                 bring(entry.index)
-            except (TorchRLMoEError, ValueError, RuntimeError) as error:
+            except (TorchRLMoEError, ValueError, RuntimeError, OSError) as error:
                 entry.last_error = f"its weights could not be loaded: {error}"
-            if entry.state is not ReplicaState.STARTING and entry.state not in GONE:
+            if entry.state in GONE:  # whoever noted that, the process may live: it must not be waited for
+                break
+            if entry.state is not ReplicaState.STARTING:
                 return
             if not self._roster.latest_version and self._serve(entry):  # there is nothing to bring yet
                 return
             if self._stopped.wait(self._policy.delay(failures)) or not replica.is_alive():
-                raise ReplicaDiedError(entry.last_error or f"replica {entry.index} died before it could serve")
+                break
+        raise ReplicaDiedError(entry.last_error or f"replica {entry.index} died before it could serve")
 
     def _wait_for_update(self, entry: RosterEntry) -> None:
         if self._roster.latest_version:
@@ -201,8 +204,10 @@ class Supervisor:
         self._roster.set_recovery(entry.index, Recovery.SUPERVISOR)
         try:
             self._join(entry, replica)
-        except EngineError as error:
-            self._roster.mark_dead(entry.index, str(error), replica)
+        except BaseException as error:  # whatever it was: what is STARTING, and in nobody's hands, would stay so
+            self._roster.mark_dead(entry.index, str(error) or repr(error), replica)
+            if not isinstance(error, EngineError):
+                raise
 
     def _serve(self, entry: RosterEntry) -> bool:
         with self._roster.lock:

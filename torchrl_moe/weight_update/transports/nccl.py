@@ -62,12 +62,17 @@ class NcclTransport:
         self._drop(replica)
         world_size = replica.wait_ready(timeout).tensor_parallel_size + 1
 
+        known = weakref.ref(replica)  # what the link keeps must not keep the replica
+
         def init(options: dict[str, Any]) -> None:
-            replica.call("init_weights", timeout, transport="nccl", options=options)
+            if (there := known()) is not None:
+                there.call("init_weights", timeout, transport="nccl", options=options)
 
         trainer = NcclTrainer(init, self._address, _free_port(self._address), world_size, self._device)
+        link = _Link(trainer, self._reader)
+        weakref.finalize(replica, link.close)  # a replica that was restarted leaves a link behind, and its thread
         with self._lock:
-            self._links[replica] = _Link(trainer, self._reader)
+            self._links[replica] = link
 
     def _drop(self, replica: Replica) -> None:
         with self._lock:
@@ -133,5 +138,6 @@ class _Link:
     def close(self) -> None:
         """Stop sending and leave the group."""
         self._closed.set()
-        self._thread.join(1.0)
+        if threading.current_thread() is not self._thread:  # which may be the one that collects a replica
+            self._thread.join(1.0)
         self._trainer.close()

@@ -168,6 +168,44 @@ def test_an_engine_that_the_user_paused_stays_paused() -> None:
     assert engine.log == GOOD[:4]
 
 
+@pytest.mark.parametrize("step", ["start", "update", "finish", "probe"])
+def test_the_user_pauses_and_resumes_no_engine_in_the_middle_of_a_swap(step: str) -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    asked: list[asyncio.Task[None]] = []
+    plain = engine._step
+
+    async def disturbed(name: str, *details: Any) -> None:
+        if name == step:
+            asked.append(asyncio.ensure_future(weights.resume()))
+            asked.append(asyncio.ensure_future(weights.pause("abort", True)))
+            await asyncio.sleep(0.01)
+        await plain(name, *details)
+
+    engine._step = disturbed  # type: ignore[method-assign]
+
+    async def main() -> None:
+        assert (await weights.swap(7, "keep", False)).error is None
+        await asyncio.gather(*asked)
+
+    asyncio.run(main())
+    assert engine.log == [*GOOD, "resume", ("pause", "abort", True)]
+
+
+def test_the_user_resumes_no_weights_that_failed() -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
+    swap(weights)
+    with pytest.raises(WeightSyncError, match="it must be updated, or restarted, first"):
+        asyncio.run(weights.resume())
+    assert "resume" not in engine.log
+    engine.fail.clear()
+    swap(weights)
+    asyncio.run(weights.resume())
+    assert engine.log[-1] == "resume"
+
+
 def test_requests_that_arrive_during_a_swap_wait_for_its_salt() -> None:
     async def arrive() -> tuple[bool, dict[str, str]]:
         engine = FakeLLM()

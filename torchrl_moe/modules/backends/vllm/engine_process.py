@@ -117,11 +117,11 @@ class EngineProcess:
         elif not self._report_death():
             self._send(("error", number, *self._described(error)))
 
-    async def command_pause(self, mode: str, clear_cache: bool) -> None:
-        await self.engine.pause_generation(mode=mode, clear_cache=clear_cache)
+    async def command_pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        await self.weights.pause(mode, clear_cache)
 
     async def command_resume(self) -> None:
-        await self.engine.resume_generation()
+        await self.weights.resume()
 
     async def command_reset_prefix_cache(self) -> bool:
         return bool(await self.engine.reset_prefix_cache())

@@ -76,10 +76,29 @@ class EngineWeights:
 
     async def salt(self) -> dict[str, str]:
         """Return the part of a prompt that keeps cached prefixes of different weights apart, once no swap is on."""
-        while not self._open_gate.is_set():  # the next swap may begin before who waits is woken
-            await self._open_gate.wait()
+        await self._no_swap()
         # by swap, not by version: another trainer may begin to count anew
         return {"cache_salt": f"swap-{self._swaps}"} if self._swaps else {}
+
+    async def _no_swap(self) -> None:
+        while not self._open_gate.is_set():  # the next swap may begin before who waits is woken
+            await self._open_gate.wait()
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        """Pause the engine for the user; a swap that is on ends first, since it would resume what he paused."""
+        await self._no_swap()
+        await self.engine.pause_generation(mode=mode, clear_cache=clear_cache)
+
+    async def resume(self) -> None:
+        """Resume the engine for the user; a swap that is on ends first, since half of the weights would generate.
+
+        Raises:
+            WeightSyncError: a swap failed, and left it neither its old weights nor good new ones.
+        """
+        await self._no_swap()
+        if self._left_paused:
+            raise WeightSyncError("a weight update failed in this engine: it must be updated, or restarted, first")
+        await self.engine.resume_generation()
 
     async def deliver(self, completion: Completion) -> Completion | None:
         """Return a completion whose tokens know their versions, once the weights that made them are proved.
