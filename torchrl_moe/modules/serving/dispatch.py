@@ -64,7 +64,7 @@ class Dispatch:
         self._parked: list[Errand] = []  # those that no replica took, until something changes
         self._unfinished = len(self._errands)
         self._ring: Callable[[], object] = lambda: None
-        self._ticket = Ticket(requests[0].priority, self._rung)
+        self._ticket = Ticket(requests[0].priority, self._ring)
         # what other threads write
         self._lock = threading.Lock()
         self._open = False
@@ -116,7 +116,8 @@ class Dispatch:
 
     @contextmanager
     def _under_way(self, bell: ThreadBell | LoopBell) -> Iterator[None]:
-        self._ring = bell.ring
+        # the bell's, not ours: in a circle of references the answers would stay until Python looks for circles
+        self._ring = self._ticket.ring = bell.ring
         try:
             with bell.guard():
                 self._roster.requests.add(self._by_id, self.cut)
@@ -134,9 +135,6 @@ class Dispatch:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     # -- what other threads tell ------------------------------------------------------------------------------------
-
-    def _rung(self) -> None:
-        self._ring()
 
     def _change(self) -> None:
         """Note that a replica may take what none took before."""
@@ -261,6 +259,7 @@ class Dispatch:
             for errand in batch:
                 try:
                     errand.lease = self._placer.lease(errand.position, errand.request)
+                    errand.refusal = None
                 except (NoReplicaError, StaleReplicaError) as refusal:
                     errand.refusal = refusal
                     if not self._placer.may_wait(errand.position):
