@@ -335,6 +335,19 @@ def test_shutdown_during_a_restart_leaves_nothing(fleet: Any) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchrl_moe-restart")]
 
 
+def test_a_replica_that_its_driver_leaves_while_it_starts_is_not_ended(fleet: Any) -> None:
+    service = fleet(1, lambda i, n: FakeReplica(i, start_seconds=60.0 if n else 0.0), replace(QUICK, start=90.0))
+    service.kill(0)
+    eventually(lambda: service.restarts == [1])
+    replica = service.made[0][1]
+    ended = []
+    replica.shutdown = lambda: ended.append(1)
+    service._supervisor.stop()  # as AsyncVLLM.disconnect() does, and then
+    replica.die("this driver has left")
+    service._supervisor.join()
+    assert ended == []
+
+
 def test_shutdown_during_a_delay_starts_nothing(fleet: Any) -> None:
     service = fleet(1, faults=replace(QUICK, first_delay=60.0, longest_delay=60.0))
     service.kill(0)

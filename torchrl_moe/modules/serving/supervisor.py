@@ -159,7 +159,8 @@ class Supervisor:
             self._join(entry, replica)
         except (EngineError, OSError) as error:
             self._roster.mark_dead(entry.index, str(error), replica)
-            replica.shutdown()
+            if not self._stopped.is_set():  # else whoever stopped us ends it, or leaves it to its other drivers
+                replica.shutdown()
             return False
         return True
 
