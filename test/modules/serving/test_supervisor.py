@@ -209,15 +209,18 @@ def test_one_that_dies_while_it_is_brought_is_restarted(fleet: Any) -> None:
     until_serving(service, [2])
 
 
-def test_one_that_is_quarantined_while_it_is_brought_is_restarted(fleet: Any) -> None:
+@pytest.mark.parametrize("ended", [True, False])
+def test_one_that_is_quarantined_while_it_is_brought_is_restarted(fleet: Any, ended: bool) -> None:
     service = fleet(1)
     service.roster.set_version(0, 2)
 
     def bring(index: int) -> None:
         if len(service.made[0]) == 2:
             service.roster.set_state(index, ReplicaState.QUARANTINED)
-            service.roster[index].replica.shutdown()
-            return
+            if ended:
+                service.roster[index].replica.shutdown()
+                return
+            raise RuntimeError("in the middle")
         serve_version(service, 2)(index)
 
     service.register_weight_sync(bring)
@@ -265,6 +268,25 @@ def test_one_that_waited_is_brought_once_a_sync_has_updated_the_others(fleet: An
     until_serving(service, [1, 0])
     assert brought == [0]
     assert [entry.version for entry in service.roster] == [4, 4]
+
+
+def test_a_store_that_cannot_be_read_is_tried_again(fleet: Any) -> None:
+    service = fleet()
+    service.roster.set_version(1, 3)
+    service.kill(0)
+    eventually(lambda: service.roster[0].recovery is Recovery.UPDATE)
+    tries = []
+
+    def bring(index: int) -> None:
+        tries.append(index)
+        if len(tries) < 3:
+            raise OSError("no space left on device")
+        serve_version(service, 4)(index)
+
+    service.register_weight_sync(bring)
+    service.roster.set_version(1, 4)
+    until_serving(service, [1, 0])
+    assert tries == [0, 0, 0]
 
 
 def test_one_that_dies_while_it_waits_for_an_update_is_restarted(fleet: Any) -> None:

@@ -177,13 +177,13 @@ class Supervisor:
                 return
             try:
                 bring(entry.index)
-            except (TorchRLMoEError, ValueError, RuntimeError) as error:
+            except (TorchRLMoEError, ValueError, RuntimeError, OSError) as error:
                 entry.last_error = f"its weights could not be loaded: {error}"
             if entry.state is not ReplicaState.STARTING and entry.state not in GONE:
                 return
             if not self._roster.latest_version and self._serve(entry):  # there is nothing to bring yet
                 return
-            if self._stopped.wait(self._policy.delay(failures)) or not replica.is_alive():
+            if entry.state in GONE or self._stopped.wait(self._policy.delay(failures)) or not replica.is_alive():
                 raise ReplicaDiedError(entry.last_error or f"replica {entry.index} died before it could serve")
 
     def _wait_for_update(self, entry: RosterEntry) -> None:
