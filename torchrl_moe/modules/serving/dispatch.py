@@ -41,6 +41,7 @@ class Dispatch:
         timeout: seconds that each request has, from now; ``None`` for ever.
         admission: how many requests the service has at a time.
         attempts: how many replicas may die under a request.
+        retried: told of how many requests were handed over again.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class Dispatch:
         timeout: float | None,
         admission: Admission | None = None,
         attempts: int = 3,
+        retried: Callable[[int], object] = lambda count: None,
     ) -> None:
         self._roster = balancer.roster
         self._placer = Placer(balancer, placement, ends=timeout is not None)
         self._admission = admission or Admission()
         self._attempts = attempts
+        self._retried = retried
         self._timeout = timeout
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._errands = [Errand(position, request) for position, request in enumerate(requests)]
@@ -284,6 +287,8 @@ class Dispatch:
         for errand, future in zip(errands, futures, strict=True):
             errand.admitted, errand.future = False, future  # from now on its end gives lease and place back
             future.add_done_callback(partial(self._over, errand))
+        if again := sum(errand.deaths > 0 for errand in errands):
+            self._retried(again)
         if cut := [errand for errand in errands if errand.cut]:
             self._abort(cut)  # again: the first may have come before its request
 
