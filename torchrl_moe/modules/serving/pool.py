@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -49,7 +50,11 @@ class ReplicaPool:
         self.infos: list[ReplicaInfo] = []
         self._running = False
         self._bring: Callable[[int], None] | None = None
-        self._supervisor = Supervisor(self.roster, self.faults, make_replica, lambda: self._bring)
+        self._paused = False  # by the user
+        self._pausing = threading.Lock()
+        self._supervisor = Supervisor(
+            self.roster, self.faults, make_replica, lambda: self._bring, self._pause_as_the_others
+        )
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -135,7 +140,7 @@ class ReplicaPool:
     def pause(
         self, mode: PauseMode = "keep", *, clear_cache: bool = False, timeout_seconds: float = CALL_SECONDS
     ) -> None:
-        """Stop scheduling on all replicas.
+        """Stop scheduling on all replicas; one that is restarted meanwhile comes back paused.
 
         Args:
             mode: of requests in flight: ``keep`` freezes them until :meth:`resume`, ``wait`` lets them finish first,
@@ -145,13 +150,31 @@ class ReplicaPool:
         """
         if mode not in ("keep", "wait", "abort"):
             raise ValueError(f"mode must be 'keep', 'wait' or 'abort', got {mode!r}")
-        self.call_all("pause", timeout_seconds, mode=mode, clear_cache=clear_cache)
+        before = self._note_pause(True)
+        try:
+            self.call_all("pause", timeout_seconds, mode=mode, clear_cache=clear_cache)
+        except BaseException:
+            self._note_pause(before)
+            raise
         if clear_cache:
             self._forget_prefixes()
 
     def resume(self, *, timeout_seconds: float = CALL_SECONDS) -> None:
         """Go on scheduling on all replicas."""
+        self._note_pause(False)
         self.call_all("resume", timeout_seconds)
+
+    def _note_pause(self, paused: bool) -> bool:
+        """Note what the user wants, before replicas are told, and return what it was before."""
+        with self._pausing:
+            before, self._paused = self._paused, paused
+            return before
+
+    def _pause_as_the_others(self, replica: Replica) -> None:
+        """Pause a replica that serves again, if all are. Under the lock: a resume comes before this, or reaches it."""
+        with self._pausing:
+            if self._paused:
+                replica.pause("keep", False, CALL_SECONDS)
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; false if some replica could not, because requests are running."""

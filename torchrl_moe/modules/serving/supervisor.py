@@ -38,6 +38,7 @@ class Supervisor:
         policy: how often, how soon.
         make_replica: makes a new replica for an index; ``None`` if none is ever restarted.
         get_bring: returns what brings a replica to the newest weights and to SERVING, or ``None``.
+        came_back: told of a replica that serves after a restart.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class Supervisor:
         policy: FaultPolicy,
         make_replica: Callable[[int], Replica] | None = None,
         get_bring: Callable[[], Bring | None] = lambda: None,
+        came_back: Callable[[Any], None] = lambda replica: None,
     ) -> None:
         self._roster = roster
         self._policy = policy
         self._make_replica = make_replica if policy.restart else None
         self._get_bring = get_bring
+        self._came_back = came_back
         self._health = Health(roster, policy)
         self._begun: dict[int, deque[float]] = {entry.index: deque() for entry in roster}  # times of restarts
         self._lacks: dict[int, int] = {}  # the latest version as a replica began to wait for the next
@@ -168,8 +171,13 @@ class Supervisor:
         """Let a replica that has started serve, with the current weights.
 
         Raises:
-            ReplicaDiedError: it died meanwhile.
+            EngineError: it died meanwhile, or does not answer.
         """
+        self._bring(entry, replica)
+        if entry.state is not ReplicaState.STARTING:
+            self._came_back(replica)
+
+    def _bring(self, entry: RosterEntry, replica: Any) -> None:
         for failures in itertools.count():
             bring = self._get_bring()
             if bring is None:
