@@ -44,6 +44,15 @@ def test_a_dead_replica_comes_back_as_another_one(fleet: Any) -> None:
     until_serving(service, [2, 0])
 
 
+def test_the_end_of_an_idle_replica_is_in_its_own_words(fleet: Any, serve: Any) -> None:
+    service, unwatched = fleet(1), serve(2)
+    service.kill(0, "out of memory")
+    unwatched.replicas[1].die("out of disk")
+    until_serving(service, [1])
+    assert service.roster[0].last_error == "replica 0 died: out of memory"
+    assert [row["last_error"] for row in unwatched.stats()] == [None, "replica 1 died: out of disk"]
+
+
 def test_a_death_under_a_request_is_noted_at_once(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "TICK_SECONDS", HOUR)
     service = fleet(1, lambda i, n: FakeReplica(i, die_under=lambda r: n == 0))

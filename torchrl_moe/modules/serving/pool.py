@@ -20,7 +20,7 @@ from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.roster import Roster, RosterEntry
 from torchrl_moe.modules.serving.states import ReplicaState
-from torchrl_moe.modules.serving.supervisor import Supervisor
+from torchrl_moe.modules.serving.supervisor import Supervisor, last_words
 
 __all__ = ["CALL_SECONDS", "ReplicaPool"]
 
@@ -107,8 +107,8 @@ class ReplicaPool:
     def _note_deaths(self) -> None:
         for entry in self.roster:
             replica = entry.replica
-            if entry.state is not ReplicaState.STARTING and not replica.is_alive():
-                self.roster.mark_dead(entry.index, replica=replica)
+            if entry.state not in SILENT and not replica.is_alive():
+                self.roster.mark_dead(entry.index, last_words(replica), replica)
 
     # -- commands to all replicas -----------------------------------------------------------------------------------
 

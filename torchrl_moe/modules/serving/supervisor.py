@@ -18,9 +18,10 @@ from torchrl_moe.modules.serving.health import Health
 from torchrl_moe.modules.serving.roster import Roster, RosterEntry
 from torchrl_moe.modules.serving.states import ReplicaState
 
-__all__ = ["Supervisor"]
+__all__ = ["Supervisor", "last_words"]
 
 TICK_SECONDS = 0.5
+WORDS_SECONDS = 1.0
 JOIN_SECONDS = 5.0
 GONE = frozenset({ReplicaState.DEAD, ReplicaState.QUARANTINED})
 
@@ -92,9 +93,10 @@ class Supervisor:
     def look(self) -> None:
         """Look at all replicas once."""
         for entry in self._roster:
-            replica, starting = entry.replica, entry.state is ReplicaState.STARTING
-            if (not starting or entry.recovery is Recovery.UPDATE) and not replica.is_alive():
-                self._roster.mark_dead(entry.index, replica=replica)
+            replica, state = entry.replica, entry.state
+            started = state is not ReplicaState.STARTING or entry.recovery is Recovery.UPDATE
+            if started and state is not ReplicaState.DEAD and not replica.is_alive():
+                self._roster.mark_dead(entry.index, last_words(replica), replica)
         for stalled in self._health.look():
             self._roster.mark_dead(
                 stalled.index, f"replica {stalled.index} {stalled.reason} and was ended", stalled.replica
@@ -216,6 +218,17 @@ class Supervisor:
             if starting:
                 self._roster.set_state(entry.index, ReplicaState.SERVING)
             return starting
+
+
+def last_words(replica: Any) -> str | None:
+    """Return why a replica died; ``None`` if it has not said so after a second."""
+    try:
+        replica.stats(WORDS_SECONDS)
+    except ReplicaDiedError as death:
+        return str(death)
+    except EngineError:
+        return None
+    return None
 
 
 def _let_go(stopped: threading.Event, bell: threading.Event) -> None:
