@@ -170,7 +170,7 @@ class Dispatch:
             self._flying -= 1
             final = not died or not self._open
         if final:
-            self._roster.requests.remove([errand.request.request_id])
+            self._roster.requests.remove([errand.request.request_id], self.cut)
         self._ring()
 
     # -- one step ---------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Dispatch:
             self._waiting.remove(errand)
         if errand in self._parked:
             self._parked.remove(errand)
-        self._roster.requests.remove([errand.request.request_id])
+        self._roster.requests.remove([errand.request.request_id], self.cut)
 
     def _failure(self, position: int, error: BaseException) -> BaseException:
         if not isinstance(error, ValueError):
@@ -339,7 +339,6 @@ class Dispatch:
                 self._admission.give_back()
             if errand.lease is not None and errand.future is None:
                 errand.lease.release(None)
-        self._roster.requests.remove(
-            errand.request.request_id for errand in self._errands if errand.future is None or errand.position in over
-        )
+        gone = [errand for errand in self._errands if errand.future is None or errand.position in over]
+        self._roster.requests.remove((errand.request.request_id for errand in gone), self.cut)
         self._abort(unfinished)
