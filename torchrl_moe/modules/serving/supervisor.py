@@ -189,12 +189,15 @@ class Supervisor:
                 bring(entry.index)
             except (TorchRLMoEError, ValueError, RuntimeError, OSError) as error:
                 entry.last_error = f"its weights could not be loaded: {error}"
-            if entry.state is not ReplicaState.STARTING and entry.state not in GONE:
+            if entry.state in GONE:  # whoever noted that, the process may live: it must not be waited for
+                break
+            if entry.state is not ReplicaState.STARTING:
                 return
             if not self._roster.latest_version and self._serve(entry):  # there is nothing to bring yet
                 return
-            if entry.state in GONE or self._stopped.wait(self._policy.delay(failures)) or not replica.is_alive():
-                raise ReplicaDiedError(entry.last_error or f"replica {entry.index} died before it could serve")
+            if self._stopped.wait(self._policy.delay(failures)) or not replica.is_alive():
+                break
+        raise ReplicaDiedError(entry.last_error or f"replica {entry.index} died before it could serve")
 
     def _wait_for_update(self, entry: RosterEntry) -> None:
         if self._roster.latest_version:
