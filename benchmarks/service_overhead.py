@@ -75,7 +75,7 @@ def through(engine: Any) -> Contender:
     return lambda prompts: engine.generate(prompts.tolist(), SAMPLING, use_tqdm=False)
 
 
-def started(path: str, backend: str, replicas: int) -> tuple[Any, float]:
+def started(path: str, backend: Any, replicas: int) -> tuple[Any, float]:
     """Start a service; return it and its seconds."""
     from torchrl_moe.modules import AsyncVLLM, FaultPolicy
 
