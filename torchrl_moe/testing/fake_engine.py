@@ -88,6 +88,7 @@ class FakeReplica:
         self.vitals = Vitals(core_answered=True)
         self.version = 0
         self.log_path = None
+        self.was_ended = False
         self.submitted: list[Request] = []
         self._running: dict[str, _Running] = {}
         self._changed = threading.Condition()

@@ -155,6 +155,15 @@ def test_without_restarts_what_died_stays_dead(fleet: Any) -> None:
     assert [len(line) for line in service.made] == [1, 1]
 
 
+def test_what_another_driver_has_shut_down_stays_so(fleet: Any) -> None:
+    service = fleet()
+    service.roster[0].replica.was_ended = True
+    service.kill(0)
+    eventually(lambda: service.roster[0].recovery is Recovery.NOBODY)
+    assert (service.states, service.restarts) == (["DEAD", "SERVING"], [0, 0])
+    assert service.roster[0].last_error == "replica 0 was shut down by another driver"
+
+
 def test_a_factory_that_fails_for_a_reason_of_its_own_is_the_end_and_says_so(fleet: Any) -> None:
     def make(index: int, number: int) -> FakeReplica:
         if number:

@@ -250,6 +250,8 @@ class Replica(Protocol):
     """
 
     index: int
+    was_ended: bool
+    """Whether another driver has shut it down, for all: then nobody is to make it anew."""
 
     @property
     def log_path(self) -> Path | None:

@@ -105,7 +105,10 @@ class Supervisor:
         self._roster.cool()
         for entry in self._roster:
             if entry.state in GONE and entry.recovery is Recovery.SUPERVISOR:
-                self._in_background(self._renew, entry)
+                if entry.replica.was_ended:
+                    self._give_up(entry, f"replica {entry.index} was shut down by another driver")
+                else:
+                    self._in_background(self._renew, entry)
             elif entry.recovery is Recovery.UPDATE and self._lacks.get(entry.index, 0) < self._roster.latest_version:
                 self._in_background(self._catch_up, entry)
 

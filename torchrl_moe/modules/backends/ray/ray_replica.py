@@ -68,6 +68,8 @@ class RayReplica(EngineReplica[ActorLink]):
     def _handle(self, kind: str, *rest: Any) -> None:
         if kind == "tail":
             self._started().words = rest[0]
+        elif kind == "ended":
+            self.was_ended = True
         elif kind == "completions":
             super()._handle(kind, wire.rename(rest[0], self._own_id))
         elif kind == "refused":

@@ -89,6 +89,7 @@ class EngineReplica(abc.ABC, Generic[LinkT]):
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.was_ended = False
         self._lock = threading.Lock()
         self._numbers: Iterator[Any] = itertools.count()
         self._ready: Future[ReplicaInfo] = Future()
