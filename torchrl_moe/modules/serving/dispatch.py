@@ -52,7 +52,7 @@ class Dispatch:
         timeout: float | None,
         admission: Admission | None = None,
         attempts: int = 3,
-        retried: Callable[[int], object] = lambda count: None,
+        retried: Callable[[int], object] = lambda _: None,
     ) -> None:
         self._roster = balancer.roster
         self._placer = Placer(balancer, placement, ends=timeout is not None)

@@ -48,7 +48,7 @@ class Supervisor:
         policy: FaultPolicy,
         make_replica: Callable[[int], Replica] | None = None,
         get_bring: Callable[[], Bring | None] = lambda: None,
-        came_back: Callable[[Any], None] = lambda replica: None,
+        came_back: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self._roster = roster
         self._policy = policy
@@ -59,7 +59,7 @@ class Supervisor:
         self._begun: dict[int, deque[float]] = {entry.index: deque() for entry in roster}  # times of restarts
         self._lacks: dict[int, int] = {}  # the latest version as a replica began to wait for the next
         self._renewing: dict[int, threading.Thread] = {}
-        self._lock = threading.Lock()  # under which replicas are started, so that none is once it has stopped
+        self._lock = threading.Lock()  # under which replicas and threads are started, so that none is once it has stopped
         self._stopped = threading.Event()
         self._bell = threading.Event()
 
@@ -113,12 +113,13 @@ class Supervisor:
                 self._in_background(self._catch_up, entry)
 
     def _in_background(self, task: Callable[[RosterEntry], None], entry: RosterEntry) -> None:
-        thread = self._renewing.get(entry.index)
-        if self._stopped.is_set() or (thread is not None and thread.is_alive()):
-            return
-        thread = threading.Thread(target=task, args=(entry,), name=f"torchrl_moe-restart-{entry.index}", daemon=True)
-        self._renewing[entry.index] = thread
-        thread.start()
+        with self._lock:
+            thread = self._renewing.get(entry.index)
+            if self._stopped.is_set() or (thread is not None and thread.is_alive()):
+                return
+            name = f"torchrl_moe-restart-{entry.index}"
+            self._renewing[entry.index] = thread = threading.Thread(target=task, args=(entry,), name=name, daemon=True)
+            thread.start()  # under the lock: who stops us may wait for any thread that he finds
 
     # -- in a thread for each restart -------------------------------------------------------------------------------
 
