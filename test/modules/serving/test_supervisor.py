@@ -396,6 +396,21 @@ def test_shutdown_during_a_delay_starts_nothing(fleet: Any) -> None:
     assert len(service.made[0]) == 1
 
 
+def test_a_shutdown_while_the_thread_of_a_restart_begins(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(threading.Thread):
+        def start(self) -> None:
+            time.sleep(0.2)
+            super().start()
+
+    service = fleet(1)
+    monkeypatch.setattr(threading, "Thread", Slow)
+    service.kill(0)
+    eventually(lambda: service.states == ["DEAD"])
+    service._supervisor.stop()
+    service._supervisor.join()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchrl_moe-restart")]
+
+
 def test_shutdowns_and_deaths_at_any_moment_leave_nothing(fleet: Any) -> None:
     for number in range(12):
         service = fleet(2, lambda i, n: FakeReplica(i, start_seconds=0.002 * n))

@@ -59,7 +59,7 @@ class Supervisor:
         self._begun: dict[int, deque[float]] = {entry.index: deque() for entry in roster}  # times of restarts
         self._lacks: dict[int, int] = {}  # the latest version as a replica began to wait for the next
         self._renewing: dict[int, threading.Thread] = {}
-        self._lock = threading.Lock()  # under which replicas and threads are started, so that none is once it has stopped
+        self._lock = threading.Lock()  # under which replicas and threads are started: none once it has stopped
         self._stopped = threading.Event()
         self._bell = threading.Event()
 
