@@ -79,7 +79,7 @@ class ReplicaPool:
             raise RuntimeError(f"{what}: the service is not running. Start it first; after shutdown() make a new one.")
 
     def shutdown(self) -> None:
-        """End every replica, at the same time. Idempotent; whatever still waits fails with ``ReplicaDiedError``."""
+        """End every replica, at the same time. Idempotent; calls that wait end with an ``EngineError``."""
         self._running = False
         self._supervisor.stop()
         for entry in self.roster:
