@@ -69,6 +69,17 @@ def test_a_quarantined_replica_is_ended_and_restarted(fleet: Any) -> None:
     assert not service.made[0][0].is_alive()
 
 
+def test_a_decision_that_comes_late_does_not_end_what_serves_again(fleet: Any) -> None:
+    service = fleet()
+    entry, brought = service.roster[0], []
+    service.roster.set_version(0, 1)
+    service.register_weight_sync(brought.append)
+    service._supervisor._renew(entry)
+    service._supervisor._catch_up(entry)
+    assert (service.states, service.restarts, brought) == (["SERVING", "SERVING"], [0, 0], [])
+    assert entry.replica.is_alive()
+
+
 def test_the_old_one_has_ended_before_the_new_one_is_made(fleet: Any) -> None:
     order: list[str] = []
 

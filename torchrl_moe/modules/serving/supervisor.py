@@ -125,6 +125,8 @@ class Supervisor:
 
     def _renew(self, entry: RosterEntry) -> None:
         """End what is left of a replica, and put new ones in its place until one serves."""
+        if entry.state not in GONE:  # the thread before has just brought it back
+            return
         try:
             entry.replica.shutdown()  # its memory is free before another one asks for it
             while entry.recovery is Recovery.SUPERVISOR and self._wait_for_turn(entry):
@@ -212,6 +214,8 @@ class Supervisor:
 
     def _catch_up(self, entry: RosterEntry) -> None:
         """Bring a replica that waited for an update, now that there was one."""
+        if entry.state is not ReplicaState.STARTING:  # it has been brought meanwhile
+            return
         replica = entry.replica
         self._roster.set_recovery(entry.index, Recovery.SUPERVISOR)
         try:
