@@ -62,6 +62,7 @@ parity: venv ## run the wide parity matrix
 
 soak: venv ## run the long tests: faults, load, many weight syncs
 	@$(VENV) -m pytest -m soak --timeout 3600 $(ARGS)
+	$(VENV) -m benchmarks.soak --bounded
 
 lint: venv ## check style, format and types
 	@$(VENV) -m ruff check

@@ -7,6 +7,7 @@ stopped. ``python -m benchmarks.service_overhead [local] [ray]``.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -74,12 +75,14 @@ def through(engine: Any) -> Contender:
     return lambda prompts: engine.generate(prompts.tolist(), SAMPLING, use_tqdm=False)
 
 
-def started(path: str, backend: str, replicas: int) -> tuple[Any, float]:
+def started(path: str, backend: Any, replicas: int) -> tuple[Any, float]:
     """Start a service; return it and its seconds."""
-    from torchrl_moe.modules import AsyncVLLM
+    from torchrl_moe.modules import AsyncVLLM, FaultPolicy
 
     begun = time.perf_counter()
-    engine = AsyncVLLM.from_pretrained(path, replicas, backend=backend, **ENGINE)
+    # no probes: an engine that is stopped until its turn is not stalled
+    faults = FaultPolicy(probe=math.inf)
+    engine = AsyncVLLM.from_pretrained(path, replicas, backend=backend, faults=faults, **ENGINE)
     return engine, time.perf_counter() - begun
 
 
@@ -90,15 +93,17 @@ def measure(backend: str, path: str) -> list[Row]:
     before = set(psutil.pids())
     raw = RawEngines(path)
     processes = {"raw": engine_processes(before)}
-    engine, together = started(path, backend, REPLICAS)
-    processes["service"] = engine_processes(before)
     try:
-        speeds = race({"raw": raw, "service": through(engine)}, processes)
+        engine, together = started(path, backend, REPLICAS)
+        with engine:
+            processes["service"] = engine_processes(before)
+            try:
+                speeds = race({"raw": raw, "service": through(engine)}, processes)
+            finally:
+                for pid in set().union(*processes.values()):
+                    if psutil.pid_exists(pid):
+                        os.kill(pid, signal.SIGCONT)
     finally:
-        for pid in set().union(*processes.values()):
-            if psutil.pid_exists(pid):
-                os.kill(pid, signal.SIGCONT)
-        engine.shutdown()
         raw.shutdown()
     ratios = [ours / theirs for ours, theirs in zip(speeds["service"], speeds["raw"], strict=True)]
     return [

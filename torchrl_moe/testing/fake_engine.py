@@ -78,7 +78,6 @@ class FakeReplica:
         fail_start: str = "",
     ) -> None:
         self.index = index
-        self.ended = False
         self.seed = seed
         self.layout = layout
         self.token_seconds = token_seconds
@@ -89,6 +88,7 @@ class FakeReplica:
         self.vitals = Vitals(core_answered=True)
         self.version = 0
         self.log_path = None
+        self.was_ended = False
         self.submitted: list[Request] = []
         self._running: dict[str, _Running] = {}
         self._changed = threading.Condition()

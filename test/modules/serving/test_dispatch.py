@@ -224,6 +224,20 @@ def test_a_name_in_flight_is_refused_until_its_request_is_over(serve: Any) -> No
     run(lb, ["slow"])
 
 
+def test_a_name_that_is_free_again_belongs_to_the_next_call(serve: Any) -> None:
+    lb = serve(1, token_seconds=slow_if("slow"))
+    first = in_thread(lambda: run(lb, ["quick", "slow"]))
+    eventually(lambda: list(lb.roster.requests._cut) == ["slow"])
+    (replica,) = replicas(lb)
+    replica.token_seconds = HOUR
+    second = in_thread(lambda: run(lb, ["quick"]))
+    eventually(lambda: lb.roster[0].inflight == 2)
+    lb.roster.requests.cut(["slow"])
+    assert len(first.result(5.0)) == 2
+    lb.roster.requests.cut(["quick"])
+    assert second.result(5.0)[0].aborted
+
+
 # -- waiting for a replica --------------------------------------------------------------------------------------------
 
 

@@ -191,6 +191,19 @@ def test_a_doubt_has_one_asked_at_once() -> None:
     assert roster.doubts == set()
 
 
+def test_doubts_do_not_shorten_the_patience_with_one_that_computes() -> None:
+    health, roster, clock = watched(1)
+    replica = roster[0].replica
+    replica.vitals = silent(cpu_seconds=1e6)
+    a_round(health, clock, lambda: replica.asked)
+    roster.doubt(0)
+    list(health.look())
+    time.sleep(0.02)
+    assert replica.asked == 1
+    a_round(health, clock, lambda: replica.asked)
+    assert replica.asked == 2
+
+
 def test_without_probes_nobody_is_asked_not_even_in_doubt() -> None:
     roster = Roster([Asked(0)], ReplicaState.SERVING)
     health = Health(roster, replace(POLICY, probe=math.inf), Clock())

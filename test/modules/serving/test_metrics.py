@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from modules.serving.calls import ask, in_thread, slow_if, until_running
-from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError
+from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput
 from torchrl_moe.modules.serving.metrics import BOUNDS, COUNTERS, MOST_RECENT, OUTCOMES, Histogram, Metrics
 from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.testing.fake_engine import FakeReplica
 
 
 def completion(prompt: int = 3, tokens: tuple[int, ...] = (2,), reason: str = "stop", **seconds: float) -> Completion:
@@ -82,12 +83,15 @@ def test_a_call_that_fails_counts_its_requests_by_the_reason_and_passes_it_on(
     assert counted(metrics) == {"requests": 3, **expected}
 
 
-def test_of_a_late_call_what_finished_counts_as_that() -> None:
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(GenerationTimeout, "timed_out"), (NoReplicaError, "failed"), (ReplicaDiedError, "failed")]
+)
+def test_of_a_call_that_fails_what_had_finished_counts_as_that(error: type[EngineError], outcome: str) -> None:
     metrics = Metrics()
-    with pytest.raises(GenerationTimeout), metrics.call(3):
-        raise GenerationTimeout("late", [None, completion(), None])
+    with pytest.raises(error), metrics.call(3):
+        raise error("late", [None, completion(), None])
     counts = counted(metrics)
-    assert (counts["completed"], counts["timed_out"], counts["sequences"]) == (1, 2, 1)
+    assert (counts["completed"], counts[outcome], counts["sequences"]) == (1, 2, 1)
 
 
 def test_a_counter_may_be_moved_by_hand_if_it_exists() -> None:
@@ -178,6 +182,18 @@ def test_a_service_counts_each_request_once_whatever_becomes_of_it(serve: Callab
         "failed": 2,
     }
     assert counts["sequences"] == 2 + 3 + 1 + 1  # two, the three of one request, one that was in time, and the cut one
+
+
+@pytest.mark.parametrize("method", ["generate", "agenerate"])
+def test_what_a_death_starts_again_elsewhere_counts_as_retried(fleet: Callable[..., Any], method: str) -> None:
+    service = fleet(1, lambda i, n: FakeReplica(i, die_under=lambda r: n < 2 and r.prompt == "hi"))
+    if method == "generate":
+        ask(service, ["hi"])
+    else:
+        asyncio.run(service.agenerate("hi"))
+    ask(service, ["a", "b"])
+    counts = counted(service.metrics)
+    assert (counts["requests"], counts["completed"], counts["retried"]) == (3, 3, 2)
 
 
 def test_arguments_that_are_refused_before_anything_is_sent_are_no_requests(serve: Callable[..., Any]) -> None:

@@ -55,7 +55,7 @@ def test_stats_are_flat_and_true(serve: Callable[..., Any]) -> None:
         "inflight": 0,
         "breaker": "closed",
         "restarts": 0,
-        "last_error": None,
+        "last_error": "replica 1 died: injected death",
     }
 
 

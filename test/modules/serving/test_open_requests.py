@@ -17,8 +17,8 @@ def test_a_name_is_used_once_at_a_time() -> None:
     with pytest.raises(ValueError, match=r"request ids are in flight already: x, y\. Use an id once at a time"):
         requests.add(["y", "z", "x"], ignore)
     requests.add(["z"], ignore)  # the refused call took nothing
-    requests.remove(["x"])
-    requests.remove(["x"])
+    requests.remove(["x"], ignore)
+    requests.remove(["x"], ignore)
     requests.add(["x"], ignore)
 
 
@@ -33,6 +33,19 @@ def test_each_call_is_asked_once_for_all_of_its_own() -> None:
 
 def test_what_is_cut_may_remove_itself() -> None:
     requests = OpenRequests()
-    requests.add("a", requests.remove)
+
+    def cut(ids: list[str]) -> None:
+        requests.remove(ids, cut)
+
+    requests.add("a", cut)
     requests.cut("a")
     requests.add("a", ignore)
+
+
+def test_a_call_removes_no_name_of_another_call() -> None:
+    requests = OpenRequests()
+    asked: list[str] = []
+    requests.add("a", asked.extend)
+    requests.remove("a", ignore)
+    requests.cut("a")
+    assert asked == ["a"]

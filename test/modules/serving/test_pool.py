@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from modules.serving.calls import HOUR, ask, in_thread, until_running
+from modules.serving.calls import HOUR, ask, eventually, in_thread, until_running
 from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.service import GenerationService
@@ -54,6 +54,31 @@ def test_pause_abort_cuts_requests_short(serve: Any) -> None:
     engine.pause("abort", clear_cache=True)
     assert [completion.aborted for completion in call.result(5.0)] == [True, True]
     engine.resume()
+
+
+def test_a_replica_that_is_restarted_meanwhile_comes_back_paused(fleet: Any) -> None:
+    service = fleet(2)
+    service.pause()
+    service.kill(0)
+    eventually(lambda: service.restarts == [1, 0] and service.roster[0].replica._paused)
+    call = in_thread(lambda: ask(service, actor_index=0))
+    time.sleep(0.05)
+    assert not call.done()
+    service.resume()
+    assert call.result(5.0).metrics.replica == 0
+    service.kill(0)
+    eventually(lambda: service.restarts == [2, 0] and service.states == ["SERVING", "SERVING"])
+    assert len(ask(service, ["a", "b"], timeout_seconds=5.0)) == 2
+
+
+def test_a_pause_that_failed_does_not_hold_what_is_restarted(fleet: Any) -> None:
+    service = fleet(1, lambda i, n: FakeReplica(i, token_seconds=0.0 if n else HOUR))
+    call = in_thread(lambda: ask(service))
+    until_running(service, [1])
+    with pytest.raises(EngineError, match="was not idle"):
+        service.pause("wait", timeout_seconds=0.05)
+    service.kill(0)
+    assert call.result(5.0).metrics.replica == 0
 
 
 def test_an_unknown_way_to_pause_is_refused(serve: Any) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
 import random
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -597,6 +599,21 @@ def test_commands_with_every_replica_dead_say_so(serve: Any) -> None:
     with pytest.raises(NoReplicaError, match="no replica is serving"):
         ask(engine)
     assert [row["state"] for row in engine.stats()] == ["DEAD", "DEAD"]
+
+
+@pytest.mark.parametrize("way", ["generate", "agenerate", "retried"])
+def test_answers_go_with_their_last_user_without_waiting_for_the_garbage_collector(fleet: Any, way: str) -> None:
+    service = fleet(1, lambda i, n: FakeReplica(i, die_under=lambda r: way == "retried" and n == 0))
+    gc.collect()
+    gc.disable()
+    try:
+        completion = asyncio.run(service.agenerate("hi")) if way == "agenerate" else ask(service)
+        tokens = weakref.ref(completion.outputs[0].token_ids)
+        del completion
+        eventually(lambda: tokens() is None)
+    finally:
+        gc.enable()
+    assert service.restarts == [int(way == "retried")]
 
 
 # -- under fire -------------------------------------------------------------------------------------------------------

@@ -44,6 +44,15 @@ def test_a_dead_replica_comes_back_as_another_one(fleet: Any) -> None:
     until_serving(service, [2, 0])
 
 
+def test_the_end_of_an_idle_replica_is_in_its_own_words(fleet: Any, serve: Any) -> None:
+    service, unwatched = fleet(1), serve(2)
+    service.kill(0, "out of memory")
+    unwatched.replicas[1].die("out of disk")
+    until_serving(service, [1])
+    assert service.roster[0].last_error == "replica 0 died: out of memory"
+    assert [row["last_error"] for row in unwatched.stats()] == [None, "replica 1 died: out of disk"]
+
+
 def test_a_death_under_a_request_is_noted_at_once(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "TICK_SECONDS", HOUR)
     service = fleet(1, lambda i, n: FakeReplica(i, die_under=lambda r: n == 0))
@@ -58,6 +67,17 @@ def test_a_quarantined_replica_is_ended_and_restarted(fleet: Any) -> None:
     service.roster.set_state(0, ReplicaState.QUARANTINED)
     until_serving(service, [1, 0])
     assert not service.made[0][0].is_alive()
+
+
+def test_a_decision_that_comes_late_does_not_end_what_serves_again(fleet: Any) -> None:
+    service = fleet()
+    entry, brought = service.roster[0], []
+    service.roster.set_version(0, 1)
+    service.register_weight_sync(brought.append)
+    service._supervisor._renew(entry)
+    service._supervisor._catch_up(entry)
+    assert (service.states, service.restarts, brought) == (["SERVING", "SERVING"], [0, 0], [])
+    assert entry.replica.is_alive()
 
 
 def test_the_old_one_has_ended_before_the_new_one_is_made(fleet: Any) -> None:
@@ -146,6 +166,15 @@ def test_without_restarts_what_died_stays_dead(fleet: Any) -> None:
     assert [len(line) for line in service.made] == [1, 1]
 
 
+def test_what_another_driver_has_shut_down_stays_so(fleet: Any) -> None:
+    service = fleet()
+    service.roster[0].replica.was_ended = True
+    service.kill(0)
+    eventually(lambda: service.roster[0].recovery is Recovery.NOBODY)
+    assert (service.states, service.restarts) == (["DEAD", "SERVING"], [0, 0])
+    assert service.roster[0].last_error == "replica 0 was shut down by another driver"
+
+
 def test_a_factory_that_fails_for_a_reason_of_its_own_is_the_end_and_says_so(fleet: Any) -> None:
     def make(index: int, number: int) -> FakeReplica:
         if number:
@@ -209,15 +238,18 @@ def test_one_that_dies_while_it_is_brought_is_restarted(fleet: Any) -> None:
     until_serving(service, [2])
 
 
-def test_one_that_is_quarantined_while_it_is_brought_is_restarted(fleet: Any) -> None:
+@pytest.mark.parametrize("ended", [True, False])
+def test_one_that_is_quarantined_while_it_is_brought_is_restarted(fleet: Any, ended: bool) -> None:
     service = fleet(1)
     service.roster.set_version(0, 2)
 
     def bring(index: int) -> None:
         if len(service.made[0]) == 2:
             service.roster.set_state(index, ReplicaState.QUARANTINED)
-            service.roster[index].replica.shutdown()
-            return
+            if ended:
+                service.roster[index].replica.shutdown()
+                return
+            raise RuntimeError("in the middle")
         serve_version(service, 2)(index)
 
     service.register_weight_sync(bring)
@@ -304,6 +336,25 @@ def test_one_whose_update_fails_for_a_reason_that_nobody_expected_is_restarted(
     eventually(lambda: heard == [KeyError])
 
 
+def test_a_store_that_cannot_be_read_is_tried_again(fleet: Any) -> None:
+    service = fleet()
+    service.roster.set_version(1, 3)
+    service.kill(0)
+    eventually(lambda: service.roster[0].recovery is Recovery.UPDATE)
+    tries = []
+
+    def bring(index: int) -> None:
+        tries.append(index)
+        if len(tries) < 3:
+            raise OSError("no space left on device")
+        serve_version(service, 4)(index)
+
+    service.register_weight_sync(bring)
+    service.roster.set_version(1, 4)
+    until_serving(service, [1, 0])
+    assert tries == [0, 0, 0]
+
+
 def test_one_that_dies_while_it_waits_for_an_update_is_restarted(fleet: Any) -> None:
     service = fleet(1)
     service.roster.set_version(0, 3)
@@ -372,12 +423,40 @@ def test_shutdown_during_a_restart_leaves_nothing(fleet: Any) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchrl_moe-restart")]
 
 
+def test_a_replica_that_its_driver_leaves_while_it_starts_is_not_ended(fleet: Any) -> None:
+    service = fleet(1, lambda i, n: FakeReplica(i, start_seconds=60.0 if n else 0.0), replace(QUICK, start=90.0))
+    service.kill(0)
+    eventually(lambda: service.restarts == [1])
+    replica = service.made[0][1]
+    ended = []
+    replica.shutdown = lambda: ended.append(1)
+    service._supervisor.stop()  # as AsyncVLLM.disconnect() does, and then
+    replica.die("this driver has left")
+    service._supervisor.join()
+    assert ended == []
+
+
 def test_shutdown_during_a_delay_starts_nothing(fleet: Any) -> None:
     service = fleet(1, faults=replace(QUICK, first_delay=60.0, longest_delay=60.0))
     service.kill(0)
     eventually(lambda: service.states == ["DEAD"])
     service.shutdown()
     assert len(service.made[0]) == 1
+
+
+def test_a_shutdown_while_the_thread_of_a_restart_begins(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(threading.Thread):
+        def start(self) -> None:
+            time.sleep(0.2)
+            super().start()
+
+    service = fleet(1)
+    monkeypatch.setattr(threading, "Thread", Slow)
+    service.kill(0)
+    eventually(lambda: service.states == ["DEAD"])
+    service._supervisor.stop()
+    service._supervisor.join()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchrl_moe-restart")]
 
 
 def test_shutdowns_and_deaths_at_any_moment_leave_nothing(fleet: Any) -> None:

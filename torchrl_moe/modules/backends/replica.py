@@ -250,8 +250,8 @@ class Replica(Protocol):
     """
 
     index: int
-    ended: bool
-    """Whether another driver of the service has shut it down: then nobody restarts it."""
+    was_ended: bool
+    """Whether another driver has shut it down, for all: then nobody is to make it anew."""
 
     @property
     def log_path(self) -> Path | None:

@@ -41,6 +41,7 @@ class Dispatch:
         timeout: seconds that each request has, from now; ``None`` for ever.
         admission: how many requests the service has at a time.
         attempts: how many replicas may die under a request.
+        retried: told of how many requests were handed over again.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class Dispatch:
         timeout: float | None,
         admission: Admission | None = None,
         attempts: int = 3,
+        retried: Callable[[int], object] = lambda _: None,
     ) -> None:
         self._roster = balancer.roster
         self._placer = Placer(balancer, placement, ends=timeout is not None)
         self._admission = admission or Admission()
         self._attempts = attempts
+        self._retried = retried
         self._timeout = timeout
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._errands = [Errand(position, request) for position, request in enumerate(requests)]
@@ -64,7 +67,7 @@ class Dispatch:
         self._parked: list[Errand] = []  # those that no replica took, until something changes
         self._unfinished = len(self._errands)
         self._ring: Callable[[], object] = lambda: None
-        self._ticket = Ticket(requests[0].priority, self._rung)
+        self._ticket = Ticket(requests[0].priority, self._ring)
         # what other threads write
         self._lock = threading.Lock()
         self._open = False
@@ -116,7 +119,8 @@ class Dispatch:
 
     @contextmanager
     def _under_way(self, bell: ThreadBell | LoopBell) -> Iterator[None]:
-        self._ring = bell.ring
+        # the bell's, not ours: in a circle of references the answers would stay until Python looks for circles
+        self._ring = self._ticket.ring = bell.ring
         try:
             with bell.guard():
                 self._roster.requests.add(self._by_id, self.cut)
@@ -134,9 +138,6 @@ class Dispatch:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     # -- what other threads tell ------------------------------------------------------------------------------------
-
-    def _rung(self) -> None:
-        self._ring()
 
     def _change(self) -> None:
         """Note that a replica may take what none took before."""
@@ -169,7 +170,7 @@ class Dispatch:
             self._flying -= 1
             final = not died or not self._open
         if final:
-            self._roster.requests.remove([errand.request.request_id])
+            self._roster.requests.remove([errand.request.request_id], self.cut)
         self._ring()
 
     # -- one step ---------------------------------------------------------------------------------------------------
@@ -226,7 +227,7 @@ class Dispatch:
             self._waiting.remove(errand)
         if errand in self._parked:
             self._parked.remove(errand)
-        self._roster.requests.remove([errand.request.request_id])
+        self._roster.requests.remove([errand.request.request_id], self.cut)
 
     def _failure(self, position: int, error: BaseException) -> BaseException:
         if not isinstance(error, ValueError):
@@ -261,6 +262,7 @@ class Dispatch:
             for errand in batch:
                 try:
                     errand.lease = self._placer.lease(errand.position, errand.request)
+                    errand.refusal = None
                 except (NoReplicaError, StaleReplicaError) as refusal:
                     errand.refusal = refusal
                     if not self._placer.may_wait(errand.position):
@@ -285,6 +287,8 @@ class Dispatch:
         for errand, future in zip(errands, futures, strict=True):
             errand.admitted, errand.future = False, future  # from now on its end gives lease and place back
             future.add_done_callback(partial(self._over, errand))
+        if again := sum(errand.deaths > 0 for errand in errands):
+            self._retried(again)
         if cut := [errand for errand in errands if errand.cut]:
             self._abort(cut)  # again: the first may have come before its request
 
@@ -335,7 +339,6 @@ class Dispatch:
                 self._admission.give_back()
             if errand.lease is not None and errand.future is None:
                 errand.lease.release(None)
-        self._roster.requests.remove(
-            errand.request.request_id for errand in self._errands if errand.future is None or errand.position in over
-        )
+        gone = [errand for errand in self._errands if errand.future is None or errand.position in over]
+        self._roster.requests.remove((errand.request.request_id for errand in gone), self.cut)
         self._abort(unfinished)

@@ -43,6 +43,11 @@ class Pulse:
         """Whether the last probe brought no sign of life."""
         return self._silent > 0
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether the core left the last probe without an answer."""
+        return self._silent + self._slow > 0
+
     def note(self, vitals: Vitals | None) -> str:
         """Take the answer to a probe, ``None`` for none; return why the replica counts as stalled, or ``""``."""
         if vitals is not None and vitals.core_answered:
@@ -114,8 +119,11 @@ class Health:
             self._probes[entry.index] = probe
             if probe.answers and (reason := self._judge(entry, probe)):
                 yield Stalled(entry.index, replica, reason)
-            elif probe.answers is None and (entry.index in doubts or self._clock() >= probe.due):
-                self._ask(probe)
+            elif probe.answers is None:
+                # one that is doubted already is not asked more often: its probes are counted as so many seconds
+                hurry = entry.index in doubts and not probe.pulse.doubtful
+                if hurry or self._clock() >= probe.due:
+                    self._ask(probe)
 
     def _judge(self, entry: RosterEntry, probe: _Probe) -> str:
         assert probe.answers is not None

@@ -106,17 +106,14 @@ class Metrics:
         self.count("requests", requests)
         try:
             yield self._finish
-        except GenerationTimeout as error:
+        except EngineError as error:
             partial = [completion for completion in error.partial if completion is not None]
             self._finish(partial)
-            self.count("timed_out", requests - len(partial))
+            self.count("timed_out" if isinstance(error, GenerationTimeout) else "failed", requests - len(partial))
             raise
         except ValueError:
             self.count("refused")
             self.count("aborted", requests - 1)
-            raise
-        except EngineError:
-            self.count("failed", requests)
             raise
         except BaseException:
             self.count("aborted", requests)

@@ -27,11 +27,15 @@ class OpenRequests:
                 raise ValueError(f"request ids are in flight already: {', '.join(taken)}. Use an id once at a time.")
             self._cut |= wanted
 
-    def remove(self, ids: Iterable[str]) -> None:
-        """Note that requests are over; removing twice does nothing."""
+    def remove(self, ids: Iterable[str], cut: Callable[[list[str]], None]) -> None:
+        """Note that requests of the call that ``cut`` belongs to are over; those of others stay, whatever their names.
+
+        A call may remove a name twice, and meanwhile another one may use it.
+        """
         with self._lock:
             for request_id in ids:
-                self._cut.pop(request_id, None)
+                if self._cut.get(request_id) == cut:
+                    del self._cut[request_id]
 
     def cut(self, ids: Iterable[str]) -> None:
         """End requests early; unknown names are ignored, since a request may just be over."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,7 @@ from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.roster import Roster, RosterEntry
 from torchrl_moe.modules.serving.states import ReplicaState
-from torchrl_moe.modules.serving.supervisor import Supervisor
+from torchrl_moe.modules.serving.supervisor import Supervisor, last_words
 
 __all__ = ["CALL_SECONDS", "ReplicaPool"]
 
@@ -51,7 +52,11 @@ class ReplicaPool:
         self._running = False
         self._bring: Callable[[int], None] | None = None
         self._update: Callable[[Any], Any] | None = None
-        self._supervisor = Supervisor(self.roster, self.faults, make_replica, lambda: self._bring)
+        self._paused = False  # by the user
+        self._pausing = threading.Lock()
+        self._supervisor = Supervisor(
+            self.roster, self.faults, make_replica, lambda: self._bring, self._pause_as_the_others
+        )
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -76,7 +81,7 @@ class ReplicaPool:
             raise RuntimeError(f"{what}: the service is not running. Start it first; after shutdown() make a new one.")
 
     def shutdown(self) -> None:
-        """End every replica, at the same time. Idempotent; whatever still waits fails with ``ReplicaDiedError``."""
+        """End every replica, at the same time. Idempotent; calls that wait end with an ``EngineError``."""
         self._running = False
         self._supervisor.stop()
         for entry in self.roster:
@@ -104,8 +109,8 @@ class ReplicaPool:
     def _note_deaths(self) -> None:
         for entry in self.roster:
             replica = entry.replica
-            if entry.state is not ReplicaState.STARTING and not replica.is_alive():
-                self.roster.mark_dead(entry.index, replica=replica)
+            if entry.state not in SILENT and not replica.is_alive():
+                self.roster.mark_dead(entry.index, last_words(replica), replica)
 
     # -- commands to all replicas -----------------------------------------------------------------------------------
 
@@ -137,7 +142,7 @@ class ReplicaPool:
     def pause(
         self, mode: PauseMode = "keep", *, clear_cache: bool = False, timeout_seconds: float = CALL_SECONDS
     ) -> None:
-        """Stop scheduling on all replicas.
+        """Stop scheduling on all replicas; one that is restarted meanwhile comes back paused.
 
         Args:
             mode: of requests in flight: ``keep`` freezes them until :meth:`resume`, ``wait`` lets them finish first,
@@ -147,13 +152,31 @@ class ReplicaPool:
         """
         if mode not in ("keep", "wait", "abort"):
             raise ValueError(f"mode must be 'keep', 'wait' or 'abort', got {mode!r}")
-        self.call_all("pause", timeout_seconds, mode=mode, clear_cache=clear_cache)
+        before = self._note_pause(True)
+        try:
+            self.call_all("pause", timeout_seconds, mode=mode, clear_cache=clear_cache)
+        except BaseException:
+            self._note_pause(before)
+            raise
         if clear_cache:
             self._forget_prefixes()
 
     def resume(self, *, timeout_seconds: float = CALL_SECONDS) -> None:
         """Go on scheduling on all replicas."""
+        self._note_pause(False)
         self.call_all("resume", timeout_seconds)
+
+    def _note_pause(self, paused: bool) -> bool:
+        """Note what the user wants, before replicas are told, and return what it was before."""
+        with self._pausing:
+            before, self._paused = self._paused, paused
+            return before
+
+    def _pause_as_the_others(self, replica: Replica) -> None:
+        """Pause a replica that serves again, if all are. Under the lock: a resume comes before this, or reaches it."""
+        with self._pausing:
+            if self._paused:
+                replica.pause("keep", False, CALL_SECONDS)
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; false if some replica could not, because requests are running."""

@@ -10,6 +10,7 @@ import itertools
 import random
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from torchrl_moe._errors import NoReplicaError
@@ -146,8 +147,15 @@ class GenerationService(ObservedPool):
         return completions[0] if batch.single else completions
 
     def _dispatch(self, requests: Sequence[Request], placement: Placement, timeout: float | None) -> Dispatch:
-        attempts = self.faults.attempts
-        return Dispatch(self.load_balancer, requests, placement, check_timeout(timeout), self.admission, attempts)
+        return Dispatch(
+            self.load_balancer,
+            requests,
+            placement,
+            check_timeout(timeout),
+            self.admission,
+            self.faults.attempts,
+            partial(self.metrics.count, "retried"),
+        )
 
     def _new_id(self) -> str:
         return f"{self._id_prefix}-{next(self._ids)}"

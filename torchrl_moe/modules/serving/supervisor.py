@@ -18,9 +18,10 @@ from torchrl_moe.modules.serving.health import Health
 from torchrl_moe.modules.serving.roster import Roster, RosterEntry
 from torchrl_moe.modules.serving.states import ReplicaState
 
-__all__ = ["Supervisor"]
+__all__ = ["Supervisor", "last_words"]
 
 TICK_SECONDS = 0.5
+WORDS_SECONDS = 1.0
 JOIN_SECONDS = 5.0
 GONE = frozenset({ReplicaState.DEAD, ReplicaState.QUARANTINED})
 
@@ -38,6 +39,7 @@ class Supervisor:
         policy: how often, how soon.
         make_replica: makes a new replica for an index; ``None`` if none is ever restarted.
         get_bring: returns what brings a replica to the newest weights and to SERVING, or ``None``.
+        came_back: told of a replica that serves after a restart.
     """
 
     def __init__(
@@ -46,16 +48,18 @@ class Supervisor:
         policy: FaultPolicy,
         make_replica: Callable[[int], Replica] | None = None,
         get_bring: Callable[[], Bring | None] = lambda: None,
+        came_back: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self._roster = roster
         self._policy = policy
         self._make_replica = make_replica if policy.restart else None
         self._get_bring = get_bring
+        self._came_back = came_back
         self._health = Health(roster, policy)
         self._begun: dict[int, deque[float]] = {entry.index: deque() for entry in roster}  # times of restarts
         self._lacks: dict[int, int] = {}  # the latest version as a replica began to wait for the next
         self._renewing: dict[int, threading.Thread] = {}
-        self._lock = threading.Lock()  # under which replicas are started, so that none is once it has stopped
+        self._lock = threading.Lock()  # under which replicas and threads are started: none once it has stopped
         self._stopped = threading.Event()
         self._bell = threading.Event()
 
@@ -89,9 +93,10 @@ class Supervisor:
     def look(self) -> None:
         """Look at all replicas once."""
         for entry in self._roster:
-            replica, starting = entry.replica, entry.state is ReplicaState.STARTING
-            if (not starting or entry.recovery is Recovery.UPDATE) and not replica.is_alive():
-                self._roster.mark_dead(entry.index, replica=replica)
+            replica, state = entry.replica, entry.state
+            started = state is not ReplicaState.STARTING or entry.recovery is Recovery.UPDATE
+            if started and state is not ReplicaState.DEAD and not replica.is_alive():
+                self._roster.mark_dead(entry.index, last_words(replica), replica)
         for stalled in self._health.look():
             self._roster.mark_dead(
                 stalled.index, f"replica {stalled.index} {stalled.reason} and was ended", stalled.replica
@@ -100,24 +105,27 @@ class Supervisor:
         self._roster.cool()
         for entry in self._roster:
             if entry.state in GONE and entry.recovery is Recovery.SUPERVISOR:
-                self._in_background(self._renew, entry)
+                if entry.replica.was_ended:
+                    self._give_up(entry, f"replica {entry.index} was shut down by another driver")
+                else:
+                    self._in_background(self._renew, entry)
             elif entry.recovery is Recovery.UPDATE and self._lacks.get(entry.index, 0) < self._roster.latest_version:
                 self._in_background(self._catch_up, entry)
 
     def _in_background(self, task: Callable[[RosterEntry], None], entry: RosterEntry) -> None:
-        thread = self._renewing.get(entry.index)
-        if self._stopped.is_set() or (thread is not None and thread.is_alive()):
-            return
-        thread = threading.Thread(target=task, args=(entry,), name=f"torchrl_moe-restart-{entry.index}", daemon=True)
-        self._renewing[entry.index] = thread
-        thread.start()
+        with self._lock:
+            thread = self._renewing.get(entry.index)
+            if self._stopped.is_set() or (thread is not None and thread.is_alive()):
+                return
+            name = f"torchrl_moe-restart-{entry.index}"
+            self._renewing[entry.index] = thread = threading.Thread(target=task, args=(entry,), name=name, daemon=True)
+            thread.start()  # under the lock: who stops us may wait for any thread that he finds
 
     # -- in a thread for each restart -------------------------------------------------------------------------------
 
     def _renew(self, entry: RosterEntry) -> None:
         """End what is left of a replica, and put new ones in its place until one serves."""
-        if entry.replica.ended:
-            self._give_up(entry, f"replica {entry.index} was shut down by another driver of its service")
+        if entry.state not in GONE:  # the thread before has just brought it back
             return
         try:
             entry.replica.shutdown()  # its memory is free before another one asks for it
@@ -162,7 +170,8 @@ class Supervisor:
             self._join(entry, replica)
         except (EngineError, OSError) as error:
             self._roster.mark_dead(entry.index, str(error), replica)
-            replica.shutdown()
+            if not self._stopped.is_set():  # else whoever stopped us ends it, or leaves it to its other drivers
+                replica.shutdown()
             return False
         return True
 
@@ -170,8 +179,13 @@ class Supervisor:
         """Let a replica that has started serve, with the current weights.
 
         Raises:
-            ReplicaDiedError: it died meanwhile.
+            EngineError: it died meanwhile, or does not answer.
         """
+        self._bring(entry, replica)
+        if entry.state is not ReplicaState.STARTING:
+            self._came_back(replica)
+
+    def _bring(self, entry: RosterEntry, replica: Any) -> None:
         for failures in itertools.count():
             bring = self._get_bring()
             if bring is None:
@@ -200,6 +214,8 @@ class Supervisor:
 
     def _catch_up(self, entry: RosterEntry) -> None:
         """Bring a replica that waited for an update, now that there was one."""
+        if entry.state is not ReplicaState.STARTING:  # it has been brought meanwhile
+            return
         replica = entry.replica
         self._roster.set_recovery(entry.index, Recovery.SUPERVISOR)
         try:
@@ -215,6 +231,17 @@ class Supervisor:
             if starting:
                 self._roster.set_state(entry.index, ReplicaState.SERVING)
             return starting
+
+
+def last_words(replica: Any) -> str | None:
+    """Return why a replica died; ``None`` if it has not said so after a second."""
+    try:
+        replica.stats(WORDS_SECONDS)
+    except ReplicaDiedError as death:
+        return str(death)
+    except EngineError:
+        return None
+    return None
 
 
 def _let_go(stopped: threading.Event, bell: threading.Event) -> None:

@@ -34,7 +34,8 @@ class HostLink:
     end_and_forget = end
 
     def destroy(self) -> None:
-        self.host.end()
+        self.outbox.close()
+        self.host.shut_down()
 
     def log_tail(self) -> str:
         return self.words
@@ -119,6 +120,14 @@ def test_a_shutdown_is_for_all_drivers(two: tuple[RayReplica, RayReplica], host:
     with pytest.raises(ReplicaDiedError, match="replica 6 died: its engine process ended with exit code"):
         future.result(10)
     assert group(host._child.process.pid) == []
+    assert (ends.was_ended, hears.was_ended) == (False, True)
+
+
+def test_a_killed_engine_was_not_ended_by_anybody(two: tuple[RayReplica, RayReplica], host: Host) -> None:
+    host._child.process.kill()
+    for replica in two:
+        until(lambda replica=replica: not replica.is_alive(), 10)
+        assert not replica.was_ended
 
 
 def test_what_does_not_pickle_is_refused_before_it_is_sent(two: tuple[RayReplica, RayReplica]) -> None:

@@ -203,7 +203,7 @@ class ActorLink:
         group, self._group = self._group, None
         if mine is not None:
             with contextlib.suppress(RayError):
-                ray.get(mine.end.remote(), timeout=END_SECONDS)
+                ray.get(mine.shut_down.remote(), timeout=END_SECONDS)
             ray.kill(mine)
         if group is not None:
             remove_placement_group(group)

@@ -69,8 +69,7 @@ class RayReplica(EngineReplica[ActorLink]):
         if kind == "tail":
             self._started().words = rest[0]
         elif kind == "ended":
-            self.ended = True
-            self._fail_all(f"replica {self.index} was shut down by a driver of its service")
+            self.was_ended = True
         elif kind == "completions":
             super()._handle(kind, wire.rename(rest[0], self._own_id))
         elif kind == "refused":

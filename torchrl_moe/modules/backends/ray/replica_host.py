@@ -5,7 +5,8 @@ and what a driver asked for is not unpickled here: the actor needs no vLLM and l
 ends has its requests aborted; the engine lives on, for as long as the actor does.
 
 A driver says its name, then what :func:`wrap` makes of its messages. It hears what the engine process says, see
-``backends/vllm/engine_process.py``, and ``("tail", text)``, the last lines of its log, before it hears of its end.
+``backends/vllm/engine_process.py``, and, before it hears of its end, ``("tail", text)``, the last lines of its log; and
+``("ended",)`` if another driver wanted that.
 """
 
 from __future__ import annotations
@@ -101,11 +102,15 @@ class ReplicaHost:
         return self._child.log_tail()
 
     def end(self) -> None:
-        """End the engine process and everything it started; the drivers hear of it. Idempotent."""
-        with self._lock:
-            self._announce("ended")
+        """End the engine process and everything it started. Idempotent."""
         self._child.end_and_forget()
         self._door.close()
+
+    def shut_down(self) -> None:
+        """:meth:`end` on purpose: drivers that are still here are told, so that none starts the replica anew."""
+        with self._lock:
+            self._announce("ended")
+        self.end()
 
     def _engine_died(self) -> None:
         """Called when an engine has ended that had served, and all drivers were told."""

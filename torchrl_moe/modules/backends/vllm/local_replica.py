@@ -89,6 +89,7 @@ class EngineReplica(abc.ABC, Generic[LinkT]):
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.was_ended = False
         self._lock = threading.Lock()
         self._numbers: Iterator[Any] = itertools.count()
         self._ready: Future[ReplicaInfo] = Future()
@@ -96,7 +97,6 @@ class EngineReplica(abc.ABC, Generic[LinkT]):
         self._calls: dict[Any, Future[Any]] = {READY: self._ready}
         self._death: str | None = None
         self.last_stats: ReplicaStats | None = None
-        self.ended = False
         self._child: LinkT | None = None
 
     # -- life -------------------------------------------------------------------------------------------------------
