@@ -62,6 +62,10 @@ class WorkerExtension:
         whole: bool = self.weight_transfer_engine.whole
         return whole
 
+    def torchrl_moe_unused_adapter_modules(self, number: int) -> list[str]:
+        """Return the modules that a loaded adapter names and this worker does not adapt."""
+        return _compat.unused_adapter_modules(self.model_runner, number)
+
     def torchrl_moe_save_params(self) -> int:
         """Keep a copy of the parameters in host memory, for :meth:`torchrl_moe_validate`; return how many."""
         parameters = self.model_runner.get_model().named_parameters()

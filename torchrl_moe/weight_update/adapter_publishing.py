@@ -1,0 +1,73 @@
+"""Writing versions of an adapter to the weight store; the weights beside it stay where they are."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+
+from torch import nn
+
+from torchrl_moe.data.weight_store import AdapterWriter
+from torchrl_moe.weight_update.adapter_files import adapter_files, check_adapter
+from torchrl_moe.weight_update.metadata import trained_model
+from torchrl_moe.weight_update.publishing import Published, Publisher
+from torchrl_moe.weight_update.ranks import is_first
+from torchrl_moe.weight_update.sources import Weights
+
+__all__ = ["AdapterPublisher"]
+
+
+class AdapterPublisher(Publisher):
+    """Writes versions of the adapter that a peft model has; arguments as of :class:`Publisher`."""
+
+    _adapters: AdapterWriter | None = None
+
+    def register(self, model: nn.Module) -> None:
+        """Take the model whose adapter is sent where no other is given.
+
+        Raises:
+            ValueError: it has no adapter that vLLM would apply as peft does.
+        """
+        check_adapter(trained_model(model))
+        super().register(model)
+
+    def publish(self, weights: Weights | None, version: int) -> Published:
+        """Write a version. Of several ranks, rank 0 writes, unless another has an engine of its own.
+
+        Args:
+            weights: a peft model; ``None`` for the registered one.
+            version: its number.
+
+        Raises:
+            ValueError: ``weights`` is something else.
+            RuntimeError: there is neither.
+            WeightSyncError: it could not be written.
+        """
+        model = self._module if weights is None else self._given(weights)
+        if model is None:
+            raise RuntimeError("publish: no model; call register_model(model) first, or pass one")
+        if not is_first() and self.expected is None:
+            return Published(version=version, manifest=None)
+        began = time.perf_counter()
+        check_adapter(model)  # what is active may have changed
+        if self._adapters is None:
+            self._adapters = AdapterWriter(self._store.folder, self._store.keep_versions)
+        manifest = self._adapters.publish(adapter_files(model), version)
+        return Published(version=version, manifest=manifest, began=began, seconds=time.perf_counter() - began)
+
+    def _given(self, weights: Weights) -> nn.Module:
+        if not isinstance(weights, nn.Module):
+            raise ValueError(f"lora='adapter' sends the adapter of a peft model, got {type(weights).__name__}")
+        return trained_model(weights)
+
+    def publish_behind(self, weights: Weights | None, version: int) -> Future[Published]:
+        """Write a version at once: an adapter is small."""
+        done: Future[Published] = Future()
+        done.set_result(self.publish(weights, version))
+        return done
+
+    def close(self) -> None:
+        """Let go of the store. Idempotent."""
+        if self._adapters is not None:
+            self._adapters.close()
+            self._adapters = None
