@@ -26,6 +26,17 @@ def test_router_layers_are_those_of_the_model_that_runs(monkeypatch: pytest.Monk
     assert asked == [model]
 
 
+def test_a_loaded_adapters_modules_that_are_not_adapted_are_named() -> None:
+    loras = {"layers.0.attn.qkv_proj": 0, "layers.0.mlp.up_proj": 0, "layers.1.experts.base_layer": 0, "lm_head": 0}
+    manager = SimpleNamespace(
+        list_adapters=lambda: {7: SimpleNamespace(loras=loras)},
+        modules={"layers.0.attn.qkv_proj": 0, "layers.1.experts": 0},
+    )
+    worker = WorkerExtension()
+    worker.model_runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
+    assert worker.torchrl_moe_unused_adapter_modules(7) == ["layers.0.mlp.up_proj", "lm_head"]
+
+
 def test_the_weight_engine_is_asked_by_name(tmp_path: Path) -> None:
     asked: list[Any] = []
 
