@@ -71,6 +71,7 @@ def of_another_kind() -> Any:
         (lambda: tuned(rank_pattern={"q_proj": 4}), ValueError, "has rank_pattern, which vLLM's LoRA leaves out"),
         (lambda: tuned(alpha_pattern={"q_proj": 4}), ValueError, "has alpha_pattern"),
         (lambda: tuned(modules_to_save=["lm_head"]), ValueError, "has modules_to_save"),
+        (lambda: tuned(init_lora_weights="pissa"), ValueError, "init_lora_weights='pissa' changed the base weights"),
         (lambda: tuned(use_dora=True), TypeError, "no plain sum of weights"),
         (lambda: tuned(lora_bias=True), TypeError, "no plain sum of weights"),
     ],

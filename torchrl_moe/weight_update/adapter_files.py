@@ -15,6 +15,7 @@ __all__ = ["adapter_files", "check_adapter"]
 
 ROOT = "base_model.model."  # of every name in a file of peft's
 ELSEWHERE = ("modules_to_save", "rank_pattern", "alpha_pattern", "trainable_token_indices", "layer_replication")
+STARTS_ELSEWHERE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that change the base weights too
 
 
 def check_adapter(model: nn.Module) -> None:
@@ -37,6 +38,11 @@ def check_adapter(model: nn.Module) -> None:
         raise ValueError(
             f"lora='adapter': adapter {name!r} has {', '.join(left)}, which vLLM's LoRA leaves out: choose "
             "lora='merged'"
+        )
+    if str(config.init_lora_weights).startswith(STARTS_ELSEWHERE):
+        raise ValueError(
+            f"lora='adapter': init_lora_weights={config.init_lora_weights!r} changed the base weights, which the engine "
+            "has as they were: choose lora='merged'"
         )
     LoraLayers(base_model(model))
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):

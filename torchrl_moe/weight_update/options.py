@@ -11,7 +11,6 @@ import torch
 
 __all__ = ["CollectiveOptions", "SourceOptions", "StoreOptions", "SwapOptions", "one_of"]
 
-
 WITH_ADAPTERS: Mapping[str, Any] = {
     "dtype": "engine",
     "transport": "memmap",

@@ -205,9 +205,8 @@ class RunningRequests:
             running.parts.discard(part)
         if final is None:
             raise RuntimeError(f"vLLM ended request {request.request_id!r} without an output")
-        return completion_from_vllm(
-            final, request, self.weights.version if part.version is None else part.version
-        ), part
+        version = self.weights.version if part.version is None else part.version
+        return completion_from_vllm(final, request, version), part
 
     async def _finish(
         self, running: Running, completion: Completion, part: Part, output: CompletionOutput, params: Any
