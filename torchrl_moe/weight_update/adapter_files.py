@@ -41,8 +41,8 @@ def check_adapter(model: nn.Module) -> None:
         )
     if str(config.init_lora_weights).startswith(STARTS_ELSEWHERE):
         raise ValueError(
-            f"lora='adapter': init_lora_weights={config.init_lora_weights!r} changed the base weights, which the engine "
-            "has as they were: choose lora='merged'"
+            f"lora='adapter': init_lora_weights={config.init_lora_weights!r} changed the base weights, which the "
+            "engine has as they were: choose lora='merged'"
         )
     LoraLayers(base_model(model))
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
