@@ -126,14 +126,14 @@ def test_an_adapter_that_the_engine_would_not_apply_whole_is_refused(engine: Asy
     before = engine.roster[0].version
     for config, words in (
         ({"r": 16, "target_modules": ["q_proj"]}, "LoRA rank 16 is greater than max_lora_rank 8"),
-        (
-            {"r": 4, "target_modules": ["q_proj", "layers.0.mlp.up_proj"]},
-            r"1 modules .* adapt \(model\.layers\.0\.mlp\.up_proj\)",
-        ),
+        ({"r": 4, "target_modules": ["q_proj", "lm_head"]}, "lm_head"),
+        ({"r": 4, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}, "experts"),
+        ({"r": 4, "target_modules": r".*\.layers\.0\.mlp\.up_proj"}, "up_proj"),
     ):
         sender = connect(engine, get_peft_model(make_tiny_moe("qwen3_moe"), LoraConfig(**config)))
-        with pytest.raises(WeightSyncError, match=words):
+        with pytest.raises(WeightSyncError, match=words) as caught:
             sender.update_weights()
+        print(caught.value)
         sender.shutdown()
     assert engine.roster[0].version == before
     assert ask(engine).outputs[0].finish_reason == "length"

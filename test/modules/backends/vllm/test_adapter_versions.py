@@ -26,18 +26,15 @@ class Engine:
         self.refuses: Exception | None = None
         self.unused: list[list[str]] = [[]]
 
-    async def add_lora(self, lora: Any) -> bool:
-        if self.refuses is not None:
-            raise self.refuses
-        self.there[lora.lora_int_id] = (Path(lora.lora_path) / "adapter_model.safetensors").read_text()
-        return True
-
     async def remove_lora(self, number: int) -> bool:
         return self.there.pop(number, None) is not None
 
-    async def collective_rpc(self, method: str, args: tuple[int]) -> list[list[str]]:
-        assert method == "torchrl_moe_unused_adapter_modules"
-        assert args[0] in self.there
+    async def collective_rpc(self, method: str, args: tuple[dict[str, Any]]) -> list[list[str]]:
+        assert method == "torchrl_moe_load_adapter"
+        if self.refuses is not None:
+            raise self.refuses
+        (fields,) = args
+        self.there[fields["lora_int_id"]] = (Path(fields["lora_path"]) / "adapter_model.safetensors").read_text()
         return self.unused
 
 

@@ -95,13 +95,13 @@ class AdapterVersions:
 
     async def _load(self, version: int, folder: Path) -> _Loaded:
         number = next(self._numbers)
-        lora = build_lora_request({"lora_name": f"synced-{number}", "lora_int_id": number, "lora_path": str(folder)})
-        error: Any
-        (error,) = await asyncio.gather(self._engine.add_lora(lora), return_exceptions=True)
-        if isinstance(error, BaseException):
-            raise ManifestMismatch(f"the engine cannot load adapter version {version}: {error}")
+        fields = {"lora_name": f"synced-{number}", "lora_int_id": number, "lora_path": str(folder)}
+        loading = self._engine.collective_rpc("torchrl_moe_load_adapter", args=(fields,))
+        by_worker: Any
+        (by_worker,) = await asyncio.gather(loading, return_exceptions=True)
+        if isinstance(by_worker, BaseException):
+            raise ManifestMismatch(f"the engine cannot load adapter version {version}: {by_worker}")
         # of pipeline stages each adapts its own layers
-        by_worker = await self._engine.collective_rpc("torchrl_moe_unused_adapter_modules", args=(number,))
         unused = sorted(set.intersection(*map(set, by_worker)))
         if unused:
             await self._engine.remove_lora(number)
@@ -110,7 +110,7 @@ class AdapterVersions:
                 f"({', '.join(unused[:SHOWN_MODULES])}{', ...' if len(unused) > SHOWN_MODULES else ''}): start it with "
                 "lora_target_modules= that names them, or send lora='merged'"
             )
-        return _Loaded(version, lora, folder)
+        return _Loaded(version, build_lora_request(fields), folder)
 
     def swap(self, version: int) -> SwapReport:
         """Give the version staged last to all requests that come from now on."""
