@@ -6,12 +6,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from torchrl_moe._errors import ManifestMismatch
 from torchrl_moe.data.weight_store.adapters import ADAPTER_FILES
 from torchrl_moe.modules.policies.adapters import LoraLayers, base_model, has_adapters
+from torchrl_moe.weight_update.sources import Kinds
 
-__all__ = ["adapter_files", "check_adapter"]
+__all__ = ["adapter_files", "check_adapter", "check_shapes"]
 
 ROOT = "base_model.model."  # of every name in a file of peft's
 ELSEWHERE = ("modules_to_save", "rank_pattern", "alpha_pattern", "trainable_token_indices", "layer_replication")
@@ -49,18 +51,41 @@ def check_adapter(model: nn.Module) -> None:
         raise ValueError("lora='adapter': the model is sharded (FSDP2), which is sent with lora='merged' only")
 
 
+def check_shapes(model: nn.Module, expected: Kinds) -> None:
+    """Check that a model's adapter has the shapes of the engine's weights, where these go by the same names.
+
+    A base that either side has quantised may be stored under other names, which is no error.
+
+    Raises:
+        ManifestMismatch: it does not.
+    """
+    tensors = _tensors(model)
+    for key, down in tensors.items():
+        module, part, _ = key.removeprefix(ROOT).partition(".lora_A.weight")
+        up = tensors.get(f"{ROOT}{module}.lora_B.weight")
+        found = expected.get(f"{module}.weight")
+        if part and up is not None and found is not None and tuple(found[1]) != (len(up), down.shape[1]):
+            raise ManifestMismatch(
+                f"the adapter of {module} is for a weight of shape {[len(up), down.shape[1]]}, the engine's is "
+                f"{list(found[1])}: start the engine from the model that is trained"
+            )
+
+
 def adapter_files(model: nn.Module) -> dict[str, bytes]:
     """Return file name -> content of a model's active adapter, as it is now."""
-    from peft import get_peft_model_state_dict
     from safetensors.torch import save
 
-    name = _active(model)
-    state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    tensors = {ROOT + key.removeprefix(ROOT): tensor.detach().cpu().contiguous() for key, tensor in state.items()}
     with tempfile.TemporaryDirectory() as folder:
-        _config(model, name).save_pretrained(folder)
+        _config(model, _active(model)).save_pretrained(folder)
         config = (Path(folder) / ADAPTER_FILES[0]).read_bytes()
-    return {ADAPTER_FILES[0]: config, ADAPTER_FILES[1]: save(tensors, {"format": "pt"})}
+    return {ADAPTER_FILES[0]: config, ADAPTER_FILES[1]: save(_tensors(model), {"format": "pt"})}
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(model, adapter_name=_active(model), save_embedding_layers=False)
+    return {ROOT + key.removeprefix(ROOT): tensor.detach().cpu().contiguous() for key, tensor in state.items()}
 
 
 def _active(model: Any) -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 
+import torch
 from torch import nn
 
 from torchrl_moe.data.weight_store import AdapterWriter
-from torchrl_moe.weight_update.adapter_files import adapter_files, check_adapter
+from torchrl_moe.weight_update.adapter_files import adapter_files, check_adapter, check_shapes
 from torchrl_moe.weight_update.metadata import trained_model
 from torchrl_moe.weight_update.publishing import Published, Publisher
 from torchrl_moe.weight_update.ranks import is_first
-from torchrl_moe.weight_update.sources import Weights
+from torchrl_moe.weight_update.sources import Kinds, Weights
 
 __all__ = ["AdapterPublisher"]
 
@@ -23,13 +24,26 @@ class AdapterPublisher(Publisher):
     _adapters: AdapterWriter | None = None
 
     def register(self, model: nn.Module) -> None:
-        """Take the model whose adapter is sent where no other is given.
+        """Take the model whose adapter is sent where no other is given; its base may be quantised.
 
         Raises:
             ValueError: it has no adapter that vLLM would apply as peft does.
+            ManifestMismatch: the adapter is not for the engine's weights.
         """
-        check_adapter(trained_model(model))
-        super().register(model)
+        module = trained_model(model)
+        self._check(module)
+        self._module = module
+
+    def expect(self, expected: Kinds, engine_dtype: torch.dtype | None) -> None:
+        """Take note of what the engine has."""
+        self.expected, self.engine_dtype = expected, engine_dtype
+        if self._module is not None:
+            self._check(self._module)
+
+    def _check(self, model: nn.Module) -> None:
+        check_adapter(model)
+        if self.expected is not None:
+            check_shapes(model, self.expected)
 
     def publish(self, weights: Weights | None, version: int) -> Published:
         """Write a version. Of several ranks, rank 0 writes, unless another has an engine of its own.
@@ -49,7 +63,7 @@ class AdapterPublisher(Publisher):
         if not is_first() and self.expected is None:
             return Published(version=version, manifest=None)
         began = time.perf_counter()
-        check_adapter(model)  # what is active may have changed
+        self._check(model)  # what is active may have changed
         if self._adapters is None:
             self._adapters = AdapterWriter(self._store.folder, self._store.keep_versions)
         manifest = self._adapters.publish(adapter_files(model), version)
