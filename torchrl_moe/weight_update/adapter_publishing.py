@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import torch
 from torch import nn
 
-from torchrl_moe.data.weight_store import AdapterWriter
+from torchrl_moe.data.weight_store.adapters import AdapterWriter, adapter_versions
 from torchrl_moe.weight_update.adapter_files import adapter_files, check_adapter, check_shapes
 from torchrl_moe.weight_update.metadata import trained_model
 from torchrl_moe.weight_update.publishing import Published, Publisher
@@ -44,6 +44,10 @@ class AdapterPublisher(Publisher):
         check_adapter(model)
         if self.expected is not None:
             check_shapes(model, self.expected)
+
+    def newest(self) -> int:
+        """Return the newest version in the store, which may be of a trainer before this one; 0 if there is none."""
+        return max(adapter_versions(self._store.folder), default=0)
 
     def publish(self, weights: Weights | None, version: int) -> Published:
         """Write a version. Of several ranks, rank 0 writes, unless another has an engine of its own.

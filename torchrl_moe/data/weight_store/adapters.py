@@ -18,7 +18,7 @@ from torchrl_moe._errors import DigestMismatch, WeightSyncError
 from torchrl_moe.data.weight_store.manifest import Manifest, TensorEntry
 from torchrl_moe.data.weight_store.writing import WriterLock, naming_full_disks, own_folder, replace_text
 
-__all__ = ["ADAPTER_FILES", "AdapterWriter", "copy_adapter"]
+__all__ = ["ADAPTER_FILES", "AdapterWriter", "adapter_versions", "copy_adapter"]
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 MANIFEST, PREFIX = "manifest.json", "adapter-v"
@@ -71,8 +71,7 @@ class AdapterWriter:
         return manifest
 
     def _collect(self, newest: int) -> None:
-        numbers = (path.name.removeprefix(PREFIX) for path in self.folder.glob(f"{PREFIX}*"))
-        there = {int(number) for number in numbers if number.isdecimal()}
+        there = adapter_versions(self.folder)
         kept = sorted(there, key=lambda version: (version != newest, -version))[: self._keep]
         for version in there - set(kept):
             shutil.rmtree(_version_folder(self.folder, version))
@@ -80,6 +79,12 @@ class AdapterWriter:
     def close(self) -> None:
         """Let go of the folder; what is published stays. Idempotent."""
         self._writing.close()
+
+
+def adapter_versions(folder: Path) -> set[int]:
+    """Return the versions in a store; none if it is not there."""
+    numbers = (path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*"))
+    return {int(number) for number in numbers if number.isdecimal()}
 
 
 def copy_adapter(folder: Path, version: int, into: Path) -> Manifest:

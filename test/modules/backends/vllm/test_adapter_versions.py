@@ -90,7 +90,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     def play(script: Callable[[Bench], Awaitable[None]]) -> None:
         async def main() -> None:
             bench = Bench(tmp_path)
-            bench.versions.init({"folder": str(bench.folder)})
+            bench.versions.init({"folder": str(bench.folder)}, False)
             await script(bench)
 
         asyncio.run(main())
@@ -190,9 +190,15 @@ def test_files_that_are_not_what_was_published_are_not_loaded(run: Run) -> None:
     run(script)
 
 
+def test_an_engine_whose_weights_were_replaced_takes_no_adapter(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    with pytest.raises(ValueError, match="start the engine from the model that the adapter is for"):
+        bench.versions.init({"folder": str(bench.folder)}, True)
+
+
 def test_an_engine_without_lora_says_what_to_pass(tmp_path: Path) -> None:
     bench = Bench(tmp_path, lora=False)
     with pytest.raises(ValueError, match="started without: pass enable_lora=True and max_lora_rank="):
-        bench.versions.init({"folder": str(bench.folder)})
+        bench.versions.init({"folder": str(bench.folder)}, False)
     with pytest.raises(WeightSyncError, match="not initialised"):
         asyncio.run(bench.versions.stage(1))

@@ -226,8 +226,8 @@ def test_a_trainer_of_adapters_and_one_of_whole_weights_take_turns(serve: Serve)
     held: list[Any] = []
 
     class Adapters:
-        def init(self, options: Any) -> None:
-            taken.append(f"adapters in {options['folder']}")
+        def init(self, options: Any, replaced: bool) -> None:
+            taken.append(f"adapters in {options['folder']}, {replaced=}")
 
         async def stage(self, version: int) -> str:
             return f"adapter {version}"
@@ -239,6 +239,8 @@ def test_a_trainer_of_adapters_and_one_of_whole_weights_take_turns(serve: Serve)
             taken.append("adapters left")
 
     class Weights:
+        replaced = False
+
         async def init(self, transport: str, options: Any) -> None:
             taken.append(transport)
 
@@ -273,7 +275,7 @@ def test_a_trainer_of_adapters_and_one_of_whole_weights_take_turns(serve: Serve)
     values = {number: pickle.loads(value) for kind, number, value in bench.sent if kind == "result"}
     assert (values[2], values[3], values[5]) == ("adapter 5", "adapter 5 swapped", "weights 5")
     assert (values[6], values[7]) == (reports["failed"], reports["swapped"])
-    assert taken == ["adapters in here", "memmap", "adapters left"]
+    assert taken == ["adapters in here, replaced=False", "memmap", "adapters left"]
     assert held == [None, None]  # requests that come while weights are swapped get the bare model
 
 

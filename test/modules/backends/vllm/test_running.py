@@ -556,7 +556,9 @@ def test_what_a_swap_of_whole_weights_cuts_goes_on_with_the_adapter_of_then(run:
         await bench.start(max_tokens=6)
         await bench.engine.step(2)
         bench.requests.adapter = None  # the new weights have it in them
+        assert not bench.weights.replaced
         await bench.swap(2)
+        assert bench.weights.replaced
         await bench.finish()
 
     bench = run(script)

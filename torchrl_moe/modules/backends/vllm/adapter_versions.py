@@ -57,12 +57,21 @@ class AdapterVersions:
         self._serving: _Loaded | None = None
         self._leaving: set[asyncio.Task[None]] = set()
 
-    def init(self, options: Mapping[str, Any]) -> None:
+    def init(self, options: Mapping[str, Any], replaced: bool) -> None:
         """Take the weight store's ``folder``.
 
+        Args:
+            options: with the folder.
+            replaced: whether the weights are no longer those that the engine was started from.
+
         Raises:
-            ValueError: the engine was started without LoRA.
+            ValueError: the engine was started without LoRA, or its weights were replaced.
         """
+        if replaced:
+            raise ValueError(
+                "lora='adapter' sends no weights, and this engine's were replaced by a sender's, so that a restarted "
+                "replica would not have them: start the engine from the model that the adapter is for"
+            )
         if self._engine.vllm_config.lora_config is None:
             raise ValueError(
                 "lora='adapter' needs an engine with LoRA, and this one was started without: pass enable_lora=True and "

@@ -143,7 +143,7 @@ class EngineProcess:
 
     async def command_init_weights(self, transport: str, options: dict[str, Any]) -> None:
         if transport == "adapter":
-            self.adapters.init(options)
+            self.adapters.init(options, self.weights.replaced)
         else:
             await self.weights.init(transport, options)
         self._sends_adapters = transport == "adapter"
