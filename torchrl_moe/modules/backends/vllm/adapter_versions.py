@@ -67,16 +67,16 @@ class AdapterVersions:
         Raises:
             ValueError: the engine was started without LoRA, or its weights were replaced.
         """
-        if replaced:
-            raise ValueError(
-                "lora='adapter' sends no weights, and this engine's were replaced by a sender's, so that a restarted "
-                "replica would not have them: start the engine from the model that the adapter is for"
-            )
         if self._engine.vllm_config.lora_config is None:
             raise ValueError(
                 "lora='adapter' needs an engine with LoRA, and this one was started without: pass enable_lora=True and "
                 "max_lora_rank=, at least the adapter's; on a CPU also lora_target_modules= without the experts, for "
                 "example ['qkv_proj', 'o_proj']. With max_loras=2 requests of two versions run side by side."
+            )
+        if replaced:
+            raise ValueError(
+                "lora='adapter' sends no weights, and this engine's were replaced by a sender's, so that a restarted "
+                "replica would not have them: start the engine from the model that the adapter is for"
             )
         self._store = Path(options["folder"])
 
