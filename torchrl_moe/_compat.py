@@ -29,6 +29,7 @@ __all__ = [
     "restore_moe_kernels",
     "router_layer_ids",
     "take_moe_kernels",
+    "unused_adapter_modules",
     "vllm_client_errors",
 ]
 
@@ -124,6 +125,17 @@ def keep_cpu_experts_with_lora() -> None:
         return choose(dataclasses.replace(moe_config, is_lora_enabled=False))
 
     method.select_unquantized_moe_backend = choose_for_cpu
+
+
+def unused_adapter_modules(model_runner: Any, number: int) -> list[str]:
+    """Return the modules of a loaded adapter that a worker's model does not adapt (0.30).
+
+    vLLM loads them and uses only the rest, as with modules that ``lora_target_modules`` leaves out; no public call
+    tells which.
+    """
+    manager = model_runner.lora_manager._adapter_manager
+    named = {name.removesuffix(".base_layer") for name in manager.list_adapters()[number].loras}
+    return sorted(named - set(manager.modules))
 
 
 def forget_half_loads(model: Any) -> None:

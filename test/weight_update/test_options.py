@@ -40,7 +40,7 @@ def test_how_many_must_hold_a_version_and_how_many_must_serve_meanwhile(
         (StoreOptions, {"fsync": True}, "fsync=True needs layout='versions'"),
         (SourceOptions, {"dtype": "float32"}, "dtype must be one of 'engine', 'trainer', got 'float32'"),
         (SourceOptions, {"dtype": torch.int8}, "dtype must be a floating one, got torch.int8"),
-        (SourceOptions, {"lora": "adapter"}, "lora must be one of 'merged', got 'adapter'"),
+        (SourceOptions, {"lora": "both"}, "lora must be one of 'merged', 'adapter', got 'both'"),
     ],
 )
 def test_a_bad_choice_is_refused(kind: Any, choices: dict[str, Any], words: str) -> None:

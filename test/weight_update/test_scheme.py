@@ -40,6 +40,25 @@ def test_a_bad_choice_is_refused_with_the_good_ones(kwargs: dict[str, Any], word
         VLLMWeightSyncScheme(**kwargs)
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"transport": "gloo"},
+        {"mode": "drain"},
+        {"kv": "recompute"},
+        {"stage": "shadow"},
+        {"verify": "canary"},
+        {"dtype": torch.bfloat16},
+        {"delta": True, "layout": "versions", "folder": "x"},
+        {"fsync": True, "layout": "versions", "folder": "x"},
+    ],
+)
+def test_where_an_adapter_is_sent_nothing_is_swapped(choice: dict[str, Any]) -> None:
+    name, value = next(iter(choice.items()))
+    with pytest.raises(ValueError, match=f"{name}={value!r} has no meaning with lora='adapter'"):
+        VLLMWeightSyncScheme(lora="adapter", **choice)
+
+
 @pytest.mark.parametrize("name", ["master_address", "master_port", "gpus_per_replica", "device"])
 def test_torchrls_arguments_of_a_collective_are_refused_with_the_reason(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} belongs to a collective transport; transport='memmap' has no"):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from torchrl_moe._errors import EngineError
-from torchrl_moe.data.weight_store import Manifest, WeightStoreReader, check_tensors
+from torchrl_moe.data.weight_store import Manifest, WeightStoreReader, check_tensors, copy_adapter
+from torchrl_moe.data.weight_store.adapters import ADAPTER_FILES
 from torchrl_moe.modules.backends.replica import PauseMode, ReplicaInfo, StageReport, SwapReport
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
@@ -55,7 +59,7 @@ class FakeWeightReplica(FakeReplica):
             One for ``swap_weights`` that is a :class:`SoftError` is reported.
         asked: how often each command came.
         options: what the last swap was told.
-        weights: copies of the tensors that were loaded last.
+        weights: copies of the tensors that were loaded last; of an adapter, if the trainer sends one.
     """
 
     def __init__(self, index: int = 0, *, expected: Kinds = EXPECTED, dtype: str = "", **kwargs: Any) -> None:
@@ -67,6 +71,8 @@ class FakeWeightReplica(FakeReplica):
         self.staging: dict[str, Any] = {}
         self.weights: dict[str, Tensor] = {}
         self.reader: WeightStoreReader | None = None
+        self._adapters: Path | None = None  # the store, if it holds adapters
+        self._staged: dict[str, Tensor] = {}
         self.note: Callable[[str, int], None] | None = None
 
     def wait_ready(self, timeout: float) -> ReplicaInfo:
@@ -100,6 +106,9 @@ class FakeWeightReplica(FakeReplica):
 
     def command_init_weights(self, transport: str, options: Mapping[str, Any]) -> None:
         """Open the store."""
+        self._adapters = Path(options["folder"]) if transport == "adapter" else None
+        if transport == "adapter":
+            return
         if transport != "memmap":
             raise EngineError(f"the fake engine has no transport {transport!r}")
         self.reader = WeightStoreReader(options["folder"])
@@ -108,6 +117,8 @@ class FakeWeightReplica(FakeReplica):
         self, version: int, stage: str, verify: str, threads: int, manifest: str | None
     ) -> StageReport:
         """Check a version as an engine does."""
+        if self._adapters is not None:
+            return self._stage_adapter(self._adapters, version)
         found = self._store.manifest(version) if manifest is None else Manifest.from_json(manifest)
         check_tensors(found.tensors, self._expected)
         if verify == "digest":
@@ -128,11 +139,22 @@ class FakeWeightReplica(FakeReplica):
         self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None
     ) -> SwapReport:
         """Copy a version's tensors."""
+        if self._adapters is not None:
+            self.weights, self.version = self._staged, version
+            return SwapReport()
         self.options = {"pause": pause, "clear_cache": clear_cache, "canary": canary}
         with self._store.reading(self._store.manifest(version)) as tensors:
             self.weights = {name: tensor.clone() for name, tensor in tensors.items()}
         self.version = version
         return SwapReport(loading_seconds=0.25, paused_seconds=0.5)
+
+    def _stage_adapter(self, store: Path, version: int) -> StageReport:
+        with tempfile.TemporaryDirectory() as folder:
+            found = copy_adapter(store, version, Path(folder))
+            self._staged = safetensors.torch.load((Path(folder) / ADAPTER_FILES[1]).read_bytes())
+        return StageReport(
+            seconds=0.5, nbytes=found.nbytes, digest=found.digest, fetched=0.25, loaded=0.25, stage="adapter"
+        )
 
     @property
     def _store(self) -> WeightStoreReader:

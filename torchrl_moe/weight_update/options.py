@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +10,18 @@ from typing import Any, Literal
 import torch
 
 __all__ = ["CollectiveOptions", "SourceOptions", "StoreOptions", "SwapOptions", "one_of"]
+
+WITH_ADAPTERS: Mapping[str, Any] = {
+    "dtype": "engine",
+    "transport": "memmap",
+    "mode": "hot_swap",
+    "kv": "salt",
+    "stage": "auto",
+    "verify": "digest",
+    "fsync": False,
+    "delta": False,
+}
+"""The only choices where no weights are swapped."""
 
 
 def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
@@ -54,18 +66,28 @@ class SourceOptions:
     Attributes:
         dtype: ``"engine"``: no wider than the engine or its checkpoint has a tensor; ``"trainer"``: as it is; or a
             dtype for all floating tensors.
-        lora: ``"merged"``: adapters are added to their weights.
+        lora: ``"merged"``: adapters are added to their weights; ``"adapter"``: nothing but the adapter is sent.
     """
 
     dtype: Literal["engine", "trainer"] | torch.dtype = "engine"
-    lora: Literal["merged"] = "merged"
+    lora: Literal["merged", "adapter"] = "merged"
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype):
             one_of("dtype", self.dtype, ("engine", "trainer"))
         elif not self.dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating one, got {self.dtype}")
-        one_of("lora", self.lora, ("merged",))
+        one_of("lora", self.lora, ("merged", "adapter"))
+
+    def check(self, **choices: Any) -> None:
+        """Raise ``ValueError`` for a choice, name -> value, without a meaning where only an adapter is sent."""
+        if self.lora == "adapter":
+            for name, value in {"dtype": self.dtype, **choices}.items():
+                if value != WITH_ADAPTERS[name]:
+                    raise ValueError(
+                        f"{name}={value!r} has no meaning with lora='adapter', which loads a file beside the weights "
+                        f"while requests run: leave it at {WITH_ADAPTERS[name]!r}"
+                    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

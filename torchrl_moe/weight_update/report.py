@@ -21,7 +21,8 @@ class ReplicaSync:
         waited: seconds until it could be taken out of service.
         paused: seconds in which it made no token.
         loaded: seconds of these that loading took.
-        stage: ``"shadow"`` if it had loaded the version before the pause, else ``"plain"``.
+        stage: ``"shadow"`` if it had loaded the version before the pause, ``"adapter"`` if that was one, else
+            ``"plain"``.
         reason: why there was no shadow.
         attempts: how often it was swapped.
         error: why it does not hold the version; ``None`` if it does.

@@ -57,7 +57,8 @@ class VLLMWeightSyncScheme:
         fsync: with ``"versions"``, whether they outlive a crash of the machine.
         delta: with ``"versions"``, whether only tensors that changed are written.
         dtype: of floating tensors: ``"engine"`` sends none wider than the engine has it, ``"trainer"`` sends as is.
-        lora: ``"merged"``: peft's adapters are added to their weights.
+        lora: ``"merged"``: peft's adapters are added to their weights; ``"adapter"``: the registered model's adapter
+            alone is sent, and vLLM's own LoRA applies it, while requests run. The engine needs ``enable_lora=True``.
         timeout_seconds: deadline of each step of each replica.
         num_replicas: checked against the engine, if given.
         master_address: where the ranks of a collective transport meet; default: 127.0.0.1.
@@ -93,7 +94,7 @@ class VLLMWeightSyncScheme:
         fsync: bool = False,
         delta: bool = False,
         dtype: Literal["engine", "trainer"] | torch.dtype = "engine",
-        lora: Literal["merged"] = "merged",
+        lora: Literal["merged", "adapter"] = "merged",
         timeout_seconds: float = 120.0,
         num_replicas: int | None = None,
         master_address: str | None = None,
@@ -114,6 +115,7 @@ class VLLMWeightSyncScheme:
             mode=mode, kv=kv, rolling=rolling, min_serving=min_serving, timeout_seconds=timeout_seconds
         )
         self.source = SourceOptions(dtype=dtype, lora=lora)
+        self.source.check(transport=transport, mode=mode, kv=kv, stage=stage, verify=verify, fsync=fsync, delta=delta)
         self.collective = CollectiveOptions(
             master_address=master_address, master_port=master_port, gpus_per_replica=gpus_per_replica, device=device
         )

@@ -15,6 +15,7 @@ from torch import nn
 from torchrl_moe._errors import ManifestMismatch, NoReplicaError, WeightSyncError
 from torchrl_moe.data.weight_store import check_tensors
 from torchrl_moe.modules.serving.service import GenerationService
+from torchrl_moe.weight_update.adapter_publishing import AdapterPublisher
 from torchrl_moe.weight_update.publishing import Published, Publisher
 from torchrl_moe.weight_update.ranks import is_first
 from torchrl_moe.weight_update.report import ReplicaSync, SyncReport
@@ -44,7 +45,8 @@ class WeightSender:
         self.scheme = scheme
         self.version = 0
         with_canary = scheme.staging.verify == "canary"
-        self._publisher = Publisher(scheme.store, scheme.source, scheme.swapping.timeout_seconds, with_canary)
+        kind = AdapterPublisher if scheme.source.lora == "adapter" else Publisher
+        self._publisher = kind(scheme.store, scheme.source, scheme.swapping.timeout_seconds, with_canary)
         self._swap: RollingSwap | None = None
         self._published: Published | None = None
         self._pending: Future[Published] | None = None
@@ -124,7 +126,7 @@ class WeightSender:
         model = self._publisher.model
         if model is not None:
             check_tensors(model.kinds, expected)
-        if metadata is None:
+        if metadata is None or self.scheme.source.lora == "adapter":  # which comes under names of its own
             return
         if set(metadata) == set(expected):
             check_tensors(metadata, expected)

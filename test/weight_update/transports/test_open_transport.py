@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from torchrl_moe.testing.fake_weights import FakeWeightReplica
 from torchrl_moe.weight_update import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
 from torchrl_moe.weight_update.transports.memmap import MemmapTransport
 from torchrl_moe.weight_update.transports.open_transport import COLLECTIVE, open_transport
@@ -18,6 +19,12 @@ def test_memmap_is_told_the_folder_as_the_engines_see_it(tmp_path: Path) -> None
     transport = open_transport(VLLMDoubleBufferSyncScheme(tmp_path / "a", tmp_path / "b"))
     assert isinstance(transport, MemmapTransport)
     assert transport.folder == tmp_path / "b"
+
+
+def test_adapters_lie_in_the_same_folder_and_replicas_are_told_what_they_are(tmp_path: Path) -> None:
+    replica = FakeWeightReplica()
+    open_transport(VLLMWeightSyncScheme(lora="adapter", folder=tmp_path)).open(replica, 5.0)
+    assert (replica.reader, replica._adapters) == (None, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["gloo", "nccl"])

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from torchrl_moe._lazy import attach
 
 if TYPE_CHECKING:
+    from torchrl_moe.data.weight_store.adapters import AdapterWriter as AdapterWriter
+    from torchrl_moe.data.weight_store.adapters import copy_adapter as copy_adapter
     from torchrl_moe.data.weight_store.manifest import Manifest as Manifest
     from torchrl_moe.data.weight_store.manifest import TensorEntry as TensorEntry
     from torchrl_moe.data.weight_store.manifest import check_tensors as check_tensors
@@ -19,11 +21,13 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
+            "AdapterWriter": ".adapters",
             "Manifest": ".manifest",
             "TensorEntry": ".manifest",
             "VersionsWriter": ".versions",
             "WeightStoreReader": ".reader",
             "WeightStoreWriter": ".slots",
             "check_tensors": ".manifest",
+            "copy_adapter": ".adapters",
         },
     )

@@ -193,8 +193,9 @@ class StageReport:
         nbytes: of its tensors.
         digest: of names, dtypes, shapes, and bytes.
         fetched: seconds until the bytes were there and checked.
-        loaded: seconds to load them into the shadow.
-        stage: ``"shadow"`` if they are loaded already, ``"plain"`` if the pause will have to.
+        loaded: seconds to load them into the shadow, or beside other adapters.
+        stage: ``"shadow"`` if they are loaded already, ``"plain"`` if the pause will have to, ``"adapter"`` if they are
+            an adapter, which is loaded and needs no pause.
         reason: why there is no shadow; empty if there is.
     """
 
@@ -203,7 +204,7 @@ class StageReport:
     digest: str
     fetched: float = 0.0
     loaded: float = 0.0
-    stage: Literal["shadow", "plain"] = "plain"
+    stage: Literal["shadow", "plain", "adapter"] = "plain"
     reason: str = ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from torchrl_moe.data.weight_store import Manifest
 from torchrl_moe.modules.backends.replica import Replica, StageReport
@@ -16,14 +17,15 @@ class MemmapTransport:
 
     Args:
         folder: of the weight store, as the replicas see it.
+        holding: whole weights (``"memmap"``), or adapters (``"adapter"``).
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, holding: Literal["memmap", "adapter"] = "memmap") -> None:
+        self.folder, self._holding = folder, holding
 
     def open(self, replica: Replica, timeout: float) -> None:
         """Tell a replica where the store is."""
-        replica.call("init_weights", timeout, transport="memmap", options={"folder": str(self.folder)})
+        replica.call("init_weights", timeout, transport=self._holding, options={"folder": str(self.folder)})
 
     def stage(self, replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
         """Let a replica read a version."""

@@ -16,6 +16,8 @@ COLLECTIVE = {"gloo": "GlooTransport", "nccl": "NcclTransport"}
 
 def open_transport(scheme: VLLMWeightSyncScheme) -> Transport:
     """Return the trainer's end of a scheme's transport."""
+    if scheme.source.lora == "adapter":
+        return MemmapTransport(scheme.store.seen_as, "adapter")
     if scheme.transport == "memmap":
         return MemmapTransport(scheme.store.seen_as)
     module = import_module(f"torchrl_moe.weight_update.transports.{scheme.transport}")

@@ -17,7 +17,7 @@ import pytest
 from modules.backends.vllm import toy_engine
 from modules.backends.vllm.processes import until
 from torchrl_moe._errors import EngineError
-from torchrl_moe.modules.backends.replica import Completion, PauseMode, ReplicaInfo, ReplicaStats, Request
+from torchrl_moe.modules.backends.replica import Completion, PauseMode, ReplicaInfo, ReplicaStats, Request, SwapReport
 from torchrl_moe.modules.backends.vllm import engine_process, running, stats_feed, wire
 from torchrl_moe.modules.backends.vllm.engine_process import EngineProcess
 from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica
@@ -215,6 +215,68 @@ def test_commands_reach_the_engine_and_their_values_come_back_pickled(serve: Ser
     assert bench.engine.calls == [("pause", "keep", False), ("resume",)]
     values = {number: pickle.loads(value) for kind, number, value in bench.sent if kind == "result"}
     assert values == {1: None, 2: None, 3: True, 4: [["name", [1], {"a": 2}]], 5: "a tokenizer", 6: 0}
+
+
+def test_a_trainer_of_adapters_and_one_of_whole_weights_take_turns(serve: Serve) -> None:
+    stage: dict[str, Any] = {"version": 5, "stage": "auto", "verify": "digest", "threads": 1, "manifest": None}
+    swap: dict[str, Any] = {"version": 5, "pause": "keep", "clear_cache": False, "canary": None}
+    taken: list[str] = []
+    adapter = object()
+    reports = {"failed": SwapReport(started=False, error="x"), "swapped": SwapReport()}
+    held: list[Any] = []
+
+    class Adapters:
+        def init(self, options: Any, replaced: bool) -> None:
+            taken.append(f"adapters in {options['folder']}, {replaced=}")
+
+        async def stage(self, version: int) -> str:
+            return f"adapter {version}"
+
+        def swap(self, version: int) -> str:
+            return f"adapter {version} swapped"
+
+        def leave(self) -> None:
+            taken.append("adapters left")
+
+    class Weights:
+        replaced = False
+
+        async def init(self, transport: str, options: Any) -> None:
+            taken.append(transport)
+
+        async def stage(self, version: int, *options: Any) -> str:
+            return f"weights {version}"
+
+        async def swap(self, *options: Any) -> SwapReport:
+            held.append(bench_of[0].process.requests.adapter)
+            return reports["failed"] if len(held) == 1 else reports["swapped"]
+
+    bench_of: list[Bench] = []
+
+    async def script(bench: Bench) -> None:
+        bench_of.append(bench)
+        process: Any = bench.process
+        process.adapters, process.weights = Adapters(), Weights()
+        bench.call(1, "init_weights", transport="adapter", options={"folder": "here"})
+        bench.call(2, "stage_weights", **stage)
+        bench.call(3, "swap_weights", **swap)
+        await bench.until_sent(3)
+        process.requests.adapter = adapter
+        bench.call(4, "init_weights", transport="memmap", options={})
+        bench.call(5, "stage_weights", **stage)
+        bench.call(6, "swap_weights", **swap)
+        await bench.until_sent(6)
+        assert process.requests.adapter is adapter  # the old weights serve on, and it with them
+        bench.call(7, "swap_weights", **swap)
+        await bench.until_sent(7)
+        assert process.requests.adapter is None
+
+    bench = serve(script)
+    values = {number: pickle.loads(value) for kind, number, value in bench.sent if kind == "result"}
+    assert (values[2], values[3], values[5]) == ("adapter 5", "adapter 5 swapped", "weights 5")
+    assert (values[6], values[7]) == (reports["failed"], reports["swapped"])
+    assert taken == ["adapters in here, replaced=False", "memmap", "adapters left"]
+    assert held == [None, None]  # requests that come while weights are swapped get the bare model
 
 
 @pytest.mark.parametrize(

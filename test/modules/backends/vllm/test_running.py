@@ -82,6 +82,7 @@ class HandEngine:
         self.reading: asyncio.Event | None = None  # if set, a request is not known before
         self.room = 99  # how many answers run at a time
         self.canary: Exception | None = None
+        self.adapters: dict[str, Any] = {}
 
     @property
     def output_processor(self) -> Any:
@@ -94,6 +95,7 @@ class HandEngine:
         self, prompt: Any, params: Params, request_id: str, *, lora_request: Any, priority: int
     ) -> AsyncIterator[Any]:
         self.asked.append((request_id, prompt, params))
+        self.adapters[request_id] = lora_request
         if self.reading is not None:
             await self.reading.wait()
         ids, salt = prompt["prompt_token_ids"], prompt.get("cache_salt", "")
@@ -193,6 +195,7 @@ class Bench:
             self.engine, self.weights, lambda c: self.done.update({c.request_id: c}), self.refused.__setitem__
         )
         self.weights.in_flight = self.requests
+        self.own = False  # whether requests bring an adapter of their own
 
     async def start(self, name: str = "r", **params: Any) -> None:
         self.requests.start(
@@ -511,3 +514,53 @@ def test_a_part_says_what_of_it_stays() -> None:
     assert [part.keeps(item, Params()) for item in (done, cut, empty, late)] == [True, True, False, False]
     assert not part.keeps(cut, Params(structured_outputs="a grammar"))
     assert Part("r", 1).over(output(0, 2, "abort"))
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def test_requests_keep_the_adapter_they_began_with_and_its_version(run: Run) -> None:
+    one, two, own = object(), object(), object()
+
+    async def script(bench: Bench) -> None:
+        class Own:
+            async def load(self, lora_request: Any) -> Any:
+                return own if bench.own else None
+
+        bench.requests._adapters = Own()  # type: ignore[assignment]
+        await bench.start("bare", max_tokens=4)
+        await bench.engine.step()
+        bench.requests.change_adapter(one, 1)
+        bench.own = True
+        await bench.start("own", max_tokens=4)
+        bench.own = False
+        await bench.start("first", max_tokens=4)
+        await bench.engine.step()
+        bench.requests.change_adapter(two, 2)
+        await bench.start("second", max_tokens=4)
+        assert bench.requests.uses(one)
+        assert bench.requests.uses(two)
+        await bench.finish()
+        assert not bench.requests.uses(one)
+
+    bench = run(script)
+    assert bench.engine.adapters == {"bare": None, "own": own, "first": one, "second": two}
+    versions = {name: completion.outputs[0].policy_versions.tolist() for name, completion in bench.done.items()}
+    assert versions == {"bare": [0] * 4, "own": [1] * 4, "first": [1] * 4, "second": [2] * 4}
+
+
+def test_what_a_swap_of_whole_weights_cuts_goes_on_with_the_adapter_of_then(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        bench.requests.change_adapter(object(), 1)
+        bench.engine.version = 1
+        await bench.start(max_tokens=6)
+        await bench.engine.step(2)
+        bench.requests.adapter = None  # the new weights have it in them
+        assert not bench.weights.replaced
+        await bench.swap(2)
+        assert bench.weights.replaced
+        await bench.finish()
+
+    bench = run(script)
+    check(bench.done["r"].outputs[0], 1, 1, 2, 2, 2, 2)
+    assert [bench.engine.adapters[name] is None for name in ("r", "r~1")] == [False, True]

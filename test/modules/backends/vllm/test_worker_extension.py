@@ -26,6 +26,20 @@ def test_router_layers_are_those_of_the_model_that_runs(monkeypatch: pytest.Monk
     assert asked == [model]
 
 
+def test_an_adapter_is_loaded_and_its_modules_that_are_not_adapted_are_named() -> None:
+    loras = {"layers.0.attn.qkv_proj": 0, "layers.0.mlp.up_proj": 0, "layers.1.experts.base_layer": 0, "lm_head": 0}
+    adapters: dict[int, Any] = {}
+    manager = SimpleNamespace(
+        list_adapters=lambda: adapters,
+        modules={"layers.0.attn.qkv_proj": 0, "layers.1.experts": 0},
+    )
+    worker = WorkerExtension()
+    worker.model_runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
+    worker.add_lora = lambda lora: bool(adapters.update({lora.lora_int_id: SimpleNamespace(loras=loras)}))
+    fields = {"lora_name": "tiny", "lora_int_id": 7, "lora_path": "somewhere"}
+    assert worker.torchrl_moe_load_adapter(fields) == ["layers.0.mlp.up_proj", "lm_head"]
+
+
 def test_the_weight_engine_is_asked_by_name(tmp_path: Path) -> None:
     asked: list[Any] = []
 

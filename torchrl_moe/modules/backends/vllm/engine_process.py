@@ -26,6 +26,7 @@ from torchrl_moe import _compat
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.replica import PauseMode, ReplicaInfo, ReplicaStats, StageReport, SwapReport, Vitals
 from torchrl_moe.modules.backends.vllm import wire
+from torchrl_moe.modules.backends.vllm.adapter_versions import AdapterVersions
 from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args
 from torchrl_moe.modules.backends.vllm.lifeline import Inbox, end_group, end_group_later
@@ -68,6 +69,8 @@ class EngineProcess:
             engine, self.weights, lambda completion: send(("completion", completion)), self._refuse
         )
         self.weights.in_flight = self.requests
+        self.adapters = AdapterVersions(engine, self.requests)
+        self._sends_adapters = False  # the trainer, and no weights
         self._inbox = inbox
         self._send = send
         self._death_reported = False
@@ -139,17 +142,32 @@ class EngineProcess:
         return self.weights.version
 
     async def command_init_weights(self, transport: str, options: dict[str, Any]) -> None:
-        await self.weights.init(transport, options)
+        if transport == "adapter":
+            self.adapters.init(options, self.weights.replaced)
+        else:
+            await self.weights.init(transport, options)
+        self._sends_adapters = transport == "adapter"
 
     async def command_stage_weights(
         self, version: int, stage: str, verify: str, threads: int, manifest: str | None
     ) -> StageReport:
+        if self._sends_adapters:
+            return await self.adapters.stage(version)
         return await self.weights.stage(version, stage, verify, threads, manifest)
 
     async def command_swap_weights(
         self, version: int, pause: PauseMode, clear_cache: bool, canary: dict[str, Any] | None
     ) -> SwapReport:
-        return await self.weights.swap(version, pause, clear_cache, canary)
+        if self._sends_adapters:
+            return self.adapters.swap(version)
+        # whole weights have the adapter in them, or none
+        adapter, self.requests.adapter = self.requests.adapter, None
+        report = await self.weights.swap(version, pause, clear_cache, canary)
+        if report.started:
+            self.adapters.leave()
+        else:
+            self.requests.adapter = adapter
+        return report
 
     async def command_vitals(self, seconds: float) -> Vitals:
         return await self.vitals.read(seconds)

@@ -47,12 +47,16 @@ class Part:
     Attributes:
         name: vLLM's request id.
         answers: how many it makes.
+        lora: vLLM's request of the adapter that makes them, if one does.
+        version: of all of its tokens, once the adapter was updated for those that come later; ``None`` before.
         cut: by the pause of a swap.
         anew: answers to drop and to start anew, since their first token may come after a swap, from an old cache.
     """
 
     name: str
     answers: int
+    lora: Any = None
+    version: int | None = None
     cut: bool = False
     anew: set[int] = field(default_factory=set)
 
@@ -85,6 +89,9 @@ class RunningRequests:
         weights: the engine's.
         send: takes a completion to the driver.
         refuse: takes the id of a request that failed, and the error.
+
+    Attributes:
+        adapter: vLLM's request of the adapter that requests without one of their own get; ``None`` for the bare model.
     """
 
     def __init__(
@@ -96,6 +103,7 @@ class RunningRequests:
     ) -> None:
         self.engine = engine
         self.weights = weights
+        self.adapter: Any = None
         self.counts = dict.fromkeys(("requests", "completions", "prompt_tokens", "cached_tokens"), 0)
         self.counts["generated_tokens"] = 0
         self.seconds = 0.0
@@ -183,7 +191,9 @@ class RunningRequests:
             prompt["prompt"] = request.prompt
         else:
             prompt["prompt_token_ids"] = request.prompt_token_ids.tolist()
-        part = Part(request.request_id, getattr(params, "n", 1))
+        if lora is None:
+            lora = self.adapter  # nothing is awaited from here until the part is known, so no update comes between
+        part = Part(request.request_id, getattr(params, "n", 1), lora)
         running.parts.add(part)
         final = None
         try:
@@ -195,7 +205,8 @@ class RunningRequests:
             running.parts.discard(part)
         if final is None:
             raise RuntimeError(f"vLLM ended request {request.request_id!r} without an output")
-        return completion_from_vllm(final, request, self.weights.version), part
+        version = self.weights.version if part.version is None else part.version
+        return completion_from_vllm(final, request, version), part
 
     async def _finish(
         self, running: Running, completion: Completion, part: Part, output: CompletionOutput, params: Any
@@ -221,6 +232,19 @@ class RunningRequests:
     def _decode(self, params: Any, ids: Any) -> str:
         text: str = self.engine.get_tokenizer().decode(ids, skip_special_tokens=params.skip_special_tokens)
         return text
+
+    # -- adapters ---------------------------------------------------------------------------------------------------
+
+    def change_adapter(self, adapter: Any, version: int) -> None:
+        """Give requests that come from now on another adapter; those in flight keep what they began with."""
+        for part in self._parts():
+            if part.version is None:
+                part.version = self.weights.version
+        self.adapter, self.weights.version = adapter, version
+
+    def uses(self, adapter: Any) -> bool:
+        """Whether a request in flight is made with an adapter."""
+        return any(part.lora is adapter for part in self._parts())
 
     # -- cutting requests short -------------------------------------------------------------------------------------
 

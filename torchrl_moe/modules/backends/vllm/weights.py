@@ -72,6 +72,11 @@ class EngineWeights:
         self._reader = WeightStoreReader(options["folder"]) if transport == "memmap" else None
         self._expected = await asyncio.to_thread(self._read_expected)
 
+    @property
+    def replaced(self) -> bool:
+        """Whether the weights may be others than those that the engine was started from."""
+        return self._swaps > 0
+
     # -- requests ---------------------------------------------------------------------------------------------------
 
     async def salt(self) -> dict[str, str]:

@@ -7,12 +7,14 @@ shares a name with its worker class. None waits for anything: a worker that answ
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from torchrl_moe import _compat
 from torchrl_moe.data.weight_store import Manifest
+from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
 
 __all__ = ["WorkerExtension"]
 
@@ -24,10 +26,11 @@ _compat.keep_cpu_experts_with_lora()
 
 
 class WorkerExtension:
-    """Mixed into vLLM's ``Worker``; ``model_runner`` and ``weight_transfer_engine`` are the worker's own."""
+    """Mixed into vLLM's ``Worker``; the attributes without our prefix are the worker's own."""
 
     model_runner: Any
     weight_transfer_engine: Any
+    add_lora: Callable[[Any], bool]
     torchrl_moe_saved: dict[str, Tensor]
 
     def torchrl_moe_router_layers(self) -> list[int]:
@@ -61,6 +64,14 @@ class WorkerExtension:
         """Whether the model can run: no layer of it is taken apart."""
         whole: bool = self.weight_transfer_engine.whole
         return whole
+
+    def torchrl_moe_load_adapter(self, fields: dict[str, Any]) -> list[str]:
+        """Load an adapter, by the fields of vLLM's request; return the modules it names and this worker does not adapt.
+
+        Both in one call: where there is room for one only, the next step may drop it for that of a request under way.
+        """
+        self.add_lora(build_lora_request(fields))
+        return _compat.unused_adapter_modules(self.model_runner, fields["lora_int_id"])
 
     def torchrl_moe_save_params(self) -> int:
         """Keep a copy of the parameters in host memory, for :meth:`torchrl_moe_validate`; return how many."""

@@ -1,0 +1,144 @@
+"""Adapters sent to a real engine: it computes what peft does, and a request keeps the adapter that it began with."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from engines import ADAPTED, EngineShelf
+from reference import Reference
+from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.testing import make_tiny_moe
+from torchrl_moe.weight_update import VLLMWeightSyncScheme
+from torchrl_moe.weight_update.sender import WeightSender
+
+TOLERANCE = 1e-5
+IDS = [(7 * place + 3) % 256 for place in range(280)]  # more than a block of the prefix cache
+SHORT = IDS[:9]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def tune(shelf: EngineShelf) -> tuple[Reference, Any]:
+    """The engine's model with an adapter on its attention: as a reference, and as peft's."""
+    from peft import LoraConfig, get_peft_model
+
+    reference = Reference(shelf.folder("qwen3_moe"))
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=ATTENTION, init_lora_weights=False)
+    return reference, get_peft_model(reference.model, config)
+
+
+@torch.no_grad()
+def train(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+def ask(engine: AsyncVLLM, ids: list[int] = IDS, tokens: int = 12) -> Completion:
+    params = {"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, "temperature": 1.0}
+    completion: Completion = engine.generate(ids, params, use_tqdm=False)
+    return completion
+
+
+def distance(completion: Completion, reference: Reference) -> float:
+    """The largest difference between what the engine says of its answer and what the trainer's model does."""
+    (output,), prompt = completion.outputs, completion.prompt_token_ids.tolist()
+    wanted = reference([*prompt, *output.token_ids.tolist()])[0][len(prompt) :]
+    return float((torch.tensor(output.logprobs) - wanted).abs().max())
+
+
+def loaded(engine: AsyncVLLM) -> set[int]:
+    ((numbers,),) = engine.collective_rpc("list_loras")
+    return {number for number in numbers if number >= 1 << 30}
+
+
+def connect(engine: AsyncVLLM, model: Any) -> WeightSender:
+    sender = VLLMWeightSyncScheme(lora="adapter").create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(None, vllm_engine=engine)
+    return sender
+
+
+@pytest.mark.engine("qwen3_moe", **ADAPTED)
+@pytest.mark.usefixtures("one_thread")
+def test_an_engine_computes_with_each_adapter_what_peft_does(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    reference, model = tune(shelf)
+    sender = connect(engine, model)
+    before = engine.roster[0].version
+    for step in range(1, 4):
+        train(model)
+        assert distance(ask(engine), reference) > 100 * TOLERANCE  # the change is one that shows
+        report = sender.update_weights()
+        print(report)
+        completion = ask(engine)
+        assert completion.num_cached_tokens == 0  # all that is cached is of other adapters
+        assert distance(completion, reference) <= TOLERANCE
+        assert set(completion.outputs[0].policy_versions.tolist()) == {before + step}
+        again = ask(engine)
+        assert again.num_cached_tokens > 0
+        assert distance(again, reference) <= TOLERANCE
+    assert (report.failed, report.replicas[0].stage, report.replicas[0].paused) == ({}, "adapter", 0.0)
+    deadline = time.monotonic() + 30
+    while len(loaded(engine)) != 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    sender.shutdown()
+    assert distance(ask(engine), reference) <= TOLERANCE  # it stays when its store is gone
+
+
+@pytest.mark.engine("qwen3_moe", **ADAPTED)
+@pytest.mark.usefixtures("one_thread")
+def test_a_request_under_way_keeps_its_adapter(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    reference, model = tune(shelf)
+    sender = connect(engine, model)
+    version = sender.update_weights().version
+    answers: list[Completion] = []
+    asking = threading.Thread(target=lambda: answers.append(ask(engine, SHORT, 480)))
+    asking.start()
+    while not engine.roster[0].replica.stats(30.0).running:
+        assert asking.is_alive()
+    old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    train(model)
+    sender.update_weights()
+    assert asking.is_alive()  # nothing waited for it
+    after = ask(engine)
+    asking.join(60.0)
+    assert distance(after, reference) <= TOLERANCE
+    assert set(after.outputs[0].policy_versions.tolist()) == {version + 1}
+    assert distance(answers[0], reference) > 100 * TOLERANCE
+    model.load_state_dict(old)
+    assert distance(answers[0], reference) <= TOLERANCE
+    assert set(answers[0].outputs[0].policy_versions.tolist()) == {version}
+    sender.shutdown()
+
+
+@pytest.mark.engine("qwen3_moe", **ADAPTED)
+def test_an_adapter_that_the_engine_would_not_apply_whole_is_refused(engine: AsyncVLLM) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    before = engine.roster[0].version
+    for config, words in (
+        ({"r": 16, "target_modules": ["q_proj"]}, "LoRA rank 16 is greater than max_lora_rank 8"),
+        ({"r": 4, "target_modules": ["q_proj", "lm_head"]}, "lm_head"),
+        ({"r": 4, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}, "experts"),
+    ):
+        sender = connect(engine, get_peft_model(make_tiny_moe("qwen3_moe"), LoraConfig(**config)))
+        with pytest.raises(WeightSyncError, match=words) as caught:
+            sender.update_weights()
+        print(caught.value)
+        sender.shutdown()
+    assert engine.roster[0].version == before
+    assert ask(engine).outputs[0].finish_reason == "length"
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_an_engine_without_lora_is_told_what_to_start_with(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    with pytest.raises(ValueError, match="pass enable_lora=True and max_lora_rank="):
+        connect(engine, tune(shelf)[1])
