@@ -232,7 +232,7 @@ def test_a_full_disk_is_said_to_be_full_and_leaves_the_last_version(tmp_path: Pa
         writer = VersionsWriter(tmp_path)
         writer.publish(tensors(a=1).items(), 1)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
         with pytest.raises(
             WeightSyncError, match=r"no room for 4 MB in .*: a weight store keeps more than one version"
         ):

@@ -535,8 +535,9 @@ USES: dict[str, Callable[[GenerationService], Any]] = {
     "routing_layout": lambda s: s.routing_layout,
     "stats": lambda s: s.stats(),
     "to_pandas": lambda s: s.to_pandas(),
+    "update_weights": lambda s: s.update_weights([("w", torch.ones(1))]),
 }
-ALWAYS = {"is_running", "log_paths", "num_replicas", "register_weight_sync", "shutdown"}
+ALWAYS = {"is_running", "log_paths", "num_replicas", "register_weight_sync", "shutdown", "weight_sync"}
 
 
 def test_every_public_name_is_tried_below() -> None:
