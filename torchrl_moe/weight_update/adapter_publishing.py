@@ -46,8 +46,8 @@ class AdapterPublisher(Publisher):
             check_shapes(model, self.expected)
 
     def newest(self) -> int:
-        """Return the newest version in the store, which may be of a trainer before this one; 0 if there is none."""
-        return max(adapter_versions(self._store.folder), default=0)
+        """Return the newest version in the store, which may be of a trainer before this one; -1 if there is none."""
+        return max(adapter_versions(self._store.folder), default=-1)
 
     def publish(self, weights: Weights | None, version: int) -> Published:
         """Write a version. Of several ranks, rank 0 writes, unless another has an engine of its own.

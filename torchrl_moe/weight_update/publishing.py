@@ -84,8 +84,9 @@ class Publisher:
             self.model = ModelWeights(self._module, expected)
 
     def newest(self) -> int:
-        """Return the newest version in the store, which may be of a trainer before this one; 0 if there is none."""
-        return WeightStoreReader(self._store.folder).newest() or 0
+        """Return the newest version in the store, which may be of a trainer before this one; -1 if there is none."""
+        newest = WeightStoreReader(self._store.folder).newest()
+        return -1 if newest is None else newest
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
