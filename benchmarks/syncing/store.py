@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -41,7 +41,7 @@ def tensors_of(nbytes: int, count: int) -> dict[str, Tensor]:
     return {f"layers.{i}.weight": part for i, part in enumerate(flat.split(each))}
 
 
-def copy_into(target: NDArray[np.uint8], tensors: dict[str, Tensor]) -> None:
+def copy_into(target: NDArray[np.uint8], tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors one after another into flat memory."""
     place = 0
     for tensor in tensors.values():
@@ -51,11 +51,10 @@ def copy_into(target: NDArray[np.uint8], tensors: dict[str, Tensor]) -> None:
 
 
 def read_ours(target: NDArray[np.uint8], reader: WeightStoreReader, version: int) -> None:
-    """Take a version as a replica does: digests first, then the copy."""
+    """Take a version; each tensor's digest is checked when it is taken."""
     manifest = reader.manifest(version)
-    reader.verify(manifest)
-    with reader.reading(manifest) as tensors:
-        copy_into(target, dict(tensors))
+    with reader.reading(manifest, verify=True) as tensors:
+        copy_into(target, tensors)
 
 
 def read_theirs(target: NDArray[np.uint8], folder: str) -> None:
