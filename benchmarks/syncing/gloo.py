@@ -54,10 +54,10 @@ def receive_on_request(connection: Connection) -> None:
             receiver.fetch(manifest, verify=verify, threads=arguments["threads"])
             connection.send(StageReport(seconds=0.0, nbytes=manifest.nbytes, digest=manifest.digest))
         else:
+            connection.send(None)  # before the group is made: that waits for the other end
             if bare is None:
                 store = join_rendezvous("127.0.0.1", arguments["port"], PATIENCE)
                 bare = GlooGroup(store, 1, 2, PATIENCE, NBYTES)
-            connection.send(None)
             bare.broadcast(buffer, time.monotonic() + PATIENCE, ignore)
     for group in (receiver, bare):
         if group is not None:
