@@ -12,6 +12,7 @@ import torch
 
 from torchrl_moe._errors import SyncTimeout
 from torchrl_moe.data.gloo_group import GlooGroup, join_rendezvous, open_rendezvous, own_address
+from waiting import until
 
 TIMEOUT = 20.0
 LOOPBACK = "127.0.0.1"
@@ -69,9 +70,7 @@ def test_a_worker_is_ready_once_for_each_transfer(pair: Pair) -> None:
     for _ in range(2):
         assert not trainer.all_ready()
         worker.announce()
-        deadline = later()
-        while not trainer.all_ready():
-            assert time.monotonic() < deadline
+        until(trainer.all_ready, TIMEOUT)
         thread = threading.Thread(
             target=worker.broadcast, args=(torch.zeros(9, dtype=torch.uint8), later(), lambda _: None)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import warnings
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data.weight_store.children import exit_code_of
-from torchrl_moe._errors import DigestMismatch, ManifestMismatch
+from torchrl_moe._errors import DigestMismatch, ManifestMismatch, SyncTimeout
 from torchrl_moe.data.weight_store import VersionsWriter, WeightStoreReader, WeightStoreWriter
 
 Writer = WeightStoreWriter | VersionsWriter
@@ -131,6 +132,16 @@ def test_the_newest_version_is_known(writer: Writer, tmp_path: Path) -> None:
     for version in (1, 2, 5):
         writer.publish(tensors().items(), version)
         assert reader.newest() == version
+
+
+def test_a_slot_that_its_writer_keeps_is_waited_for_only_so_long(tmp_path: Path) -> None:
+    manifest = WeightStoreWriter(tmp_path).publish(tensors().items(), 1)
+    reader = WeightStoreReader(tmp_path, lock_seconds=0.05)
+    with (tmp_path / DATA["slots"]).open("rb") as stopped_writer:
+        fcntl.flock(stopped_writer, fcntl.LOCK_EX)
+        with pytest.raises(SyncTimeout, match=r"the trainer has held slot-1\.weights for 0\.05 s"):
+            reader.verify(manifest)
+    reader.verify(manifest)
 
 
 def test_flat_bytes_are_those_of_the_slot(tmp_path: Path) -> None:

@@ -200,6 +200,28 @@ def test_a_writer_does_not_wait_for_ever(tmp_path: Path) -> None:
     writer.publish(constant(3).items(), 3)
 
 
+def test_a_process_forked_meanwhile_keeps_no_lock(tmp_path: Path) -> None:
+    """As a trainer forks workers of a data loader: they have its open files."""
+    writer, reader = WeightStoreWriter(tmp_path, lock_seconds=0.05), WeightStoreReader(tmp_path, lock_seconds=0.05)
+    manifest = writer.publish(constant(1).items(), 1)
+    waiting, go = os.pipe()
+    with reader.reading(manifest), writer._holding(0):
+        child = os.fork()
+        if not child:
+            os.close(go)
+            os.read(waiting, 1)
+            os._exit(0)
+    try:
+        writer.publish(constant(3).items(), 3)
+        reader.verify(writer.publish(constant(4).items(), 4))
+        writer.close()
+        WeightStoreWriter(tmp_path).close()
+    finally:
+        os.close(go)
+        os.waitpid(child, 0)
+        os.close(waiting)
+
+
 def test_a_reader_waits_until_the_new_manifest_is_shown(writer: WeightStoreWriter, reader: WeightStoreReader) -> None:
     """While a slot is written there is no manifest of it, and none is read from a half-written one."""
     manifest = writer.publish(constant(1).items(), 1)

@@ -7,6 +7,7 @@ copies, since torch's threads on a busy host cost a hundred times what they gain
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,39 +28,43 @@ __all__ = ["Bytes", "CheckedTensors", "MappedFile", "lay_out", "pieces_of", "sen
 
 Bytes = NDArray[np.uint8]
 PIECE_BYTES = 4 << 20
-NOTHING: Bytes = np.empty(0, np.uint8)
 CAST_ELEMENTS = 1 << 15  # at most so many: torch uses more than one thread above
 
 
 def pieces_of(tensor: Tensor, dtype: torch.dtype) -> Iterator[Bytes]:
     """Give a tensor's bytes in ``dtype``, in order and on the CPU: without a copy where that can be."""
-    flat = tensor.detach().reshape(-1)
-    if flat.dtype == dtype and flat.device.type == "cpu":
-        raw: Bytes = flat.view(torch.uint8).numpy()
-        if len(raw) <= PIECE_BYTES:
-            yield raw
-            return
+    if _lies_ready(tensor, dtype):
+        raw = _bytes_of(tensor)
         for start in range(0, len(raw), PIECE_BYTES):
             yield raw[start : start + PIECE_BYTES]
         return
-    step = CAST_ELEMENTS if flat.device.type == "cpu" else PIECE_BYTES // dtype.itemsize
+    flat = tensor.detach().reshape(-1)
+    step = CAST_ELEMENTS if flat.is_cpu else PIECE_BYTES // dtype.itemsize
     for start in range(0, flat.numel(), step):
-        yield flat[start : start + step].to(dtype).cpu().view(torch.uint8).numpy()
+        yield _bytes_of(flat[start : start + step].to(dtype).cpu())
 
 
 def send(tensor: Tensor, dtype: torch.dtype, take: Callable[[Bytes], object]) -> str:
     """Give a tensor's bytes to ``take``, piece by piece, and return their digest."""
-    pieces = pieces_of(tensor, dtype)
-    if tensor.numel() * dtype.itemsize <= PIECE_BYTES and tensor.dtype == dtype:  # the most, and all of it at once
-        piece = next(pieces, NOTHING)
+    if tensor.nbytes <= PIECE_BYTES and _lies_ready(tensor, dtype):  # the most, and all of it at once
+        piece = _bytes_of(tensor)
         found = str(xxhash.xxh3_64_hexdigest(piece.data))
         take(piece)
         return found
     digest = xxhash.xxh3_64()
-    for piece in pieces:
+    for piece in pieces_of(tensor, dtype):
         digest.update(piece.data)
         take(piece)
     return str(digest.hexdigest())
+
+
+def _lies_ready(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype == dtype and tensor.is_cpu
+
+
+def _bytes_of(tensor: Tensor) -> Bytes:
+    raw: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return raw
 
 
 def lay_out(kinds: Iterable[TensorKind]) -> tuple[list[int], int]:
@@ -122,11 +127,10 @@ class MappedFile:
 
     def tensor(self, entry: TensorEntry) -> Tensor:
         """Return a tensor as it lies there."""
-        dtype, shape = entry.torch_dtype, torch.Size(entry.shape)
-        count = shape.numel()
+        dtype, count = entry.torch_dtype, math.prod(entry.shape)
         if not count:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=entry.offset).view(shape)
+            return torch.empty(entry.shape, dtype=dtype)
+        return torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
 
 
 class CheckedTensors(Mapping[str, Tensor]):

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from torchrl_moe._errors import ManifestMismatch
+from torchrl_moe._errors import ManifestMismatch, SyncTimeout
 from torchrl_moe.data.weight_store.flat import Bytes, CheckedTensors, MappedFile, verify_entries
 from torchrl_moe.data.weight_store.manifest import Manifest, TensorEntry
-from torchrl_moe.data.weight_store.slots import manifest_path, manifest_paths, slot_path
+from torchrl_moe.data.weight_store.slots import lock_slot, manifest_path, manifest_paths, slot_path, unlock
 from torchrl_moe.data.weight_store.versions import (
     DATA,
     MANIFEST,
@@ -33,10 +33,12 @@ class WeightStoreReader:
 
     Args:
         folder: the writer's.
+        lock_seconds: how long to wait for a writer that is at the slot which is to be read.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, lock_seconds: float = 60.0) -> None:
         self.folder = Path(folder)
+        self._lock_seconds = lock_seconds
         self._mapped: dict[Path, MappedFile] = {}
         self._known: tuple[tuple[int, ...], Manifest] | None = None  # the manifest read last, and its file's identity
         self._lock = threading.Lock()
@@ -84,6 +86,7 @@ class WeightStoreReader:
 
         Raises:
             ManifestMismatch: the version is not there any more, or its files were cut short.
+            SyncTimeout: the trainer did not let go of the slot in time: it is stopped.
             DigestMismatch: on taking a tensor, its bytes are not those published.
         """
         with self._holding(manifest) as files:
@@ -133,10 +136,11 @@ class WeightStoreReader:
         except FileNotFoundError:
             raise ManifestMismatch(f"{path.name} of the weight store is gone") from None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if not lock_slot(descriptor, fcntl.LOCK_SH, self._lock_seconds):
+                raise SyncTimeout(f"the trainer has held {path.name} for {self._lock_seconds:g} s")
             yield
         finally:
-            os.close(descriptor)
+            unlock(descriptor)
 
     def _files(self, manifest: Manifest) -> dict[int | None, MappedFile]:
         """Return the files that hold a version, by the ``base`` of their entries."""

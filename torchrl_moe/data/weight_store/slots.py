@@ -30,7 +30,7 @@ from torchrl_moe.data.weight_store.writing import (
     replace_text,
 )
 
-__all__ = ["WeightStoreWriter", "manifest_path", "manifest_paths", "slot_path"]
+__all__ = ["WeightStoreWriter", "lock_slot", "manifest_path", "manifest_paths", "slot_path", "unlock"]
 
 LOCK_POLL_SECONDS = 0.005
 NOTHING: Bytes = np.empty(0, np.uint8)
@@ -50,6 +50,25 @@ def manifest_paths(folder: Path) -> dict[int, Path]:
     """Return version -> file of its manifest."""
     paths = {path.stem.removeprefix("manifest-"): path for path in folder.glob("manifest-*.json")}
     return {int(number): path for number, path in paths.items() if number.isdecimal()}
+
+
+def lock_slot(descriptor: int, kind: int, seconds: float) -> bool:
+    """Wait for the lock of a slot's open file; false if others had it all the time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(LOCK_POLL_SECONDS)
+
+
+def unlock(descriptor: int) -> None:
+    """Close a file and give its lock up, also where a process that was forked meanwhile has the file open still."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 class WeightStoreWriter:
@@ -126,18 +145,11 @@ class WeightStoreWriter:
         path = slot_path(self.folder, slot)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
-            deadline = time.monotonic() + self._lock_seconds
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise SyncTimeout(f"a reader has held {path.name} for {self._lock_seconds:g} s") from None
-                    time.sleep(LOCK_POLL_SECONDS)
+            if not lock_slot(descriptor, fcntl.LOCK_EX, self._lock_seconds):
+                raise SyncTimeout(f"a reader has held {path.name} for {self._lock_seconds:g} s")
             yield descriptor
         finally:
-            os.close(descriptor)
+            unlock(descriptor)
 
     def _map(self, slot: int, descriptor: int, size: int) -> Bytes:
         status = os.fstat(descriptor)
@@ -168,7 +180,10 @@ def _write(tensor: Tensor, kind: TensorKind, target: Bytes, offset: int) -> str:
 
     def take(piece: Bytes) -> None:
         nonlocal position
-        target[position : position + len(piece)] = piece
-        position += len(piece)
+        end = position + len(piece)
+        # a copy by numpy's vector loop. The C library's memcpy copies 50 KB to 1.3 MB by a string instruction, which
+        # takes 1.5 times as long over the small pages of shared memory.
+        np.bitwise_or(piece, piece, out=target[position:end])
+        position = end
 
     return send(tensor, kind[0], take)

@@ -7,7 +7,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -68,7 +68,10 @@ class WriterLock:
 
     def close(self) -> None:
         """Let the next writer in. Idempotent."""
-        self._file.close()
+        if not self._file.closed:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # a process that was forked has the file open still
+            self._file.close()
 
 
 def kinds_of(tensors: Iterable[tuple[str, Tensor]], version: int) -> tuple[dict[str, Tensor], dict[str, TensorKind]]:

@@ -212,13 +212,14 @@ class StageReport:
 class SwapReport:
     """How far a replica came with a version: seconds pausing, loading, and paused in all; or why it failed.
 
-    One that was not ``started`` still has its old weights.
+    One that was not ``started`` still has its old weights. ``unproved`` says why its canary was not answered.
     """
 
     started: bool = True
     pausing_seconds: float = 0.0
     loading_seconds: float = 0.0
     paused_seconds: float = 0.0
+    unproved: str = ""
     error: str | None = None
 
 

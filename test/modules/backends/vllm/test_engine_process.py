@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from modules.backends.vllm import toy_engine
-from modules.backends.vllm.processes import until
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion, PauseMode, ReplicaInfo, ReplicaStats, Request, SwapReport
 from torchrl_moe.modules.backends.vllm import engine_process, running, stats_feed, wire
@@ -24,6 +23,7 @@ from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica
 from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
 from torchrl_moe.modules.backends.vllm.stats_feed import Load
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
+from waiting import until
 
 
 class Inbox:
@@ -58,7 +58,7 @@ class Bench:
         self.inbox.put("generate", wire.pack_requests(requests))
 
     def call(self, number: int, command: str, **kwargs: Any) -> None:
-        self.inbox.put("call", number, command, kwargs)
+        self.inbox.put("call", number, command, pickle.dumps(kwargs))
 
     async def until_sent(self, count: int) -> list[tuple[Any, ...]]:
         async with asyncio.timeout(5):

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from modules.backends.vllm.processes import group, until
+from modules.backends.vllm.processes import group
 from torchrl_moe.modules.backends.vllm import lifeline, wire
 from torchrl_moe.modules.backends.vllm.lifeline import Inbox
+from waiting import until
 
 
 class Line:

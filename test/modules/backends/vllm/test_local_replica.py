@@ -16,7 +16,9 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -30,13 +32,13 @@ from modules.backends.vllm.processes import (
     process_of,
     toy_environment,
     toy_replica,
-    until,
     use_toy_engine,
 )
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.replica import Request, Vitals
 from torchrl_moe.modules.backends.vllm import child
 from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica, engine_environment
+from waiting import until
 
 START = 30.0
 
@@ -178,6 +180,43 @@ def test_what_does_not_pickle_is_refused_before_it_is_sent(lasting: LocalReplica
         (future,) = lasting.submit([ids_request("x", sampling_params=parameters)])
         with pytest.raises(ValueError, match="the request cannot be sent to the engine process"):
             future.result(0)
+
+
+class Mine(Enum):
+    """Of the driver's script: engine processes know no such module."""
+
+    MODE = "mode"
+
+
+class Odd:
+    """Raises what pickle itself does not."""
+
+    def __reduce__(self) -> Any:
+        raise RecursionError("too deep")
+
+
+def test_a_request_whose_pickling_fails_for_a_reason_of_its_own_frees_its_id(lasting: LocalReplica) -> None:
+    (future,) = lasting.submit([ids_request("x", sampling_params={"odd": Odd()})])
+    with pytest.raises(ValueError, match="the request cannot be sent to the engine process: too deep"):
+        future.result(0)
+    assert lasting.submit([ids_request("x")])[0].result(10).request_id == "x"
+
+
+@pytest.mark.parametrize("field", ["sampling_params", "guided_options", "lora_request"])
+def test_what_the_engine_process_cannot_unpickle_is_refused_and_harms_nobody(
+    lasting: LocalReplica, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    module = ModuleType("only_in_the_driver")
+    module.Mine = Mine
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(Mine, "__module__", module.__name__)
+    (other,) = lasting.submit([ids_request("other", sampling_params={"seconds": 0.3})])
+    (future,) = lasting.submit([ids_request("x", **{field: {"mode": Mine.MODE}})])
+    with pytest.raises(ValueError, match=r"cannot unpickle the request: .*No module named 'only_in_the_driver'"):
+        future.result(10)
+    with pytest.raises(EngineError, match="No module named 'only_in_the_driver'"):
+        rpc(lasting, "echo", Mine.MODE)
+    assert other.result(10).request_id == "other"
 
 
 def test_an_abort_cuts_a_request_even_right_after_it_was_submitted(lasting: LocalReplica) -> None:
@@ -522,6 +561,19 @@ def test_a_killed_driver_takes_its_engines_with_it(how: str, tmp_path: Path) -> 
         process.wait(5)
     until(lambda: not group(pid), 5)
     until(lambda: list(tmp_path.iterdir()) == [], 5)
+
+
+def test_a_killed_driver_takes_an_engine_with_it_of_which_a_process_is_stopped(tmp_path: Path) -> None:
+    with driver("serving", tmp_path) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        (sleeper,) = [member.pid for member in group(pid) if member.pid != pid]
+        os.kill(sleeper, signal.SIGSTOP)
+        until(lambda: psutil.Process(sleeper).status() == psutil.STATUS_STOPPED, 5)
+        process.kill()
+        process.wait(5)
+    until(lambda: not group(pid), 5)
+    until(lambda: list(tmp_path.iterdir()) == [], 5)  # the leader was there to clear up
 
 
 def test_a_process_that_the_driver_forked_does_not_keep_the_engines_alive(tmp_path: Path) -> None:

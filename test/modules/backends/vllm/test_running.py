@@ -219,10 +219,11 @@ class Bench:
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Bench], Awaitable[None]]], Bench]:
     monkeypatch.setattr(running, "SamplingParamsBuilder", lambda: lambda spec, guided_options: spec)
 
-    async def ask_canary(engine: HandEngine, canary: None, name: str) -> None:
+    async def ask_canary(engine: HandEngine, canary: None, name: str, seconds: float) -> str:
         await engine.step()  # what it froze makes tokens meanwhile
         if engine.canary is not None:
             raise engine.canary
+        return ""
 
     monkeypatch.setattr(weights, "ask_canary", ask_canary)
 

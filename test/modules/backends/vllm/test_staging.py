@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from torchrl_moe._errors import DigestMismatch, WeightSyncError
 from torchrl_moe.data.weight_store import Manifest
 from torchrl_moe.modules.backends.vllm import staging
 from torchrl_moe.modules.backends.vllm.staging import Staging, TensorStream
+from waiting import until
 
 TENSORS = {"a": torch.zeros(1), "b": torch.ones(1), "c": torch.ones(2)}
 
@@ -30,6 +30,7 @@ class FakeReceiver:
         self.error: Exception | None = None
         self.during: dict[str, Any] = {}
         self.open = 0
+        self.read_verifying: bool | None = None
 
     def manifest(self, version: int) -> Manifest:
         return Manifest(version, 0, ())
@@ -46,7 +47,8 @@ class FakeReceiver:
             raise self.error
 
     @contextmanager
-    def reading(self, manifest: Manifest) -> Iterator[Mapping[str, Tensor]]:
+    def reading(self, manifest: Manifest, *, verify: bool) -> Iterator[Mapping[str, Tensor]]:
+        self.read_verifying = verify
         self.open += 1
         yield TENSORS
         self.open -= 1
@@ -79,15 +81,8 @@ class FakeShadow:
 
 def run(receiver: FakeReceiver, shadow: FakeShadow | None, reason: str = "") -> Staging:
     begun: Any = Staging(Manifest(3, 0, ()), receiver, shadow, reason, verify=True, threads=2)  # type: ignore[arg-type]
-    wait(begun)
+    until(lambda: not begun.running, 10.0)
     return begun  # type: ignore[no-any-return]
-
-
-def wait(begun: Staging) -> None:
-    deadline = time.monotonic() + 10.0
-    while begun.running:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_a_version_is_fetched_and_loaded_into_the_shadow() -> None:
@@ -103,6 +98,7 @@ def test_a_version_is_fetched_and_loaded_into_the_shadow() -> None:
         "error": None,
     }
     assert (receiver.fetched, shadow.names, receiver.open) == ([(3, True, 2)], ["a", "b", "c"], 0)
+    assert receiver.read_verifying is True
 
 
 def test_without_a_shadow_it_is_fetched_only_and_the_reason_is_told() -> None:
@@ -137,7 +133,7 @@ def test_it_can_be_told_to_stop_and_then_stops_at_the_next_tensor() -> None:
     assert begun.report() == {"running": True}
     begun.cancel()
     shadow.hold.set()
-    wait(begun)
+    until(lambda: not begun.running, 10.0)
     assert begun.report()["error"] == "WeightSyncError: another version was staged meanwhile"
     assert shadow.names == ["a"]
 
@@ -150,8 +146,22 @@ def test_its_thread_is_polite_and_alone_in_that() -> None:
     assert receiver.during["turn"] == pytest.approx(staging.TURN_SECONDS)
     assert receiver.during["torch"] == 1
     if sys.platform == "linux":
-        assert receiver.during["priority"] == min(before[2] + staging.NICENESS, 19)
+        assert receiver.during["priority"] == max(before[2], staging.NICENESS)
     assert (sys.getswitchinterval(), torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, 0)) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a priority may be a thread's own")
+def test_a_nicer_worker_stays_so_for_only_the_privileged_may_raise_a_priority() -> None:
+    receiver = FakeReceiver()
+
+    def nicely() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 12)
+        run(receiver, None)
+
+    thread = threading.Thread(target=nicely)
+    thread.start()
+    thread.join()
+    assert receiver.during["priority"] == 12
 
 
 def test_a_stream_counts_what_was_taken() -> None:

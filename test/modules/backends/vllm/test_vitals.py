@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from modules.backends.vllm.processes import until
 from torchrl_moe.modules.backends.vllm import vitals as vitals_module
 from torchrl_moe.modules.backends.vllm.vitals import VitalSigns
+from waiting import until
 
 SPIN = "while True: pass"
 
@@ -67,6 +67,20 @@ def test_a_core_that_does_not_answer_is_pinged_once_until_it_does(leader: subpro
         assert (await signs.read(5.0)).core_answered
         assert (await signs.read(5.0)).core_answered
         assert core.pings == 2
+
+    asyncio.run(main())
+
+
+def test_those_who_ask_at_the_same_time_share_a_ping() -> None:
+    async def main() -> None:
+        core = Core()
+        signs = VitalSigns(core)
+        readers = [asyncio.ensure_future(signs.read(5.0)) for _ in range(3)]
+        while not core.pings:
+            await asyncio.sleep(0)
+        core.free.set()
+        assert [vitals.core_answered for vitals in await asyncio.gather(*readers)] == [True] * 3
+        assert core.pings == 1
 
     asyncio.run(main())
 

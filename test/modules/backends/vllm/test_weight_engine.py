@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_moe import _compat
-from torchrl_moe._errors import ManifestMismatch, WeightSyncError
+from torchrl_moe._errors import ManifestMismatch, SyncTimeout, WeightSyncError
 from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
 from torchrl_moe.modules.backends.vllm.receivers.memmap import MemmapReceiver
 from torchrl_moe.modules.backends.vllm.receivers.nccl import NcclReceiver
+from waiting import until
 
 
 class Layer(nn.Module):
@@ -123,9 +123,24 @@ def test_a_load_that_broke_off_anywhere_is_made_good_by_the_next(
     with pytest.raises(MemoryError, match=place):
         receive(worker, 2)
     assert not worker.whole
-    load(worker, 2)
+    store.publish(values(5.0).items(), 4)  # its slot is let go of
+    load(worker, 4)
     assert worker.whole
     assert same(weights_of(model), values(5.0))
+
+
+def test_tensors_stay_until_the_update_is_finished(
+    worker: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM copies some of them only then."""
+    store.publish(values(1.0).items(), 1)
+    worker.start_weight_update()
+    receive(worker, 1)
+    monkeypatch.setattr(store, "_lock_seconds", 0.01)
+    with pytest.raises(SyncTimeout, match=r"slot-1\.weights"):
+        store.publish(values(3.0).items(), 3)
+    worker.finish_weight_update()
+    store.publish(values(3.0).items(), 3)
 
 
 def test_a_version_that_is_not_there_leaves_the_model_whole_and_old(
@@ -191,9 +206,7 @@ def test_a_receiver_that_loads_by_itself_is_let_do_so(worker: Any, model: Model,
     manifest = store.publish(values(1.0).items(), 1)
     worker._receiver = Pushing(model, values(1.0))
     assert worker.stage(manifest, shadow=True, verify=False, threads=1)
-    until_staged = time.monotonic() + 20
-    while (report := worker.staged())["running"]:
-        assert time.monotonic() < until_staged
+    report = finished(worker)
     assert (report["stage"], report["reason"]) == ("plain", "nccl sends during the pause")
     load(worker, 1)
     assert same(weights_of(model), values(1.0))
@@ -252,18 +265,12 @@ def stage(worker: Any, store: WeightStoreWriter, version: int, shadow: bool = Tr
 
 
 def begin(worker: Any, manifest: Manifest, shadow: bool = True) -> None:
-    deadline = time.monotonic() + 10.0
-    while not worker.stage(manifest, shadow=shadow, verify=False, threads=1):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: worker.stage(manifest, shadow=shadow, verify=False, threads=1), 10.0)
 
 
 def finished(worker: Any) -> dict[str, Any]:
-    deadline = time.monotonic() + 10.0
-    while (report := worker.staged())["running"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    return dict(report)
+    until(lambda: not worker.staged()["running"], 10.0)
+    return dict(worker.staged())
 
 
 def test_a_staged_version_changes_places_with_the_old_one_and_back(
@@ -315,6 +322,25 @@ def test_memory_is_given_back_beside_the_loop_and_before_the_next_version(
     release.set()
     begin(shadowed, manifest)
     assert finished(shadowed)["stage"] == "shadow"
+
+
+def test_what_goes_wrong_as_memory_is_given_back_is_told_by_the_next_staging(
+    shadowed: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchrl_moe.modules.backends.vllm.shadow import ShadowModel
+
+    stage(shadowed, store, 1)
+    shadowed.change_places(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(ShadowModel, "release", broken)
+        shadowed.drop()
+        with pytest.raises(ZeroDivisionError, match="no release"):
+            stage(shadowed, store, 2)
+    assert stage(shadowed, store, 4)["stage"] == "shadow"
+
+
+def broken(shadow: Any) -> None:
+    raise ZeroDivisionError("no release")
 
 
 def test_a_plain_version_after_one_that_was_not_used_gives_its_memory_back(

@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 from torchrl_moe.weight_update import SyncReport, VLLMWeightSyncScheme, get_model_metadata
 from torchrl_moe.weight_update.sender import WeightSender
+from waiting import until
 
 EXPECTED = {"w": (torch.float32, torch.Size([4]))}
 
@@ -164,8 +166,39 @@ def test_a_pause_that_fails_leaves_the_old_weights_in_service() -> None:
 def test_an_engine_that_the_user_paused_stays_paused() -> None:
     engine = FakeLLM()
     engine.was_paused = True
-    assert swap(make(engine)).error is None
+    report = swap(make(engine))
+    assert (report.error, report.unproved) == (None, "the engine is paused")
     assert engine.log == GOOD[:4]
+
+
+@pytest.mark.parametrize("when", ["before the swap", "after it failed"])
+def test_an_engine_that_the_user_paused_stays_paused_also_by_a_second_attempt(when: str) -> None:
+    engine = FakeLLM()
+    engine.was_paused = when == "before the swap"
+    weights = make(engine)
+    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
+    assert swap(weights).error == "RuntimeError: boom"
+    if not engine.was_paused:
+        asyncio.run(weights.pause("keep", False))
+    engine.was_paused = True  # by the swap, or by him: vLLM does not tell
+    engine.fail.clear()
+    assert swap(weights).error is None
+    assert "resume" not in engine.log
+
+
+def test_a_canary_that_gets_no_turn_before_the_driver_gives_up_proves_nothing() -> None:
+    engine = FakeLLM()
+
+    async def full(prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield
+
+    engine.generate = full  # type: ignore[method-assign]
+    weights = make(engine)
+    report = swap(weights, patience=0.05)
+    assert (report.started, report.error, weights.version) == (True, None, 7)
+    assert report.unproved.startswith("the canary had no turn within 0.0")
+    assert engine.log == GOOD[:5]
 
 
 @pytest.mark.parametrize("step", ["start", "update", "finish", "probe"])
@@ -227,8 +260,8 @@ def test_requests_that_arrive_during_a_swap_wait_for_its_salt() -> None:
     assert asyncio.run(arrive()) == (True, {"cache_salt": "swap-1"})
 
 
-def swap(weights: EngineWeights, version: int = 7, clear_cache: bool = False) -> Any:
-    return asyncio.run(weights.swap(version, "keep", clear_cache))
+def swap(weights: EngineWeights, version: int = 7, clear_cache: bool = False, patience: float = 60.0) -> Any:
+    return asyncio.run(weights.swap(version, "keep", clear_cache, None, patience))
 
 
 def test_a_swap_is_one_transaction_that_ends_with_a_probe() -> None:
@@ -376,17 +409,19 @@ def test_staging_needs_the_transport_and_then_checks_everything(tmp_path: Path) 
     found = asyncio.run(staged(weights, 1))
     assert (found.nbytes, found.digest, found.stage, found.reason) == (16, manifest.digest, "shadow", "")
     assert found.loaded == 0.5
-    assert 0 < found.fetched < found.seconds
+    assert 0 <= found.fetched < found.seconds
     engine.log.clear()
     with pytest.raises(ManifestMismatch, match="version 2 is not in the store"):
         asyncio.run(staged(weights, 2))
     store.publish([("v", torch.ones(4))], 2)
     with pytest.raises(ManifestMismatch, match=r"1 missing \(w\); 1 unknown to the engine \(v\)"):
         asyncio.run(staged(weights, 2))
+    assert engine.log == []  # no worker was asked
     (tmp_path / "slot-1.weights").write_bytes(b"\x01" * 64)
+    asyncio.run(staged(weights, 1))  # the worker, which has a shadow, compares what it loads
+    engine.reports = [[report(stage="plain", reason="no room")]]
     with pytest.raises(DigestMismatch, match="bytes of w"):
         asyncio.run(staged(weights, 1))
-    assert engine.log == []  # no worker was asked
     for verify in ("canary", "off"):
         assert asyncio.run(staged(weights, 1, verify=verify)).digest == manifest.digest
 
@@ -881,25 +916,44 @@ def test_a_canary_that_fails_brings_back_the_old_weights_for_every_request(train
 
 @pytest.mark.soak
 @pytest.mark.engine("qwen3_moe")
-def test_many_updates_leave_memory_and_descriptors_as_they_were(train: Train) -> None:
+def test_two_hundred_updates_under_load_leave_memory_files_and_shared_memory_as_they_were(train: Train) -> None:
     trainer = train()
-    process = trainer.engine.roster[0].replica._child.process.pid  # type: ignore[attr-defined]
+    leader = psutil.Process(trainer.engine.roster[0].replica._child.process.pid)  # type: ignore[attr-defined]
+    processes = [psutil.Process(), leader, *leader.children(recursive=True)]
 
-    def held() -> tuple[int, int]:
-        family = [psutil.Process(process), *psutil.Process(process).children(recursive=True)]
-        return sum(one.memory_info().rss for one in family), sum(one.num_fds() for one in family)
+    def held() -> list[int]:
+        """Bytes of driver and of engine, open files of all, bytes of the weight store."""
+        driver, *engine = (process.memory_info().rss for process in processes)
+        files = sum(process.num_fds() for process in processes)
+        return [driver, sum(engine), files, sum(path.stat().st_size for path in trainer.sender.scheme.folder.iterdir())]
+
+    updated = threading.Event()
+
+    def ask() -> int:
+        rounds = 0
+        while not updated.is_set():
+            trainer.generate(tokens=24)
+            rounds += 1
+        return rounds
 
     sizes = []
-    for seed in range(120):
-        trainer.change(seed)
-        trainer.update("shadow" if seed % 3 else "plain")
-        trainer.generate(PROMPTS[:1], tokens=2)
-        if seed >= 40:
-            sizes.append(held())
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(ask)
+        try:
+            for seed in range(200):
+                trainer.change(seed)
+                trainer.update("shadow" if seed % 3 else "plain")
+                sizes.append(held())
+        finally:
+            updated.set()
+        assert load.result(60.0) > 20
     trainer.restore()
-    (first, files), (last, files_now) = sizes[0], sizes[-1]
-    assert files_now == files
-    assert last - first < 40 * (1 << 20)
+    first, last = np.median(sizes[50:70], axis=0), np.median(sizes[-20:], axis=0)
+    driver, engine, files, store = (last - first).tolist()
+    assert driver < 20 * (1 << 20)
+    assert engine < 40 * (1 << 20)
+    assert abs(files) <= 2  # of requests that come and go
+    assert abs(store) < 4096  # a manifest's numbers have more digits
 
 
 @pytest.mark.engine("deepseek_v3")
@@ -1006,10 +1060,7 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_each_token_knows_its_
 
 def let_run(engine: AsyncVLLM, seconds: float = 0.2) -> None:
     """Wait until a request is in flight, and a little longer: long enough for tokens, too short for all of them."""
-    deadline = time.monotonic() + 30
-    while not engine.roster[0].inflight:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: engine.roster[0].inflight, 30.0, look_every=0.001)
     time.sleep(seconds)
 
 

@@ -5,7 +5,7 @@ leader of a process group. vLLM imports this module again in its own child proce
 group never outlives the driver: end of file on the socket, or a new parent process, ends it.
 
 Messages in: ``("configure", arguments)``, ``("generate", packed)``, ``("abort", ids)``,
-``("call", number, method, kwargs)``, ``("shutdown",)``.
+``("call", number, method, pickle of kwargs)``, ``("shutdown",)``.
 Messages out: ``("ready", info)``, ``("failed", text)``, ``("completions", packed)``, ``("refused", id, kind, text)``,
 ``("result", number, pickle)``, ``("error", number, kind, text)``, ``("figures", stats)``, ``("died", text)``.
 """
@@ -13,8 +13,11 @@ Messages out: ``("ready", info)``, ``("failed", text)``, ``("completions", packe
 from __future__ import annotations
 
 import asyncio
+import gc
+import math
 import os
 import pickle
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -24,7 +27,15 @@ from typing import Any
 
 from torchrl_moe import _compat
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.replica import PauseMode, ReplicaInfo, ReplicaStats, StageReport, SwapReport, Vitals
+from torchrl_moe.modules.backends.replica import (
+    PauseMode,
+    ReplicaInfo,
+    ReplicaStats,
+    Request,
+    StageReport,
+    SwapReport,
+    Vitals,
+)
 from torchrl_moe.modules.backends.vllm import wire
 from torchrl_moe.modules.backends.vllm.adapter_versions import AdapterVersions
 from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
@@ -80,6 +91,23 @@ class EngineProcess:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
+    async def generate(self, packed: wire.Packed) -> None:
+        """Start requests, or refuse them if they hold what cannot be unpickled here; whoever sent them lives on."""
+        (found,) = await asyncio.gather(self._unpack(packed), return_exceptions=True)
+        if not isinstance(found, BaseException):
+            for request in found:
+                self.requests.start(request)
+            return
+        error = ValueError(
+            f"the engine process cannot unpickle the request: {type(found).__name__}: {found}. Pass plain data, or "
+            "objects of classes that it can import: those of the driver's own script are not"
+        )
+        for request_id in wire.packed_ids(packed):
+            self._refuse(request_id, error)
+
+    async def _unpack(self, packed: wire.Packed) -> list[Request]:
+        return wire.unpack_requests(packed)
+
     def _refuse(self, request_id: str, error: BaseException) -> None:
         if not self._report_death():
             self._send(("refused", request_id, *self._described(error)))
@@ -96,20 +124,20 @@ class EngineProcess:
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
-    def call(self, number: int, method: str, kwargs: dict[str, Any]) -> None:
+    def call(self, number: int, method: str, kwargs: bytes) -> None:
         """Start a command; its value or its error is sent when it is done."""
         task = asyncio.get_running_loop().create_task(self._answer(method, kwargs))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(partial(self._send_result, number))
 
-    async def _answer(self, method: str, kwargs: dict[str, Any]) -> bytes:
-        """Run a command. Its value is pickled here and unpickled by the caller, where a failure concerns only him."""
+    async def _answer(self, method: str, kwargs: bytes) -> bytes:
+        """Run a command. It is unpickled here, and its value by the caller: a failure concerns only him."""
         command = getattr(self, f"command_{method}", None)
         if command is None:
             known = sorted(name.removeprefix("command_") for name in dir(self) if name.startswith("command_"))
             raise ValueError(f"an engine process has no command {method!r}; known: {', '.join(known)}")
-        return pickle.dumps(await command(**kwargs))
+        return pickle.dumps(await command(**pickle.loads(kwargs)))
 
     def _send_result(self, number: int, task: asyncio.Task[bytes]) -> None:
         if task.cancelled():
@@ -156,13 +184,18 @@ class EngineProcess:
         return await self.weights.stage(version, stage, verify, threads, manifest)
 
     async def command_swap_weights(
-        self, version: int, pause: PauseMode, clear_cache: bool, canary: dict[str, Any] | None
+        self,
+        version: int,
+        pause: PauseMode,
+        clear_cache: bool,
+        canary: dict[str, Any] | None,
+        patience: float = math.inf,
     ) -> SwapReport:
         if self._sends_adapters:
             return self.adapters.swap(version)
         # whole weights have the adapter in them, or none
         adapter, self.requests.adapter = self.requests.adapter, None
-        report = await self.weights.swap(version, pause, clear_cache, canary)
+        report = await self.weights.swap(version, pause, clear_cache, canary, patience)
         if report.started:
             self.adapters.leave()
         else:
@@ -200,8 +233,7 @@ class EngineProcess:
         while True:
             kind, *rest = await self._inbox.messages.get()
             if kind == "generate":
-                for request in wire.unpack_requests(*rest):
-                    self.requests.start(request)
+                await self.generate(*rest)
             elif kind == "abort":
                 self.requests.abort(*rest)
             elif kind == "call":
@@ -274,6 +306,8 @@ async def _main(connection: Connection, driver: int) -> None:
         outbox.close()
         return
     engine, info, load = started
+    gc.collect()
+    gc.freeze()  # what vLLM brings are 600 000 objects: looking through them all takes 0.3 s
     inbox.serving = True
     try:
         outbox.put(("ready", info))
@@ -286,6 +320,9 @@ async def _main(connection: Connection, driver: int) -> None:
 
 def main() -> None:
     """Run to the end. Nothing may hold the exit back: vLLM leaves threads behind, and the driver waits."""
+    # Without a driver the group is orphaned; if a member is stopped, the kernel then hangs up on all of them, and who
+    # cleans up would be gone. Ctrl-C and the like do not reach the group, so nothing is lost.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     descriptor, driver = map(int, sys.argv[1:])
     code = 1
     try:

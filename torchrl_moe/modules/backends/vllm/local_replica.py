@@ -182,10 +182,12 @@ class EngineReplica(abc.ABC, Generic[LinkT]):
         try:
             if sent:
                 child.outbox.put(self._encode("generate", wire.pack_requests(sent)))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except BaseException as error:  # whatever a user's object raises as it is pickled
             for request in sent:
                 refusal = ValueError(f"the request cannot be sent to the engine process: {error}")
                 self._resolve(self._requests, request.request_id, refusal)
+            if not isinstance(error, Exception):
+                raise
         return futures
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -199,7 +201,7 @@ class EngineReplica(abc.ABC, Generic[LinkT]):
         """Run a command of the process; see the protocol."""
         child = self._started()
         number = next(self._numbers)
-        frames = self._encode("call", number, command, kwargs)
+        frames = self._encode("call", number, command, pickle.dumps(kwargs))
         future: Future[Any] = Future()
         with self._lock:
             if self._death is not None:

@@ -64,7 +64,7 @@ class Staging:
         receiver: where it comes from.
         shadow: what to load it into.
         reason: why the loading is left to the pause; empty if it is not. A shadow then gives up what it held.
-        verify: compare digests of what arrives.
+        verify: compare digests, of what arrives or of what is loaded into the shadow.
         threads: that read and hash.
     """
 
@@ -127,7 +127,7 @@ class Staging:
         self._loaded = time.perf_counter() - fetched
 
     def _load(self, shadow: ShadowModel) -> None:
-        with self._receiver.reading(self.manifest) as tensors:
+        with self._receiver.reading(self.manifest, verify=self._verify) as tensors:
             stream = TensorStream(tensors, self._cancelled)
             self._reason = shadow.load(stream)
         stream.check_taken(self.manifest.version)
@@ -144,7 +144,9 @@ def run_politely(work: Callable[[], None]) -> Future[None]:
 @contextmanager
 def _polite() -> Iterator[None]:
     if sys.platform == "linux":  # there, a priority may be a thread's own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        thread = threading.get_native_id()
+        # only ever up: without a privilege nobody may lower his own
+        os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
     _compat.compute_with_one_thread()
     before = sys.getswitchinterval()
     sys.setswitchinterval(TURN_SECONDS)

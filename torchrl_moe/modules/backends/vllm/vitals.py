@@ -28,14 +28,19 @@ class VitalSigns:
         self._ping: asyncio.Task[Any] | None = None
 
     async def read(self, seconds: float) -> Vitals:
-        """Ping the core, which gets so many seconds to answer. One that did not yet is not asked again."""
-        if self._ping is None:
-            self._ping = asyncio.get_running_loop().create_task(self._engine.is_paused())
-        await asyncio.wait({self._ping}, timeout=seconds)
-        answered = self._ping.done()
+        """Ping the core, which gets so many seconds to answer. One that did not yet is not asked again.
+
+        Several drivers may ask at the same time; they share the ping.
+        """
+        ping = self._ping
+        if ping is None:
+            self._ping = ping = asyncio.get_running_loop().create_task(self._engine.is_paused())
+        await asyncio.wait({ping}, timeout=seconds)
+        answered = ping.done()
         if answered:
-            self._ping.exception()  # an error is an answer too
-            self._ping = None
+            ping.exception()  # an error is an answer too
+            if self._ping is ping:
+                self._ping = None
         processes = list(_descendants(os.getpid()))
         return Vitals(
             core_answered=answered,

@@ -11,6 +11,7 @@ Imported in vLLM's worker processes only.
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.whole = True
         self._receiver: Receiver | None = None
         self._kernels: list[tuple[Any, Any]] = []
+        self._reading = ExitStack()  # of the version that is being loaded
         self._shadow: ShadowModel | None = None
         self._reason_against = ""  # a shadow, found when one was built or filled
         self._staging: Staging | None = None
@@ -106,7 +108,12 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._staging is not None and self._staging.running:
             self._staging.cancel()
             return True
-        return self._dropping is not None and not self._dropping.done()
+        if self._dropping is not None and not self._dropping.done():
+            return True
+        dropping, self._dropping = self._dropping, None
+        if dropping is not None:
+            dropping.result()  # what went wrong then is told now
+        return False
 
     def _find_reason(self) -> str:
         """Return why no version can be loaded into the shadow; build it if it is not there yet."""
@@ -151,6 +158,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         would then be read in the wrong layout.
         """
         self.whole = False
+        self._reading.close()  # of an update that was never finished
         if self.device.type == "cpu":
             self._kernels += _compat.take_moe_kernels(self.model)
         _compat.forget_half_loads(self.model)
@@ -168,13 +176,14 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         try:
             manifest = self._manifest(update_info.version)
-            with receiver.reading(manifest) as tensors:
-                stream = TensorStream(tensors)
-                self.model.load_weights(iter(stream))
+            # until the update is finished: vLLM keeps tensors of layers that are not full, such as padded embeddings
+            stream = TensorStream(self._reading.enter_context(receiver.reading(manifest)))
+            self.model.load_weights(iter(stream))
             stream.check_taken(manifest.version)
         except BaseException:
             if stream is None or not stream.taken:
                 self.finish_weight_update()
+            self._reading.close()
             raise
 
     def _receive(self, receiver: NcclReceiver, manifest: Manifest) -> None:
@@ -189,7 +198,8 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """Put together what is left, and give experts that were not loaded their kernels back."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        with self._reading:
+            finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             _compat.pack_tied(self.model)
         _compat.restore_moe_kernels(self._kernels)

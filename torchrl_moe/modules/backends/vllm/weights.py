@@ -10,6 +10,7 @@ half old and half new.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -52,6 +53,7 @@ class EngineWeights:
         self.in_flight: InFlight | None = None
         self._swaps = 0
         self._left_paused = False  # by a swap that failed, not by the user
+        self._user_paused = False  # as the last swap that worked on sound weights began
         self._open_gate = asyncio.Event()  # for requests that come
         self._open_gate.set()
         self._proved = asyncio.Event()  # for completions that go
@@ -92,6 +94,7 @@ class EngineWeights:
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """Pause the engine for the user; a swap that is on ends first, since it would resume what he paused."""
         await self._no_swap()
+        self._user_paused = True  # asked of vLLM at each swap, but not where one has left the engine paused
         await self.engine.pause_generation(mode=mode, clear_cache=clear_cache)
 
     async def resume(self) -> None:
@@ -149,17 +152,18 @@ class EngineWeights:
         started, self._in_shadow = time.perf_counter(), None
         found = self._find(version, manifest)
         check_tensors(found.tensors, self._expected)
-        if self._reader is not None and verify == "digest":
-            await asyncio.to_thread(self._reader.verify, found, threads)
-        verified = time.perf_counter()
         reports = await self._stage_in_workers(found, stage != "plain", verify == "digest", threads)
         shadow = all(report["stage"] == "shadow" for report in reports)
+        verifying = time.perf_counter()
+        if self._reader is not None and verify == "digest" and not shadow:  # a shadow is compared as it is loaded
+            await asyncio.to_thread(self._reader.verify, found, threads)
+        verified = time.perf_counter()
         self._in_shadow = version if shadow else None
         return StageReport(
             seconds=time.perf_counter() - started,
             nbytes=found.nbytes,
             digest=found.digest,
-            fetched=verified - started + max(report["fetched"] for report in reports),
+            fetched=verified - verifying + max(report["fetched"] for report in reports),
             loaded=max(report["loaded"] for report in reports),
             stage="shadow" if shadow else "plain",
             reason=next((report["reason"] for report in reports if report["reason"]), ""),
@@ -198,24 +202,44 @@ class EngineWeights:
     # -- swapping ---------------------------------------------------------------------------------------------------
 
     async def swap(
-        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None = None
+        self,
+        version: int,
+        pause: PauseMode,
+        clear_cache: bool,
+        canary: Mapping[str, Any] | None = None,
+        patience: float = math.inf,
     ) -> SwapReport:
         """Replace the weights. Never raises for a failed update: the report says how far it came.
 
         Requests that arrive meanwhile wait here, so that none reads cached prefixes of the old weights afterwards. An
         engine that was paused before stays so, and its canary is not asked.
+
+        Args:
+            version: what was staged.
+            pause: what becomes of requests in flight.
+            clear_cache: drop cached prefixes.
+            canary: of :func:`ask_canary`.
+            patience: seconds after which the driver gives the engine up; the canary gets half of what is left.
         """
         started = time.perf_counter()
         self._open_gate.clear()
         try:
-            return await self._swap(started, version, pause, clear_cache, canary)
+            return await self._swap(started, version, pause, clear_cache, canary, patience)
         finally:
             self._open_gate.set()
 
     async def _swap(
-        self, started: float, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None
+        self,
+        started: float,
+        version: int,
+        pause: PauseMode,
+        clear_cache: bool,
+        canary: Mapping[str, Any] | None,
+        patience: float,
     ) -> SwapReport:
-        was_paused = await self.engine.is_paused() and not self._left_paused
+        if not self._left_paused:  # else it is paused in any case, and what the user wants was noted before
+            self._user_paused = await self.engine.is_paused()
+        was_paused = self._user_paused
         (error,) = await asyncio.gather(self._hold(pause, clear_cache), return_exceptions=True)
         if error is not None:
             touched = self._left_paused
@@ -226,21 +250,27 @@ class EngineWeights:
         (error,) = await asyncio.gather(self._load(version), return_exceptions=True)
         loaded = resumed = time.perf_counter()
         restored = error is not None and not self._left_paused and await self._whole()
+        unproved = "the engine is paused" if error is None and was_paused else ""
         if error is None:
             before, self.version = self.version, version
             if not was_paused:
                 self._proved.clear()
                 await self.engine.resume_generation()
                 resumed = time.perf_counter()
-                name = f"weight-probe-{self._swaps}"
-                (error,) = await asyncio.gather(ask_canary(self.engine, canary, name), return_exceptions=True)
-                restored = error is not None and await self._take_back(before)
+                seconds = max(patience - (resumed - started), 0.0) / 2
+                asked = ask_canary(self.engine, canary, f"weight-probe-{self._swaps}", seconds)
+                (said,) = await asyncio.gather(asked, return_exceptions=True)
+                if isinstance(said, BaseException):
+                    error, restored = said, await self._take_back(before)
+                else:
+                    unproved = said
         await self._settle(error, restored, resume=restored and not was_paused)
         return SwapReport(
             started=not restored,
             pausing_seconds=paused - started,
             loading_seconds=loaded - paused,
             paused_seconds=resumed - started,
+            unproved=unproved,
             error=_words(error),
         )
 

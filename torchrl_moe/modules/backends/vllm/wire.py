@@ -23,6 +23,7 @@ from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, 
 
 __all__ = [
     "Outbox",
+    "Packed",
     "Stream",
     "encode",
     "hang_up",
@@ -97,7 +98,8 @@ class Outbox:
     def close(self, timeout: float = 5.0) -> None:
         """Write what was put so far, hang up and end the thread."""
         self._queue.put(None)
-        self._thread.join(timeout)
+        if threading.current_thread() is not self._thread:  # which may collect, and so end, its owner
+            self._thread.join(timeout)
 
     def _run(self) -> None:
         try:
@@ -146,33 +148,27 @@ def rename(packed: Packed, name: Callable[[str], str]) -> Packed:
 
 
 def pack_requests(requests: Sequence[Request]) -> Packed:
-    """Flatten requests; a prompt given as text has length -1 in ``lengths``."""
+    """Flatten requests; a prompt given as text has length -1 in ``lengths``.
+
+    What may hold a class that only the driver has is a pickle of its own, so the message can be read in any case.
+    """
     ids = [request.prompt_token_ids for request in requests]
     return {
         "ids": _concatenate([row for row in ids if row is not None], np.int32),
         "lengths": np.array([-1 if row is None else len(row) for row in ids], np.int64),
-        "rest": [
-            (
-                r.request_id,
-                r.sampling_params,
-                r.prompt,
-                r.priority,
-                r.lora_request,
-                r.guided_options,
-                r.return_routed_experts,
-            )
-            for r in requests
-        ],
+        "rest": [(r.request_id, r.prompt, r.priority, r.return_routed_experts) for r in requests],
+        "objects": pickle.dumps([(r.sampling_params, r.lora_request, r.guided_options) for r in requests]),
     }
 
 
 def unpack_requests(packed: Packed) -> list[Request]:
-    """Undo :func:`pack_requests`."""
+    """Undo :func:`pack_requests`; raises whatever the objects of a user raise as they are unpickled."""
     lengths = packed["lengths"]
     ids = iter(_split(packed["ids"], lengths[lengths >= 0]))
     requests = []
-    for length, row in zip(lengths.tolist(), packed["rest"], strict=True):
-        request_id, params, prompt, priority, lora, guided, routes = row
+    for length, row, objects in zip(lengths.tolist(), packed["rest"], pickle.loads(packed["objects"]), strict=True):
+        request_id, prompt, priority, routes = row
+        params, lora, guided = objects
         requests.append(
             Request(
                 request_id=request_id,

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torchrl_moe._errors import ManifestMismatch, SyncTimeout
 from torchrl_moe.data.gloo_group import GlooGroup, open_rendezvous
 from torchrl_moe.data.weight_store import Manifest, WeightStoreReader, WeightStoreWriter
 from torchrl_moe.modules.backends.vllm.receivers.gloo import GlooReceiver
+from waiting import until
 
 TIMEOUT = 20.0
 
@@ -37,7 +37,7 @@ class Bench:
         return self.store.publish([("w", torch.full((size,), float(version)))], version)
 
     def send(self, manifest: Manifest) -> None:
-        until(self.group.all_ready)
+        until(self.group.all_ready, TIMEOUT)
         with self.reader.flat(manifest) as flat:
             self.group.broadcast(torch.from_numpy(flat.copy()), time.monotonic() + TIMEOUT, lambda _: None)
 
@@ -48,13 +48,6 @@ class Bench:
         fetching = self.fetch(manifest)
         self.send(manifest)
         fetching.result(TIMEOUT)
-
-
-def until(done: Any) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -68,7 +61,7 @@ def test_nothing_is_there_before_it_arrived(bench: Bench) -> None:
     bench.meet()
     manifest = bench.publish(1, 10)
     fetching = bench.fetch(manifest)
-    until(bench.group.all_ready)
+    until(bench.group.all_ready, TIMEOUT)
     with pytest.raises(ManifestMismatch, match="version 1 was not received; no version was"):
         bench.receiver.manifest(1)
     bench.send(manifest)

@@ -27,11 +27,11 @@ class MemmapReceiver:
         return self._reader.manifest(version)
 
     def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
-        """Do nothing: the engine process maps the same bytes, and has compared the digests for all its workers."""
+        """Do nothing: the bytes are here, and compared as they are read; else the engine process compares them."""
 
-    def reading(self, manifest: Manifest) -> AbstractContextManager[Mapping[str, Tensor]]:
+    def reading(self, manifest: Manifest, *, verify: bool = False) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Give the tensors as they lie in the store."""
-        return self._reader.reading(manifest)
+        return self._reader.reading(manifest, verify)
 
     def close(self) -> None:
         """Nothing is held between two readings."""

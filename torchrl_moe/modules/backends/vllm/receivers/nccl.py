@@ -67,8 +67,9 @@ class NcclReceiver:
     def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
         """Do nothing: the bytes come when :meth:`load` asks for them."""
 
-    def reading(self, manifest: Manifest) -> AbstractContextManager[Mapping[str, Tensor]]:
+    def reading(self, manifest: Manifest, *, verify: bool = False) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Refuse: nothing is held."""
+        del verify
         raise WeightSyncError(f"version {manifest.version} is not held here: {PLAIN_BECAUSE}")
 
     def load(self, manifest: Manifest) -> int:

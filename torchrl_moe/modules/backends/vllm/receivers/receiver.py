@@ -30,8 +30,14 @@ class Receiver(Protocol):
             DigestMismatch: other bytes arrived than were published.
         """
 
-    def reading(self, manifest: Manifest) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Give a version's tensors by checkpoint name; they are good inside the context only."""
+    def reading(self, manifest: Manifest, *, verify: bool = False) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Give a version's tensors by checkpoint name; they are good inside the context only.
+
+        Args:
+            manifest: the version.
+            verify: compare the digest of a tensor when it is taken, where :meth:`fetch` did not: then a
+                ``DigestMismatch`` comes from there.
+        """
 
     def close(self) -> None:
         """Let go of the sender. Idempotent."""
