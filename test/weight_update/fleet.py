@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,10 +37,3 @@ def soft(*times: int) -> Callable[[int], Exception | None]:
 
 def always(error: Exception) -> Callable[[int], Exception]:
     return lambda asked: error
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -16,38 +16,15 @@ from engines import EngineShelf
 from reference import Reference
 from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
 from torchrl_moe.modules import AsyncVLLM
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request, StageReport
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.weight_update.transports.gloo import GlooTransport
-from torchrl_moe.weight_update.transports.transport import StageOptions
+from torchrl_moe.weight_update.transports.memmap import MemmapTransport
+from torchrl_moe.weight_update.transports.transport import StageOptions, Transport
+from waiting import until
 
 TOLERANCE = 1e-5
 SECONDS = 60.0
-
-
-class Memmap:
-    """The transport that has nothing to send: replicas read the store."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._opened = folder, set[int]()
-
-    def stage(self, replica: Any, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
-        if id(replica) not in self._opened:
-            self._opened.add(id(replica))
-            replica.call("init_weights", timeout, transport="memmap", options={"folder": str(self.folder)})
-        report: StageReport = replica.call(
-            "stage_weights",
-            timeout,
-            version=manifest.version,
-            stage=options.stage,
-            verify=options.verify,
-            threads=options.threads,
-            manifest=None,
-        )
-        return report
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 class Versions:
@@ -60,7 +37,10 @@ class Versions:
         self.replicas = [entry.replica for entry in engine.roster]
         self.reference = Reference(shelf.folder(family))
         self.store = WeightStoreWriter(folder)
-        self.transport: Any = Memmap(folder) if transport == "memmap" else GlooTransport(folder)
+        kinds: dict[str, Callable[[Path], Transport]] = {"memmap": MemmapTransport, "gloo": GlooTransport}
+        self.transport = kinds[transport](folder)
+        for replica in self.replicas:
+            self.transport.open(replica, SECONDS)
         self.held = engine.roster[0].version
         self.now = self.held
         self.weights: dict[int, dict[str, Tensor]] = {}
@@ -152,10 +132,7 @@ class Versions:
 
 def let_run(replica: Any, futures: Sequence[Future[Completion]], seconds: float = 0.2) -> None:
     """Wait until requests run, and a little longer: long enough for tokens, too short for all of them."""
-    deadline = time.monotonic() + SECONDS
-    while not replica.stats(SECONDS).running and not any(future.done() for future in futures):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: replica.stats(SECONDS).running or any(future.done() for future in futures), SECONDS, look_every=0.005)
     time.sleep(seconds)
 
 

@@ -143,15 +143,15 @@ def test_of_several_trainers_only_the_first_writes(tmp_path: Path, model: Any, m
     store = StoreOptions(folder=tmp_path / "store", seen_as=tmp_path / "store")
     writer, other = (AdapterPublisher(store, SourceOptions(lora="adapter"), 5.0, False) for _ in range(2))
     writer.register(model)
-    assert writer.publish(None, 3) == Published(version=3, manifest=None)
+    assert writer.publish(None, lambda: 3) == Published(version=3, manifest=None)
     assert not (tmp_path / "store").exists()
     for each in (writer, other):
         each.expect(KINDS, None)  # one with an engine of its own
     assert (writer.newest(), other.newest()) == (-1, -1)
-    assert writer.publish(None, 3).manifest is not None
+    assert writer.publish(None, lambda: 3).manifest is not None
     assert other.newest() == 3  # from which it would count on
     with pytest.raises(WeightSyncError, match="one trainer per folder"):
-        other.publish(model, 4)
+        other.publish(model, lambda: 4)
     writer.close()
     writer.close()
-    assert other.publish(model, 4).manifest is not None
+    assert other.publish(model, lambda: 4).manifest is not None

@@ -6,7 +6,6 @@ This file is also the program of each rank of a sharded trainer.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ranks import run_as_ranks
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.data.weight_store import WeightStoreReader
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.fake_weights import EXPECTED
+from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.canary import canary_of
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
 from torchrl_moe.weight_update.publishing import Published, Publisher
@@ -46,7 +47,7 @@ def test_a_models_weights_are_written_as_they_are_now(tmp_path: Path, store: dic
     for version in (1, 2):
         with torch.no_grad():
             model.lm_head.weight.add_(1)
-        done = writer.publish(None, version)
+        done = writer.publish(None, lambda number=version: number)
         assert done.manifest is not None
         assert done.version == done.manifest.version == version
         wanted, found = checkpoint_tensors(model), stored(tmp_path, version)
@@ -58,22 +59,22 @@ def test_a_models_weights_are_written_as_they_are_now(tmp_path: Path, store: dic
 
 def test_the_canary_is_that_of_the_model_that_is_sent_or_none(tmp_path: Path) -> None:
     model, writer = make_tiny_moe("mixtral"), publisher(tmp_path, with_canary=True)
-    assert writer.publish(weights(), 1).canary is None
+    assert writer.publish(weights(), lambda: 1).canary is None
     writer.register(model)
-    assert writer.publish(None, 2).canary == canary_of(model)
-    assert writer.publish(weights(), 3).canary is None
+    assert writer.publish(None, lambda: 2).canary == canary_of(model)
+    assert writer.publish(weights(), lambda: 3).canary is None
     other = make_tiny_moe("mixtral", seed=1)
-    assert writer.publish(other, 4).canary == canary_of(other) != canary_of(model)
+    assert writer.publish(other, lambda: 4).canary == canary_of(other) != canary_of(model)
     quiet = publisher(tmp_path / "quiet")
     quiet.register(model)
-    assert quiet.publish(None, 1).canary is None
+    assert quiet.publish(None, lambda: 1).canary is None
 
 
 def test_what_is_not_the_engines_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
     writer = publisher(tmp_path / "store")
     writer.expect({"a": (torch.float32, torch.Size([2, 2]))}, None)
     with pytest.raises(ManifestMismatch, match=r"1 unknown to the engine \(b\)"):
-        writer.publish(weights(), 1)
+        writer.publish(weights(), lambda: 1)
     assert not (tmp_path / "store").exists()
 
 
@@ -92,11 +93,11 @@ def test_a_model_may_come_before_or_after_the_engine(tmp_path: Path) -> None:
 
 def test_a_publisher_that_is_closed_lets_the_next_one_in(tmp_path: Path) -> None:
     writer = publisher(tmp_path)
-    writer.publish(weights(), 1)
+    writer.publish(weights(), lambda: 1)
     with pytest.raises(WeightSyncError, match="one trainer per folder"):
-        publisher(tmp_path).publish(weights(), 2)
+        publisher(tmp_path).publish(weights(), lambda: 2)
     writer.close()
-    publisher(tmp_path).publish(weights(), 2)
+    publisher(tmp_path).publish(weights(), lambda: 2)
 
 
 def test_of_replicated_trainers_only_the_first_writes_or_one_with_an_engine(
@@ -104,26 +105,32 @@ def test_of_replicated_trainers_only_the_first_writes_or_one_with_an_engine(
 ) -> None:
     monkeypatch.setattr("torchrl_moe.weight_update.publishing.is_first", lambda: False)
     writer = publisher(tmp_path / "store")
-    assert writer.publish(weights(), 3) == Published(version=3, manifest=None)
+    assert writer.publish(weights(), lambda: 3) == Published(version=3, manifest=None)
     assert writer.publish_behind(weights(), 3).result(5.0) == Published(version=3, manifest=None)
     assert not (tmp_path / "store").exists()
     writer.expect(EXPECTED, None)
-    assert writer.publish(weights(), 3).manifest is not None
+    assert writer.publish(weights(), lambda: 3).manifest is not None
 
 
 # -- two ranks --------------------------------------------------------------------------------------------------------
 
 
-def run_rank(folder: Path) -> None:
-    """Publish a sharded model; then let rank 0 fail, and go on."""
+def sharded(family: str, **changes: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
 
-    rank, model, whole = dist.get_rank(), make_tiny_moe("deepseek_v3"), make_tiny_moe("deepseek_v3")
-    wanted = checkpoint_tensors(whole)
+    model = make_tiny_moe(family, **changes)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
+    return model
+
+
+def run_rank(folder: Path) -> None:
+    """Publish a sharded model; then let rank 0 fail, and go on."""
+    from torch.distributed.tensor import DTensor
+
+    rank, model, whole = dist.get_rank(), sharded("deepseek_v3"), make_tiny_moe("deepseek_v3")
+    wanted = checkpoint_tensors(whole)
     gathered: list[int] = []
     full_tensor = DTensor.full_tensor
 
@@ -137,7 +144,7 @@ def run_rank(folder: Path) -> None:
     assert writer.model is not None
     assert writer.model.is_sharded
     assert writer.model.kinds == model_metadata(whole)
-    done = writer.publish(None, 7 if rank == 0 else 99)  # rank 0's number counts
+    done = writer.publish(None, lambda: 7 if rank == 0 else 99)  # rank 0's number counts
     assert done.version == 7
     if rank == 0:
         assert done.canary is not None
@@ -150,13 +157,13 @@ def run_rank(folder: Path) -> None:
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
         writer.expect({"another": (torch.float32, torch.Size([1]))}, None)
     try:
-        writer.publish(None, 8)
+        writer.publish(None, lambda: 8)
         raise AssertionError("it was published")
     except WeightSyncError as error:
         assert isinstance(error, ManifestMismatch) == (rank == 0), error
         assert rank == 0 or "rank 0 could not publish version 8" in str(error)
     writer.expected = None
-    assert writer.publish(model.state_dict(), 9).version == 9  # stacked, sharded, and by name
+    assert writer.publish(model.state_dict(), lambda: 9).version == 9  # stacked, sharded, and by name
     if rank == 0:
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in stored(folder, 9).items())
     try:
@@ -164,27 +171,56 @@ def run_rank(folder: Path) -> None:
         raise AssertionError("it was published")
     except ValueError as error:
         assert "sharded weights are gathered by all ranks" in str(error)
+    writer.close()
+    publish_tied(folder / "tied", gathered)
+    fail_in_turn(folder / "failing", model)
+
+
+def publish_tied(folder: Path, gathered: list[int]) -> None:
+    """Publish a model with a tied weight, which only rank 0 knows to be wanted under both names."""
+    rank, model = dist.get_rank(), sharded("qwen3_moe", tie_word_embeddings=True)
+    whole = make_tiny_moe("qwen3_moe", tie_word_embeddings=True)
+    writer = publisher(folder)
+    writer.register(model)
+    if rank == 0:
+        head = {"lm_head.weight": (torch.float32, whole.lm_head.weight.shape)}
+        writer.expect(model_metadata(whole) | head, None)
+    for given, version in ((None, 1), (model.state_dict(), 2)):
+        gathered.clear()
+        assert writer.publish(given, lambda number=version: number).version == version
+        assert len(gathered) == len(list(whole.parameters()))
+        if rank == 0:
+            assert torch.equal(stored(folder, version)["lm_head.weight"], whole.lm_head.weight)
+    writer.close()
+
+
+def fail_in_turn(folder: Path, model: Any) -> None:
+    """Let one rank fail before anything is gathered: the other hears of it, and both can go on."""
+    rank, sender = dist.get_rank(), VLLMWeightSyncScheme(folder=folder).create_sender()
+    sender.register_model(model)
+    newest = sender._publisher.newest
+
+    def broken() -> int:
+        raise OSError("no such disk")
+
+    for failing, update in ((0, sender.update_weights), (0, sender.publish), (1, sender.publish)):
+        sender._publisher.newest = broken if rank == failing else newest  # type: ignore[method-assign]
+        try:
+            update()
+            raise AssertionError("it was published")
+        except WeightSyncError as error:
+            assert rank != failing
+            assert f"rank {failing} could not begin to publish; its own error says why" in str(error)
+        except (RuntimeError, OSError) as error:
+            assert rank == failing
+            assert ("no engine" if update == sender.update_weights else "no such disk") in str(error)
+    sender._publisher.newest = newest  # type: ignore[method-assign]
+    assert sender.publish() == 1
+    sender.shutdown()
 
 
 def test_a_sharded_model_is_gathered_tensor_by_tensor_and_written_once(tmp_path: Path) -> None:
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path)],
-            env={**environment, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=240)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    run_as_ranks(__file__, tmp_path, 240)
 
 
 if __name__ == "__main__":

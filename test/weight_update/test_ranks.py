@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from torchrl_moe.weight_update.ranks import from_first, is_first
+from torchrl_moe.weight_update.ranks import agreed, from_first, is_first
 
 
 def test_a_process_by_itself_is_the_first() -> None:
     assert is_first()
-    assert from_first(7) == 7
+    assert from_first(7) == agreed(lambda: 7) == 7
 
 
 @pytest.fixture
@@ -26,7 +26,13 @@ def group(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("group")
 def test_a_group_of_one_has_its_first() -> None:
     assert is_first()
-    assert from_first(1 << 40) == 1 << 40
+    assert from_first(1 << 40) == agreed(lambda: 1 << 40) == 1 << 40
+
+
+@pytest.mark.usefixtures("group")
+def test_ones_own_error_goes_on_as_it_is() -> None:
+    with pytest.raises(ZeroDivisionError):
+        agreed(lambda: 1 // 0)
 
 
 @pytest.mark.usefixtures("group")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from torchrl_moe.weight_update import SyncReport
@@ -55,6 +57,8 @@ def test_printed_it_has_a_line_for_each_replica() -> None:
     ]
     assert lines[2].split() == ["0", "0.250", "0.000", "1.000", "0.500", "0.125", "plain", "1", "ok"]
     assert lines[3].endswith("the replica is DEAD")
+    unproved = replace(GOOD, unproved="no turn", reason="plain was asked for")
+    assert str(report(unproved)).endswith("unproved: no turn; plain was asked for")
 
 
 def test_a_table_has_a_row_for_each_replica() -> None:

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 
+from modules.serving.calls import listening
 from torchrl_moe._errors import EngineError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules.serving.candidates import Recovery
+from torchrl_moe.modules.serving.lease import Lease
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.fake_weights import SoftError, Stall
-from weight_update.fleet import Connect, Fleet, always, eventually, soft, weights
+from torchrl_moe.weight_update.sender import WeightSender
+from waiting import until
+from weight_update.fleet import Connect, Fleet, always, soft, weights
 
 # -- failures of the swap ---------------------------------------------------------------------------------------------
 
@@ -33,7 +37,7 @@ def test_a_swap_that_fails_twice_is_for_good(connect: Connect) -> None:
     broken = engine.fakes[1]
     broken.fail["swap_weights"] = soft(1, 2)
     seen: list[str] = []
-    with engine.roster.listening(lambda: seen.append(engine.roster[1].state.name)):
+    with listening(engine.roster, lambda: seen.append(engine.roster[1].state.name)):
         failures: list[BaseException] = []
 
         def ask() -> None:
@@ -44,7 +48,7 @@ def test_a_swap_that_fails_twice_is_for_good(connect: Connect) -> None:
 
         frozen = threading.Thread(target=ask)
         frozen.start()
-        eventually(lambda: engine.roster[1].inflight == 1)
+        until(lambda: engine.roster[1].inflight == 1)
         report = sender.update_weights(weights(2))
         frozen.join(5.0)
     assert not frozen.is_alive()
@@ -131,13 +135,18 @@ def test_what_becomes_of_one_that_died_does_not_touch_the_one_in_its_place(
     assert engine.fakes[0].is_alive()
 
 
-def test_one_that_is_restarted_while_it_drains_is_left_to_who_restarts_it(connect: Connect) -> None:
-    engine = Fleet(2)
-    sender = connect(engine, mode="drain")
+def drain(engine: Fleet, sender: WeightSender) -> tuple[Lease, threading.Thread]:
+    """Begin an update that waits for a request on replica 0."""
     lease = engine.load_balancer.acquire_at(0, None)
     updating = threading.Thread(target=sender.update_weights, args=(weights(),))
     updating.start()
-    eventually(lambda: engine.roster[0].state is ReplicaState.DRAINING)
+    until(lambda: engine.roster[0].state is ReplicaState.DRAINING)
+    return lease, updating
+
+
+def test_one_that_is_restarted_while_it_drains_is_left_to_who_restarts_it(connect: Connect) -> None:
+    engine = Fleet(2)
+    lease, updating = drain(engine, connect(engine, mode="drain"))
     engine.restart(0)
     updating.join(2.0)
     assert not updating.is_alive()
@@ -152,7 +161,7 @@ def test_a_replica_that_another_sender_has_is_not_taken_from_it(connect: Connect
     reports: list[Any] = []
     updating = threading.Thread(target=lambda: reports.append(sender.update_weights(weights())))
     updating.start()
-    eventually(lambda: engine.roster[0].state is ReplicaState.DRAINING)
+    until(lambda: engine.roster[0].state is ReplicaState.DRAINING)
     engine.roster.set_state(0, ReplicaState.SYNCING)
     lease.release()
     updating.join(2.0)
@@ -224,7 +233,7 @@ def test_drain_waits_for_requests_in_flight_and_sends_new_ones_elsewhere(connect
     sender = connect(engine, mode="drain")
     asking = threading.Thread(target=lambda: engine.generate([1], {"max_tokens": 10}, actor_index=0, use_tqdm=False))
     asking.start()
-    eventually(lambda: engine.roster[0].inflight == 1)
+    until(lambda: engine.roster[0].inflight == 1)
     seen: list[int] = []
 
     def swapping(asked: int) -> None:
@@ -233,7 +242,7 @@ def test_drain_waits_for_requests_in_flight_and_sends_new_ones_elsewhere(connect
     engine.fakes[0].fail["swap_weights"] = swapping
     updating = threading.Thread(target=sender.update_weights, args=(weights(),))
     updating.start()
-    eventually(lambda: engine.roster[0].state is ReplicaState.DRAINING)
+    until(lambda: engine.roster[0].state is ReplicaState.DRAINING)
     (other,) = engine.generate([[2]], {"max_tokens": 1}, use_tqdm=False)
     assert other.metrics.replica == 1
     updating.join(5.0)
@@ -257,11 +266,7 @@ def test_a_drain_that_takes_too_long_leaves_the_old_version_serving(connect: Con
 
 def test_a_replica_that_dies_while_it_drains_is_not_waited_for(connect: Connect) -> None:
     engine = Fleet(2)
-    sender = connect(engine, mode="drain")
-    lease = engine.load_balancer.acquire_at(0, None)
-    updating = threading.Thread(target=sender.update_weights, args=(weights(),))
-    updating.start()
-    eventually(lambda: engine.roster[0].state is ReplicaState.DRAINING)
+    lease, updating = drain(engine, connect(engine, mode="drain"))
     engine.roster.mark_dead(0)
     updating.join(2.0)
     assert not updating.is_alive()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchrl_moe._errors import ManifestMismatch
 from torchrl_moe.modules.policies.unstack import ModelWeights, checkpoint_tensors, model_metadata
@@ -63,6 +64,32 @@ def test_tensors_with_the_models_own_names_are_un_stacked() -> None:
         buffers = set(wanted) - set(found)
         assert not buffers
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+class Sharded(torch.Tensor):
+    """Stands for one of which other ranks hold parts; all of them must gather equally often."""
+
+    gathered = 0
+
+    def full_tensor(self) -> Tensor:
+        Sharded.gathered += 1
+        return self.as_subclass(torch.Tensor)
+
+
+def test_sharded_tensors_are_gathered_alike_whether_or_not_the_engine_is_known() -> None:
+    """A dense model's own names are the checkpoint's, and a tied one's may be both the engine's, whom rank 0 knows."""
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, tie_word_embeddings=True, **small))
+    given = {name: tensor.as_subclass(Sharded) for name, tensor in model.state_dict().items()}
+    counts = []
+    for expected in (model_metadata(model) | {"lm_head.weight": (F32, torch.Size([16, 8]))}, None):
+        source = source_of(given, ModelWeights(model, expected or ()), expected)
+        assert source.is_sharded
+        Sharded.gathered = 0
+        found = dict(source.tensors())
+        counts.append(Sharded.gathered)
+        assert found.keys() == (expected or model_metadata(model)).keys()
+    assert counts == [len(list(model.parameters()))] * 2
 
 
 def test_a_name_that_comes_twice_is_refused() -> None:

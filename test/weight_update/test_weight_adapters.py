@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.sender import WeightSender
+from waiting import until
 
 TOLERANCE = 1e-5
 IDS = [(7 * place + 3) % 256 for place in range(280)]  # more than a block of the prefix cache
@@ -85,10 +85,7 @@ def test_an_engine_computes_with_each_adapter_what_peft_does(engine: AsyncVLLM, 
         assert again.num_cached_tokens > 0
         assert distance(again, reference) <= TOLERANCE
     assert (report.failed, report.replicas[0].stage, report.replicas[0].paused) == ({}, "adapter", 0.0)
-    deadline = time.monotonic() + 30
-    while len(loaded(engine)) != 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: len(loaded(engine)) == 1, 30.0, look_every=0.05)
     sender.shutdown()
     assert distance(ask(engine), reference) <= TOLERANCE  # it stays when its store is gone
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
@@ -31,43 +32,42 @@ class AdapterPublisher(Publisher):
             ManifestMismatch: the adapter is not for the engine's weights.
         """
         module = trained_model(model)
-        self._check(module)
+        _check(module, self.expected)
         self._module = module
+
+    def check(self, expected: Kinds) -> None:
+        """Check that the registered model's adapter, if there is one, is for what an engine has; raises as above."""
+        if self._module is not None:
+            _check(self._module, expected)
 
     def expect(self, expected: Kinds, engine_dtype: torch.dtype | None) -> None:
         """Take note of what the engine has."""
         self.expected, self.engine_dtype = expected, engine_dtype
-        if self._module is not None:
-            self._check(self._module)
-
-    def _check(self, model: nn.Module) -> None:
-        check_adapter(model)
-        if self.expected is not None:
-            check_shapes(model, self.expected)
 
     def newest(self) -> int:
         """Return the newest version in the store, which may be of a trainer before this one; -1 if there is none."""
         return max(adapter_versions(self._store.folder), default=-1)
 
-    def publish(self, weights: Weights | None, version: int) -> Published:
+    def publish(self, weights: Weights | None, number: Callable[[], int]) -> Published:
         """Write a version. Of several ranks, rank 0 writes, unless another has an engine of its own.
 
         Args:
             weights: a peft model; ``None`` for the registered one.
-            version: its number.
+            number: gives the version's.
 
         Raises:
             ValueError: ``weights`` is something else.
             RuntimeError: there is neither.
             WeightSyncError: it could not be written.
         """
+        version = number()
         model = self._module if weights is None else self._given(weights)
         if model is None:
             raise RuntimeError("publish: no model; call register_model(model) first, or pass one")
         if not is_first() and self.expected is None:
             return Published(version=version, manifest=None)
         began = time.perf_counter()
-        self._check(model)  # what is active may have changed
+        _check(model, self.expected)  # what is active may have changed
         if self._adapters is None:
             self._adapters = AdapterWriter(self._store.folder, self._store.keep_versions)
         manifest = self._adapters.publish(adapter_files(model), version)
@@ -81,7 +81,7 @@ class AdapterPublisher(Publisher):
     def publish_behind(self, weights: Weights | None, version: int) -> Future[Published]:
         """Write a version at once: an adapter is small."""
         done: Future[Published] = Future()
-        done.set_result(self.publish(weights, version))
+        done.set_result(self.publish(weights, lambda: version))
         return done
 
     def close(self) -> None:
@@ -89,3 +89,9 @@ class AdapterPublisher(Publisher):
         if self._adapters is not None:
             self._adapters.close()
             self._adapters = None
+
+
+def _check(model: nn.Module, expected: Kinds | None) -> None:
+    check_adapter(model)
+    if expected is not None:
+        check_shapes(model, expected)

@@ -21,7 +21,7 @@ from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.weight_update.options import one_of
 from torchrl_moe.weight_update.publishing import Published
 from torchrl_moe.weight_update.report import SyncReport
-from torchrl_moe.weight_update.rolling import SYNCABLE, RollingSwap, waits_for_update
+from torchrl_moe.weight_update.rolling import RollingSwap, waits_for_update
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.sender import WeightSender
 from torchrl_moe.weight_update.sources import Weights
@@ -98,7 +98,7 @@ class WeightReceiver:
     def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: Any) -> None:
         if not isinstance(vllm_engine, GenerationService):
             raise ValueError(f"vllm_engine must be an AsyncVLLM, got {type(vllm_engine).__name__}")
-        self._scheme, self._engine = scheme, vllm_engine
+        self._engine = vllm_engine
         self._store = WeightStoreReader(scheme.store.seen_as)
         self._swap = RollingSwap(vllm_engine, MemmapTransport(scheme.store.seen_as), scheme.staging, scheme.swapping)
         self._lock = threading.Lock()
@@ -124,12 +124,9 @@ class WeightReceiver:
             late = [e.index for e in self._engine.roster if waits_for_update(e) and e.version < newest]
             if not late:
                 return False
-            self.report = report = self._apply(newest, late)
-        needed = self._scheme.swapping.must_hold(self._engine.num_replicas)
-        holding = sum(e.state in SYNCABLE and e.version == newest for e in self._engine.roster)
-        if report.failed and holding < needed:
-            raise WeightSyncError(f"fewer than {needed} replicas hold version {newest}: {report.failed}", report)
-        return True
+            self.report = self._apply(newest, late)
+            self._swap.check_serving(self.report)
+            return True
 
     def bring(self, index: int) -> None:
         """Bring a replica that is STARTING to the newest version, and to SERVING; what was restarted needs it.
@@ -146,16 +143,9 @@ class WeightReceiver:
                 raise WeightSyncError(f"replica {index} was not brought to version {newest}: {failed[index]}")
 
     def _apply(self, version: int, indices: Sequence[int]) -> SyncReport:
-        manifest = self._store.manifest(version)
-        published = Published(version=version, manifest=manifest, began=time.perf_counter())
+        published = Published(version=version, manifest=self._store.manifest(version), began=time.perf_counter())
         staged = self._swap.stage(published, indices)
-        return SyncReport(
-            version=version,
-            nbytes=manifest.nbytes,
-            digest=manifest.digest,
-            published=0.0,
-            replicas=tuple(self._swap.swap(published, staged, indices)),
-        )
+        return published.report(tuple(self._swap.swap(published, staged, indices)))
 
     def apply_weights(self, weights: Mapping[str, Any] | None = None, inplace: bool = True) -> None:
         """TorchRL's name of :meth:`poll_and_apply`; weights come from the directory only."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,8 @@ from torchrl_moe.modules.policies.unstack import ModelWeights
 from torchrl_moe.weight_update.canary import canary_of
 from torchrl_moe.weight_update.metadata import trained_model
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
-from torchrl_moe.weight_update.ranks import from_first, is_first
+from torchrl_moe.weight_update.ranks import agreed, from_first, is_first
+from torchrl_moe.weight_update.report import ReplicaSync, SyncReport
 from torchrl_moe.weight_update.sources import Kinds, Source, Weights, cast_kinds, source_of
 
 __all__ = ["Published", "Publisher"]
@@ -46,6 +47,16 @@ class Published:
     began: float = 0.0
     seconds: float = 0.0
     canary: dict[str, Any] | None = field(default=None, repr=False)
+
+    def report(self, replicas: tuple[ReplicaSync, ...] = ()) -> SyncReport:
+        """Return a report of its way to replicas."""
+        return SyncReport(
+            version=self.version,
+            nbytes=0 if self.manifest is None else self.manifest.nbytes,
+            digest="" if self.manifest is None else self.manifest.digest,
+            published=self.seconds,
+            replicas=replicas,
+        )
 
 
 class Publisher:
@@ -77,6 +88,15 @@ class Publisher:
         self._module = trained_model(model)
         self.model = ModelWeights(self._module, self.expected or ())
 
+    def check(self, expected: Kinds) -> None:
+        """Check that the registered model, if there is one, is what an engine has.
+
+        Raises:
+            ManifestMismatch: it is not.
+        """
+        if self._module is not None:
+            check_tensors(ModelWeights(self._module, expected).kinds, expected)
+
     def expect(self, expected: Kinds, engine_dtype: torch.dtype | None) -> None:
         """Take note of what the engine has; tied names that it has twice are sent twice."""
         self.expected, self.engine_dtype = expected, engine_dtype
@@ -90,21 +110,26 @@ class Publisher:
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
-    def publish(self, weights: Weights | None, version: int) -> Published:
+    def publish(self, weights: Weights | None, number: Callable[[], int]) -> Published:
         """Write a version. Of several ranks, rank 0 writes, unless another has an engine of its own; with sharded
         weights all must call it, and rank 0's number counts.
 
+        Args:
+            weights: see :func:`~torchrl_moe.weight_update.sources.source_of`.
+            number: gives the version's, or an error, of which the other ranks hear.
+
         Raises:
             ManifestMismatch: the weights are not the engine's tensors.
-            WeightSyncError: they could not be written.
+            WeightSyncError: they could not be written, or another rank failed.
         """
         source = source_of(weights, self.model, self.expected)
         if not source.is_sharded:
+            version = number()
             if not is_first() and self.expected is None:
                 return Published(version=version, manifest=None)
             canary = self._canary(weights)
             return self._write(source, source.tensors(), version, canary)
-        version, stream = from_first(version), source.tensors()
+        version, stream = agreed(number), source.tensors()
         canary = self._canary(weights)
         written = False
         try:

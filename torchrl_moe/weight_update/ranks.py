@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-__all__ = ["from_first", "is_first"]
+from torchrl_moe._errors import WeightSyncError
+
+__all__ = ["agreed", "from_first", "is_first"]
+
+FAILED = -1
 
 
 def is_first() -> bool:
@@ -14,12 +20,37 @@ def is_first() -> bool:
 
 def from_first(value: int) -> int:
     """Return rank 0's value; all ranks must ask."""
-    if not torch.distributed.is_initialized():
-        return value
+    return _gathered(value)[0]
+
+
+def agreed(compute: Callable[[], int]) -> int:
+    """Let every rank compute a value, and return rank 0's; all must ask, and none waits for one that failed.
+
+    Args:
+        compute: what each computes, which is not negative; its error goes on as it is.
+
+    Raises:
+        WeightSyncError: another rank failed.
+    """
+    value = FAILED
+    try:
+        value = compute()
+    finally:
+        values = _gathered(value)
+    if FAILED in values:
+        raise WeightSyncError(f"rank {values.index(FAILED)} could not begin to publish; its own error says why")
+    return values[0]
+
+
+def _gathered(value: int) -> list[int]:
+    """Return the values of all ranks, which must all ask."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return [value]
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-    box = torch.tensor([value], dtype=torch.int64, device=device)
-    torch.distributed.broadcast(box, src=0)
-    return int(box.item())
+    boxes = torch.zeros(torch.distributed.get_world_size(), 1, dtype=torch.int64, device=device)
+    own = torch.tensor([value], dtype=torch.int64, device=device)
+    torch.distributed.all_gather(list(boxes), own)
+    return [int(found) for found in boxes.flatten().tolist()]
 
 
 def _rank() -> int:

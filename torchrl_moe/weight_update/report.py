@@ -25,6 +25,7 @@ class ReplicaSync:
             ``"plain"``.
         reason: why there was no shadow.
         attempts: how often it was swapped.
+        unproved: why it was not asked, or did not answer in time, whether its new weights are right.
         error: why it does not hold the version; ``None`` if it does.
     """
 
@@ -39,6 +40,7 @@ class ReplicaSync:
     stage: str = "plain"
     reason: str = ""
     attempts: int = 0
+    unproved: str = ""
     error: str | None = None
 
     def asked(self, at: float) -> ReplicaSync:
@@ -122,7 +124,11 @@ class SyncReport:
         rows: list[tuple[str, ...]] = [head]
         for e in self.replicas:
             seconds = (f"{value:.3f}" for value in (e.fetched, e.staged, e.waited, e.paused, e.loaded))
-            rows.append((str(e.replica), *seconds, e.stage, str(e.attempts), e.error or e.reason or "ok"))
+            rows.append((str(e.replica), *seconds, e.stage, str(e.attempts), e.error or _remarks(e) or "ok"))
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join([repr(self), *lines])
+
+
+def _remarks(entry: ReplicaSync) -> str:
+    return "; ".join(filter(None, (entry.unproved and f"unproved: {entry.unproved}", entry.reason)))

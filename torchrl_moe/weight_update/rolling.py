@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
@@ -30,10 +31,10 @@ from torchrl_moe.modules.backends.replica import PauseMode, Replica, StageReport
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.roster import RosterEntry
 from torchrl_moe.modules.serving.service import GenerationService
-from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.states import GONE, ReplicaState
 from torchrl_moe.weight_update.options import SwapOptions
 from torchrl_moe.weight_update.publishing import Published
-from torchrl_moe.weight_update.report import ReplicaSync
+from torchrl_moe.weight_update.report import ReplicaSync, SyncReport
 from torchrl_moe.weight_update.transports.transport import StageOptions, Transport
 
 __all__ = ["LATE", "SYNCABLE", "RollingSwap", "Staged", "waits_for_update"]
@@ -42,10 +43,10 @@ ATTEMPTS = 2
 BAR_SECONDS = 5.0  # until a progress bar appears
 SYNCABLE = frozenset({ReplicaState.SERVING, ReplicaState.DRAINING})
 LATE = SYNCABLE | {ReplicaState.STARTING}  # what may be brought to a version by name
-GONE = frozenset({ReplicaState.DEAD, ReplicaState.QUARANTINED})
 PAUSES: Mapping[str, PauseMode] = {"hot_swap": "keep", "drain": "keep", "abort_resume": "abort"}
 
 Staged = StageReport | TorchRLMoEError
+T = TypeVar("T")
 
 
 def waits_for_update(entry: RosterEntry) -> bool:
@@ -75,9 +76,15 @@ class RollingSwap:
 
     # -- before the swap --------------------------------------------------------------------------------------------
 
-    def open(self, entry: RosterEntry) -> None:
-        """Make a replica ready to take versions."""
-        self._open(entry.replica)
+    def open(self, entries: Sequence[RosterEntry]) -> None:
+        """Make replicas ready to take versions; one that fails at it is asked again when it is to prepare one.
+
+        Raises:
+            WeightSyncError, EngineError: all failed; the error is the first one's.
+        """
+        errors = [_tried(partial(self._open, entry.replica)) for entry in entries]
+        if errors[0] is not None and None not in errors:
+            raise errors[0]
 
     def _open(self, replica: Replica) -> None:
         with self._naming_timeouts():
@@ -95,19 +102,17 @@ class RollingSwap:
     def _stage(self, entry: RosterEntry, published: Published, by_name: bool) -> Staged:
         replica = entry.replica
         takes = entry.state in LATE if by_name else waits_for_update(entry)
-        if not takes or published.manifest is None:
+        manifest = published.manifest
+        if not takes or manifest is None:
             return WeightSyncError(f"the replica is {entry.state.name}")
-        try:
+
+        def prepare() -> StageReport:
             if replica not in self._opened:
                 self._open(replica)
             with self._naming_timeouts():
-                return self.transport.stage(replica, published.manifest, self._staging, self._swapping.timeout_seconds)
-        except TorchRLMoEError as error:
-            return error
-        except ValueError as error:  # so a ManifestMismatch arrives from another process
-            return ManifestMismatch(str(error))
-        except (RuntimeError, OSError) as error:  # of a socket, or of a replica that is not started yet
-            return WeightSyncError(f"{type(error).__name__}: {error}")
+                return self.transport.stage(replica, manifest, self._staging, self._swapping.timeout_seconds)
+
+        return _tried(prepare)
 
     @contextmanager
     def _naming_timeouts(self) -> Iterator[None]:
@@ -168,7 +173,14 @@ class RollingSwap:
                 self._end(entry, replica)
                 raise
             error = self._settle(entry, replica, published.version, before, swap)
-        return replace(outcome, paused=swap.paused_seconds, loaded=swap.loading_seconds, attempts=attempts, error=error)
+        return replace(
+            outcome,
+            paused=swap.paused_seconds,
+            loaded=swap.loading_seconds,
+            attempts=attempts,
+            unproved=swap.unproved,
+            error=error,
+        )
 
     @contextmanager
     def _turn(self, index: int) -> Iterator[None]:
@@ -221,6 +233,7 @@ class RollingSwap:
             "pause": PAUSES[self._swapping.mode],
             "clear_cache": self._swapping.kv == "recompute",
             "canary": published.canary,
+            "patience": self._swapping.timeout_seconds,
         }
         report = SwapReport(error="not tried")
         for attempt in range(1, ATTEMPTS + 1):
@@ -268,10 +281,35 @@ class RollingSwap:
                 self._roster.set_state(entry.index, state)
             return True
 
+    def check_serving(self, report: SyncReport) -> None:
+        """Check that enough replicas hold a version that failed in some.
+
+        Raises:
+            WeightSyncError: they are fewer than ``min_serving``.
+        """
+        needed = self._swapping.must_hold(len(self._roster))
+        holding = sum(entry.state in SYNCABLE and entry.version == report.version for entry in self._roster)
+        if report.failed and holding < needed:
+            raise WeightSyncError(
+                f"fewer than {needed} replicas hold version {report.version}: {report.failed}", report
+            )
+
     def serves(self, index: int) -> None:
         """Put a replica into service that already holds the newest weights."""
         entry = self._roster[index]
         self._move(entry, entry.replica, ReplicaState.SERVING)
+
+
+def _tried(ask: Callable[[], T]) -> T | TorchRLMoEError:
+    """Return a replica's answer, or the error that it is."""
+    try:
+        return ask()
+    except TorchRLMoEError as error:
+        return error
+    except ValueError as error:  # so a ManifestMismatch arrives from another process
+        return ManifestMismatch(str(error))
+    except (RuntimeError, OSError) as error:  # of a socket, or of a replica that is not started yet
+        return WeightSyncError(f"{type(error).__name__}: {error}")
 
 
 def _words(error: BaseException) -> str:

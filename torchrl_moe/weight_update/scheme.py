@@ -46,10 +46,11 @@ class VLLMWeightSyncScheme:
         rolling: how many replicas are swapped at the same time.
         min_serving: how many replicas must hold the new version for an update to succeed (all but one, by default), and
             must serve meanwhile (all but ``rolling``, by default; one may always be away).
-        prefetch: how many threads of a replica read and hash a version.
-        verify: ``"digest"``: every byte is hashed where it arrives; ``"canary"``: the engine's log-probs of a fixed
-            prompt are compared with those of the model that is sent (if tensors are given instead, there is none to
-            ask); ``"off"``: neither. The engine is asked for a token that is a number in any case.
+        prefetch: how many threads of a replica read and hash a version; one while a shadow is loaded.
+        verify: ``"digest"``: every byte is hashed where it arrives (not with nccl, which sends into the model itself);
+            ``"canary"``: the engine's log-probs of a fixed prompt are compared with those of the model that is sent (if
+            tensors are given instead, there is none to ask); ``"off"``: neither. The engine is asked for a token that
+            is a number in any case.
         folder: of the weight store; default: a new one in ``/dev/shm`` (or the temporary folder), removed at shutdown.
         layout: ``"slots"``: files in memory that are used again, for one host; ``"versions"``: a directory with one
             folder per version, on a file system that all hosts share.

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchrl_moe._errors import ManifestMismatch, NoReplicaError, WeightSyncError
+from torchrl_moe._errors import ManifestMismatch, NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.data.weight_store import check_tensors
+from torchrl_moe.modules.serving.roster import RosterEntry
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.weight_update.adapter_publishing import AdapterPublisher
 from torchrl_moe.weight_update.publishing import Published, Publisher
 from torchrl_moe.weight_update.ranks import is_first
-from torchrl_moe.weight_update.report import ReplicaSync, SyncReport
+from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.rolling import SYNCABLE, RollingSwap, Staged, waits_for_update
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
-from torchrl_moe.weight_update.sources import Weights
+from torchrl_moe.weight_update.sources import Kinds, Weights
 from torchrl_moe.weight_update.transports.open_transport import open_transport
 
 __all__ = ["WeightSender"]
@@ -88,6 +90,9 @@ class WeightSender:
             ValueError: no engine, or one of other numbers than the scheme says.
             NoReplicaError: none of its replicas serves.
             ManifestMismatch: metadata, or the registered model, does not have the engine's tensors.
+            EngineError: a replica does not say which tensors it has.
+            WeightSyncError, EngineError: no replica could be told of the transport; the error is the first one's.
+                A single one that could not is told by the next update.
         """
         if not isinstance(vllm_engine, GenerationService):
             raise ValueError(f"vllm_engine must be an AsyncVLLM, got {type(vllm_engine).__name__}")
@@ -96,19 +101,31 @@ class WeightSender:
             self._check_open()
             self.wait_published()
             ready = [entry for entry in vllm_engine.roster if waits_for_update(entry)]
-            if not ready:
-                raise NoReplicaError(f"no replica serves: {vllm_engine!r}")
-            expected = ready[0].replica.call("metadata", self.scheme.swapping.timeout_seconds)
+            expected = self._tensors_of(vllm_engine, ready)
             dtype = getattr(torch, vllm_engine.infos[0].dtype or "none", None)  # those that never came have no info
-            self._publisher.expect(expected, dtype)
+            self._publisher.check(expected)
             self._check_names(metadata, expected)
             swap = RollingSwap(vllm_engine, open_transport(self.scheme), self.scheme.staging, self.scheme.swapping)
-            for entry in ready:
-                swap.open(entry)
+            try:
+                swap.open(ready)
+            except BaseException:
+                swap.transport.close()
+                raise
+            self._publisher.expect(expected, dtype)
             self._let_go()
             self._swap = swap
             self.version = max(self.version, vllm_engine.roster.latest_version)
+            if self._published is not None and self._published.version != self.version:
+                self._published = None  # the engine has had newer weights, of another sender
             vllm_engine.register_weight_sync(self.bring, self.update_weights)
+
+    def _tensors_of(self, engine: GenerationService, entries: Sequence[RosterEntry]) -> Kinds:
+        """Ask the first replica that lives which tensors it has."""
+        for entry in entries:
+            with contextlib.suppress(ReplicaDiedError):
+                kinds: Kinds = entry.replica.call("metadata", self.scheme.swapping.timeout_seconds)
+                return kinds
+        raise NoReplicaError(f"no replica serves: {engine!r}")
 
     def _check_numbers(self, engine: GenerationService) -> None:
         count, scheme = engine.num_replicas, self.scheme
@@ -124,8 +141,6 @@ class WeightSender:
 
     def _check_names(self, metadata: Mapping[str, Any] | None, expected: Mapping[str, Any]) -> None:
         model = self._publisher.model
-        if model is not None:
-            check_tensors(model.kinds, expected)
         if metadata is None or self.scheme.source.lora == "adapter":  # which comes under names of its own
             return
         if set(metadata) == set(expected):
@@ -183,8 +198,7 @@ class WeightSender:
             if self._swap is None and not is_first():
                 self.publish(weights)
                 return self.report_published()
-            self._ready()
-            version = self.publish(weights)
+            version = self._publish(weights, self._ready)
             return self.apply(version, prefetched=self.prefetch(version))
 
     def publish(self, weights: Weights | None = None, *, wait: bool = True) -> int:
@@ -197,13 +211,25 @@ class WeightSender:
                 :meth:`guard` the optimiser. An error comes from there.
         """
         with self._lock:
+            if wait:
+                return self._publish(weights, self._check_open)
             self._check_open()
-            self.wait_published()
-            version = max(self.version, self._publisher.newest()) + 1
-            if not wait:
-                self._pending = self._publisher.publish_behind(weights, version)
-                return version
-            return self._note(self._publisher.publish(weights, version))
+            version = self._next_version()
+            self._pending = self._publisher.publish_behind(weights, version)
+            return version
+
+    def _publish(self, weights: Weights | None, check: Callable[[], object]) -> int:
+        """Write a version; what may fail on one rank only is left to where the others hear of it."""
+
+        def number() -> int:
+            check()
+            return self._next_version()
+
+        return self._note(self._publisher.publish(weights, number))
+
+    def _next_version(self) -> int:
+        self.wait_published()
+        return max(self.version, self._publisher.newest()) + 1
 
     def wait_published(self) -> int:
         """Wait for what ``publish(wait=False)`` began, if anything; return the version published last."""
@@ -230,7 +256,8 @@ class WeightSender:
             self.wait_published()
         published = self._published
         if published is None or published.version != version:
-            raise WeightSyncError(f"version {version} is not the one published last ({self.version})")
+            last = "none" if published is None else published.version
+            raise WeightSyncError(f"version {version} is not the one published last ({last}): update the weights")
         return published
 
     def apply(
@@ -255,24 +282,16 @@ class WeightSender:
             swap, published = self._ready(), self._newest(version)
             staged = self.prefetch(version, replicas) if prefetched is None else prefetched
             outcomes = swap.swap(published, staged, list(staged) if replicas is None else replicas)
-            report = self.report_published(
+            report = published.report(
                 tuple(outcome.asked(self._asked_at.get(outcome.replica, 0.0)) for outcome in outcomes)
             )
-            self._check_serving(swap.engine, report)
+            swap.check_serving(report)
             self._announce(version)
             return report
 
-    def report_published(self, replicas: tuple[ReplicaSync, ...] = ()) -> SyncReport:
+    def report_published(self) -> SyncReport:
         """Return a report of the version published last."""
-        published = self._newest(self.version)
-        manifest = published.manifest  # ranks other than 0 have none
-        return SyncReport(
-            version=published.version,
-            nbytes=0 if manifest is None else manifest.nbytes,
-            digest="" if manifest is None else manifest.digest,
-            published=published.seconds,
-            replicas=replicas,
-        )
+        return self._newest(self.version).report()
 
     def bring(self, index: int) -> None:
         """Bring a replica that is STARTING to the version published last, and to SERVING; what was restarted needs it.
@@ -295,14 +314,6 @@ class WeightSender:
             failed = self.apply(self.version, replicas=[index]).failed
             if failed:
                 raise WeightSyncError(f"replica {index} was not brought to version {self.version}: {failed[index]}")
-
-    def _check_serving(self, engine: GenerationService, report: SyncReport) -> None:
-        needed = self.scheme.swapping.must_hold(engine.num_replicas)
-        holding = sum(entry.state in SYNCABLE and entry.version == report.version for entry in engine.roster)
-        if report.failed and holding < needed:
-            raise WeightSyncError(
-                f"fewer than {needed} replicas hold version {report.version}: {report.failed}", report
-            )
 
     def _announce(self, version: int) -> None:
         if version == self._announced:  # a late replica: the others had it before

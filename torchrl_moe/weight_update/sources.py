@@ -63,7 +63,8 @@ def source_of(weights: Weights | None, model: ModelWeights | None, expected: Kin
     def changes() -> int:
         return sum(tensor._version for tensor in named.values())
 
-    if model is not None and model.keys <= set(named) and set(named) != set(expected or model.kinds):
+    # sharded tensors always go by the model, if there is one: ranks without the engine know nothing of ``expected``
+    if model is not None and model.keys <= set(named) and (is_sharded or set(named) != set(expected or model.kinds)):
         return Source(model.kinds, lambda: model.tensors(named), is_sharded, changes)
     kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in named.items()}
     return Source(kinds, lambda: ((name, whole(tensor)) for name, tensor in named.items()), is_sharded, changes)

@@ -92,6 +92,56 @@ def test_what_is_no_plain_sum_is_refused(extra: dict[str, Any]) -> None:
         checkpoint_tensors(peft.get_peft_model(model, config))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeddings_may_have_adapters(dtype: torch.dtype) -> None:
+    model = adapted("mixtral", dtype, target_modules=["embed_tokens", "lm_head"], lora_alpha=32)
+    found = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
+    layer = model.base_model.model.model.embed_tokens
+    down, up = layer.lora_embedding_A["default"], layer.lora_embedding_B["default"]
+    wanted = layer.base_layer.weight.float() + 8 * (up @ down).T  # 32 / r
+    assert torch.equal(found["model.embed_tokens.weight"], wanted.to(dtype))
+    if dtype is torch.float32:
+        merged, ids = make_tiny_moe("mixtral"), torch.tensor([[1, 2, 3, 250]])
+        merged.load_state_dict({name: found.get(name, tensor) for name, tensor in merged.state_dict().items()})
+        torch.testing.assert_close(merged(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+@pytest.mark.filterwarnings("ignore:Model with? .*tie_word_embeddings")
+def test_one_of_two_tied_weights_cannot_have_an_adapter(target: str) -> None:
+    """What the engine has once would be two; without the adapter, or when it is merged, it is one."""
+    model = make_tiny_moe(tie_word_embeddings=True, num_hidden_layers=2)
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", target])
+    model = peft.get_peft_model(model, config)
+    words = rf"{target} has an adapter, which cannot be added to .*{target}\.weight: that is tied to another weight"
+    for also in ((), ("lm_head.weight",)):
+        with pytest.raises(TypeError, match=words):
+            ModelWeights(model, also)
+    layer = next(module for name, module in model.named_modules() if name.endswith(target))
+    layer.set_adapter([])
+    weights = ModelWeights(model)
+    assert torch.equal(dict(weights.tensors())["model.embed_tokens.weight"], layer.base_layer.weight)
+    layer.set_adapter(["default"])
+    with pytest.raises(TypeError, match=words):
+        next(weights.tensors())
+    model.merge_adapter()
+    assert torch.equal(dict(weights.tensors())["model.embed_tokens.weight"], layer.base_layer.weight)
+
+
+def test_an_adapter_that_goes_to_no_tensor_of_the_checkpoint_is_refused() -> None:
+    model = adapted("qwen3_moe", target_modules=["q_proj"])
+    model.base_model.model.model.layers[0].self_attn.q_proj.parameter_name = "another"
+    with pytest.raises(TypeError, match=r"layers\.0\.self_attn\.q_proj has an adapter, which cannot be added"):
+        ModelWeights(model)
+
+
+def test_what_is_no_lora_is_refused() -> None:
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[1, 2])
+    model = peft.get_peft_model(make_tiny_moe("mixtral", num_hidden_layers=1), config)
+    with pytest.raises(TypeError, match=r"embed_tokens.* has an adapter that is no LoRA \(TrainableTokensLayer\)"):
+        checkpoint_tensors(model)
+
+
 def test_a_model_without_adapters_has_none() -> None:
     model = make_tiny_moe()
     assert not has_adapters(model)

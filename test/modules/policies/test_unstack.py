@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -104,9 +106,40 @@ def test_a_parameter_that_was_replaced_is_found_again() -> None:
     assert all(torch.equal(tensor, 2 * before[name]) for name, tensor in weights.tensors() if "weight" in name)
 
 
-def test_a_tied_name_that_is_asked_for_comes_too() -> None:
+@pytest.mark.parametrize("move", ["another place", "another device", "another layout"])
+def test_memory_that_the_model_has_left_is_free_after_the_next_reading(move: str) -> None:
+    model = make_tiny_moe("mixtral", num_hidden_layers=1)
+    weights, parameter = ModelWeights(model), model.model.layers[0].mlp.experts.down_proj
+    dict(weights.tensors())
+    left = weakref.ref(parameter.untyped_storage())
+    if move == "another device":
+        model.to("meta")
+    elif move == "another place":
+        parameter.data = parameter.data.clone()
+    else:
+        parameter.data = parameter.data.mT.contiguous().mT
+    del parameter
+    dict(weights.tensors())
+    gc.collect()
+    assert left() is None
+
+
+def test_nothing_of_a_gpu_is_held() -> None:
+    model = make_tiny_moe("mixtral", num_hidden_layers=1)
+    weights = ModelWeights(model)
+    model.to("meta")  # which stands for one here
+    dict(weights.tensors())
+    left = weakref.ref(model.lm_head.weight.untyped_storage())
+    model.to_empty(device="cpu")
+    gc.collect()
+    assert left() is None
+
+
+def test_a_tied_name_that_is_asked_for_comes_too_and_costs_no_other_reading() -> None:
+    """Ranks that do not know of it (the engine is rank 0's) gather as often as the one that does."""
     model = make_tiny_moe("qwen3_moe", tie_word_embeddings=True)
     weights = ModelWeights(model, also=["lm_head.weight", "of_no_model.weight"])
+    assert weights.keys == ModelWeights(model).keys == set(model.state_dict()) - {"lm_head.weight"}
     found = dict(weights.tensors())
     assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
     assert weights.kinds.keys() == found.keys() == checkpoint_tensors(model).keys() | {"lm_head.weight"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from modules.replay.cases import (
     recorded,
     tokens,
 )
+from ranks import run_as_ranks
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing import make_tiny_moe
 
@@ -147,24 +147,7 @@ def train_sharded(replay_first: bool) -> None:
 
 
 def test_replay_under_fsdp2_equals_one_process_exactly(tmp_path: Path) -> None:
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path / "store")],
-            env={**environment, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=300)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    run_as_ranks(__file__, tmp_path / "store", 300)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torchrl_moe.data.weight_store import WeightStoreWriter
 from torchrl_moe.modules.backends.replica import StageReport
 from torchrl_moe.weight_update.transports.nccl import NcclTransport
 from torchrl_moe.weight_update.transports.transport import StageOptions
+from waiting import until
 
 SECONDS = 20.0
 
@@ -83,10 +84,7 @@ def transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclT
 
 
 def until_sent(trainer: FakeTrainer, count: int) -> None:
-    deadline = time.monotonic() + SECONDS
-    while len(trainer.sent) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: len(trainer.sent) >= count, SECONDS)
 
 
 def test_a_version_is_sent_when_the_workers_wait_and_again_when_they_do(

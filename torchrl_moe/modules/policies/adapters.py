@@ -29,7 +29,7 @@ class LoraLayers:
         base: the model with the layers in it.
 
     Raises:
-        TypeError: adapters that are no plain sum, ``W + scale * B A``.
+        TypeError: adapters that are no LoRA, or no plain sum, ``W + scale * B A``.
     """
 
     def __init__(self, base: nn.Module) -> None:
@@ -38,8 +38,13 @@ class LoraLayers:
         for name, module in base.named_modules():
             if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
                 self._saved[name] = str(module.active_adapter)
-            if not hasattr(module, "base_layer") or not hasattr(module, "get_delta_weight"):
+            if not hasattr(module, "base_layer"):
                 continue
+            if not hasattr(module, "get_delta_weight") or not hasattr(module, "lora_A"):
+                raise TypeError(
+                    f"{name} has an adapter that is no LoRA ({type(module).__name__}): call model.merge_and_unload() "
+                    "and send the merged model"
+                )
             layer: Any = module
             if getattr(layer, "lora_variant", None) or any(getattr(layer, "lora_bias", {}).values()):
                 raise TypeError(
@@ -62,15 +67,26 @@ class LoraLayers:
     def __contains__(self, key: str) -> bool:
         return key in self._layers
 
-    @torch.no_grad()
-    def merged(self, key: str, weight: Tensor) -> Tensor:
-        """Return a weight with its active adapters added, as ``merge_and_unload`` would; ``weight`` stays as it is."""
-        total = weight
+    def in_use(self) -> Iterator[str]:
+        """Give the state-dict keys of weights that an active adapter adds to."""
+        return (key for key in self._layers if any(self._active(key)))
+
+    def _active(self, key: str) -> Iterator[tuple[Any, str]]:
         for layer in self._layers[key]:
             for adapter in layer.active_adapters:
-                if adapter in layer.lora_A and adapter not in layer.merged_adapters:
-                    delta = whole(layer.get_delta_weight(adapter)).to(total.device)
-                    total = (total + delta).to(weight.dtype)  # rounded once, after the sum, as peft does
+                if adapter in layer.scaling and adapter not in layer.merged_adapters:
+                    yield layer, adapter
+
+    @torch.no_grad()
+    def merged(self, key: str, weight: Tensor) -> Tensor:
+        """Return a weight with its active adapters added, as ``merge_and_unload`` would; ``weight`` stays as it is.
+
+        The sum is rounded once. So is peft's, but for embeddings, whose adapter it rounds first.
+        """
+        total = weight
+        for layer, adapter in self._active(key):
+            delta = whole(layer.get_delta_weight(adapter)).to(total.device)
+            total = (total + delta).to(weight.dtype)
         return total
 
 

@@ -58,12 +58,14 @@ class ModelWeights:
         bare: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
         self._base = base_model(bare)
         self._lora = LoraLayers(self._base) if has_adapters(bare) else None
-        state = self._state()
+        state = self._state(keep_vars=True)
         kept = _untied(state, self._base)
-        ties = {name: state[name] for name in also if name in state and name not in kept}
+        self._twins = _twins(state, kept)
+        ties = [name for name in also if name in self._twins]
         self._slices: dict[str, list[Slice]] = {}  # by the key that they are cut from
         layout = _layout(self._base, kept)
-        for piece in (*layout.slices, *(_whole_slice(name, name, ties[name]) for name in ties)):
+        # tied names are cut from what is kept: so all ranks gather alike, whichever of them asks for more names
+        for piece in (*layout.slices, *(_whole_slice(name, self._twins[name], state[name]) for name in ties)):
             self._slices.setdefault(piece.key, []).append(piece)
         self._converted = layout.converted
         self.kinds: dict[str, TensorKind] = {
@@ -73,6 +75,19 @@ class ModelWeights:
         }
         self.kinds |= {name: layout.kinds[name] for name in layout.kinds if name not in self.kinds}
         self._views: dict[str, tuple[int, list[tuple[str, Tensor]]]] = {}
+        self._check_adapters()
+
+    def _check_adapters(self) -> None:
+        """Check that no adapter's sum is left out, nor given to a weight that is another's and has none."""
+        mergeable = self.keys.difference(self._twins.values())
+        for key in self._lora.in_use() if self._lora is not None else ():
+            if key not in mergeable:
+                module = key.rpartition(".")[0]
+                raise TypeError(
+                    f"{module} has an adapter, which cannot be added to {key}: that is tied to another weight, or no "
+                    f"weight of the checkpoint. Leave {module} out of target_modules, or untie it "
+                    "(tie_word_embeddings=False)"
+                )
 
     @property
     def is_sharded(self) -> bool:
@@ -88,21 +103,29 @@ class ModelWeights:
 
         Args:
             state: tensors under the model's own names to take instead of its own.
+
+        Raises:
+            TypeError: an adapter has become active that cannot be merged.
         """
         own = state is None
+        if own:
+            self._check_adapters()
         source = self._state() if state is None else state
         for key in self._slices:
             tensor = source[key].detach()
-            if own and not self._is_merged(key) and tensor.is_contiguous() and not hasattr(tensor, "full_tensor"):
+            if own and self._has_views(key, tensor):
                 yield from self._views_of(key, tensor)
             else:
+                self._views.pop(key, None)
                 yield from self._cut(key, self._complete(key, tensor, own))
         for keys in self._converted:
             tensors = {key: self._complete(key, source[key].detach(), own) for key in keys}
             yield from _convert(self._base, tensors).items()
 
-    def _is_merged(self, key: str) -> bool:
-        return self._lora is not None and key in self._lora
+    def _has_views(self, key: str, tensor: Tensor) -> bool:
+        """Whether views of a tensor are kept. They hold its memory, so not of a GPU, which the model may leave."""
+        as_it_is = tensor.is_contiguous() and not hasattr(tensor, "full_tensor")
+        return as_it_is and tensor.device.type == "cpu" and not (self._lora is not None and key in self._lora)
 
     def _complete(self, key: str, tensor: Tensor, own: bool) -> Tensor:
         gathered = whole(tensor)
@@ -118,8 +141,8 @@ class ModelWeights:
         tensor = tensor.contiguous()
         return ((piece.name, piece.of(tensor)) for piece in self._slices[key])
 
-    def _state(self) -> dict[str, Tensor]:
-        state = self._base.state_dict()
+    def _state(self, keep_vars: bool = False) -> dict[str, Tensor]:
+        state = self._base.state_dict(keep_vars=keep_vars)
         return state if self._lora is None else dict(self._lora.own_weights(state))
 
     @property
@@ -152,6 +175,12 @@ def _untied(state: Mapping[str, Tensor], base: nn.Module) -> dict[str, Tensor]:
     local = {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in state.items()}
     kept: Mapping[str, Any] = remove_tied_weights_from_state_dict(local, base)
     return {name: state[name] for name in state if name in kept}
+
+
+def _twins(state: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return tied name -> the name that is kept, of the parameters themselves."""
+    owners = {id(state[name]): name for name in kept}
+    return {name: owners[id(tensor)] for name, tensor in state.items() if name not in kept and id(tensor) in owners}
 
 
 @dataclass(frozen=True, slots=True)
