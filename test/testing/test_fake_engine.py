@@ -16,6 +16,7 @@ from torchrl_moe.data import RoutedExperts, RoutingLayout
 from torchrl_moe.modules.backends.replica import Completion, Replica, Request, Vitals
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
+from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -38,13 +39,6 @@ def answer(replica: FakeReplica, ids: Any = PROMPT, **params: Any) -> Any:
 def complete(replica: FakeReplica, ids: Any = PROMPT, **params: Any) -> Completion:
     (future,) = replica.submit([request(ids, **params)])
     return future.result(5.0)
-
-
-def eventually(condition: Any) -> None:
-    deadline = time.monotonic() + 5.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 # -- the protocol -----------------------------------------------------------------------------------------------------
@@ -383,14 +377,16 @@ def test_wait_lets_requests_finish_first() -> None:
     new.result(5.0)
 
 
-def test_wait_gives_up_at_its_deadline_and_does_not_pause() -> None:
+def test_wait_gives_up_at_its_deadline_and_takes_nothing_new_until_a_resume() -> None:
     replica = FakeReplica(token_seconds=60.0)
     replica.submit([request(request_id="slow")])
     with pytest.raises(EngineError, match=r"replica 0 was not idle within 0\.05 s"):
         replica.pause("wait", False, 0.05)
     replica.token_seconds = 0.0
     (new,) = replica.submit([request(request_id="fast")])
-    assert new.done()
+    assert not new.done()
+    replica.resume(1.0)
+    assert new.result(5.0).request_id == "fast"
     replica.shutdown()
 
 
@@ -470,7 +466,7 @@ def test_an_engine_without_replicas_is_refused() -> None:
 def test_a_dead_replica_of_several_leaves_the_others_serving() -> None:
     with FakeAsyncVLLM(2) as engine:
         engine.replicas[0].die()
-        eventually(lambda: engine.stats()[0]["state"] == "DEAD")
+        until(lambda: engine.stats()[0]["state"] == "DEAD")
         assert engine.generate("hi", use_tqdm=False).metrics.replica == 1
         engine.replicas[1].die()
         with pytest.raises(NoReplicaError, match="injected death"):

@@ -93,6 +93,7 @@ class FakeReplica:
         self._running: dict[str, _Running] = {}
         self._changed = threading.Condition()
         self._paused = False
+        self._finishing: set[str] = set()  # what a pause lets finish
         self._stalled = False
         self._dead: str | None = None
         self._counts: Counter[str] = Counter()
@@ -156,7 +157,7 @@ class FakeReplica:
         with self._changed:
             self.submitted.append(request)
             taken = request.request_id in self._running
-            at_once = not seconds and not self._held
+            at_once = not seconds and not self._paused and not self._stalled
             dies = self._dead is None and self.die_under is not None and self.die_under(request)
             dead = self._dead
             if dead is None and not dies and reason is None and not taken and not at_once:
@@ -175,18 +176,17 @@ class FakeReplica:
             threading.Thread(target=self._generate, args=(entry, seconds), daemon=True).start()
         return future
 
-    @property
-    def _held(self) -> bool:
-        return self._paused or self._stalled
+    def _holds(self, entry: _Running) -> bool:
+        return self._stalled or (self._paused and entry.request.request_id not in self._finishing)
 
     def _generate(self, entry: _Running, seconds: float) -> None:
         def is_disturbed() -> bool:
-            return entry.aborted or self._held or self._dead is not None
+            return entry.aborted or self._holds(entry) or self._dead is not None
 
         limit = _max_tokens(entry.request)
         with self._changed:
             while (not entry.aborted or self._stalled) and self._dead is None and entry.tokens < limit:
-                if self._held:
+                if self._holds(entry):
                     self._changed.wait()
                 elif not self._changed.wait_for(is_disturbed, seconds):
                     entry.tokens += 1
@@ -206,12 +206,14 @@ class FakeReplica:
     # -- commands ---------------------------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
-        """Stop making tokens."""
+        """Stop making tokens; as in vLLM, nothing new is begun from here on, also if the wait comes to no end."""
         del clear_cache
         with self._changed:
-            if mode == "wait" and not self._changed.wait_for(lambda: not self._running, timeout):
-                raise EngineError(f"replica {self.index} was not idle within {timeout:g} s")
             self._paused = True
+            self._finishing = set(self._running) if mode == "wait" else set()
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: not self._finishing & self._running.keys(), timeout):
+                raise EngineError(f"replica {self.index} was not idle within {timeout:g} s")
         if mode == "abort":
             self.abort(list(self._running))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import threading
 import time
@@ -136,13 +137,18 @@ class FakeWeightReplica(FakeReplica):
         )
 
     def command_swap_weights(
-        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None
+        self,
+        version: int,
+        pause: PauseMode,
+        clear_cache: bool,
+        canary: Mapping[str, Any] | None,
+        patience: float = math.inf,
     ) -> SwapReport:
         """Copy a version's tensors."""
         if self._adapters is not None:
             self.weights, self.version = self._staged, version
             return SwapReport()
-        self.options = {"pause": pause, "clear_cache": clear_cache, "canary": canary}
+        self.options = {"pause": pause, "clear_cache": clear_cache, "canary": canary, "patience": patience}
         with self._store.reading(self._store.manifest(version)) as tensors:
             self.weights = {name: tensor.clone() for name, tensor in tensors.items()}
         self.version = version

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from torchrl_moe.modules.backends.replica import Request
+from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.testing import FakeAsyncVLLM
+from waiting import until
 
 HOUR = 3600.0
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def ask(engine: GenerationService, prompts: Any = "hi", max_tokens: int = 4, **kwargs: Any) -> Any:
@@ -35,7 +30,7 @@ def slow_if(*prompts: str) -> Callable[[Request], float]:
 
 def until_running(engine: GenerationService, counts: list[int]) -> None:
     """Wait until so many requests run on each replica: they count as in flight a moment before."""
-    eventually(lambda: [row["running"] for row in engine.stats()] == counts)
+    until(lambda: [row["running"] for row in engine.stats()] == counts)
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
@@ -44,3 +39,13 @@ def in_thread(function: Callable[[], Any]) -> Any:
     future = pool.submit(function)
     pool.shutdown(wait=False)
     return future
+
+
+@contextmanager
+def listening(roster: Roster, listener: Callable[[], None]) -> Iterator[None]:
+    """Hear of changes for as long as the context lasts."""
+    roster.add_listener(listener)
+    try:
+        yield
+    finally:
+        roster.remove_listener(listener)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from modules.serving.calls import eventually
 from modules.serving.fleets import RestartingService
 from torchrl_moe.testing import FakeAsyncVLLM
+from waiting import until
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def serve() -> Iterator[Callable[..., FakeAsyncVLLM]]:
     yield make
     try:
         for engine in made:
-            eventually(lambda engine=engine: all(entry.inflight == 0 for entry in engine.roster))
+            until(lambda engine=engine: all(entry.inflight == 0 for entry in engine.roster))
     finally:
         for engine in made:
             engine.shutdown()
@@ -42,7 +42,7 @@ def fleet() -> Iterator[Callable[..., RestartingService]]:
     yield make
     try:
         for service in made:
-            eventually(lambda service=service: all(entry.inflight == 0 for entry in service.roster))
+            until(lambda service=service: all(entry.inflight == 0 for entry in service.roster))
             assert service.admission.taken == service.admission.waiting == 0
             assert not service.roster.requests._cut
     finally:

@@ -32,18 +32,12 @@ from torchrl_moe.modules.backends.replica import ReplicaInfo
 from torchrl_moe.modules.backends.vllm import local_replica
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.testing.fake_engine import FakeReplica
+from waiting import until
 
 if TYPE_CHECKING:
     from engines import EngineShelf
 
 ROOT = Path(__file__).parents[3]
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # -- built and started, with scripted replicas in place of processes --------------------------------------------------
@@ -244,7 +238,7 @@ def test_a_replica_that_died_is_made_anew_with_noise_of_its_own(scripted: Any, m
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with AsyncVLLM.launch({"model": "m", "seed": 7}, 2, faults=FaultPolicy(first_delay=0.0)) as engine:
         scripted.made[1].die()
-        eventually(lambda: engine.roster[1].restarts == 1 and engine.roster[1].state.name == "SERVING")
+        until(lambda: engine.roster[1].restarts == 1 and engine.roster[1].state.name == "SERVING", 10.0)
         _, old, new = scripted.made
         assert old.log == ["start", "ready", "shutdown"]
         assert new.log == ["start", "ready"]
@@ -257,7 +251,7 @@ def test_a_replica_that_died_is_made_anew_with_noise_of_its_own(scripted: Any, m
 def test_without_restarts_a_dead_replica_stays_dead(scripted: Any) -> None:
     with AsyncVLLM.launch({"model": "m"}, 2, faults=FaultPolicy(restart=False)) as engine:
         scripted.made[1].die()
-        eventually(lambda: engine.roster[1].state.name == "DEAD")
+        until(lambda: engine.roster[1].state.name == "DEAD", 10.0)
         time.sleep(0.1)
         assert len(scripted.made) == 2
 
@@ -431,7 +425,7 @@ def counts(engine: AsyncVLLM) -> dict[str, Any]:
 
 
 def until_idle(engine: AsyncVLLM) -> None:
-    eventually(lambda: all(row["running"] + row["waiting"] + row["inflight"] == 0 for row in engine.stats()))
+    until(lambda: all(row["running"] + row["waiting"] + row["inflight"] == 0 for row in engine.stats()), 10.0)
 
 
 @pytest.mark.engine("qwen3_moe")
@@ -630,7 +624,7 @@ def test_pause_wait_lets_requests_finish_and_holds_new_ones(engine: AsyncVLLM) -
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(generate, engine, [IDS] * 8, 200)
         # what the engine does not have yet is held
-        eventually(lambda: call.done() or engine.stats()[0]["running"] == 8)
+        until(lambda: call.done() or engine.stats()[0]["running"] == 8, 10.0)
         engine.pause("wait")
         try:
             completions = call.result(5.0)
@@ -724,8 +718,8 @@ def test_figures_are_pushed_while_requests_run_and_say_when_they_are_over(engine
     assert max(stats.tokens_per_second for stats in busy) > 0
     assert max(stats.cache_usage for stats in busy) > 0
     assert all(stats.waiting == 0 for stats in busy)
-    eventually(lambda: entry.replica.last_stats.requests == before["requests"] + 2)
-    eventually(lambda: entry.replica.last_stats.tokens_per_second == 0)
+    until(lambda: entry.replica.last_stats.requests == before["requests"] + 2, 10.0)
+    until(lambda: entry.replica.last_stats.tokens_per_second == 0, 10.0)
     last = entry.replica.last_stats
     assert (last.running, last.cache_usage) == (0, 0.0)
     assert last.cache_queries - before["cache_queries"] == 400
@@ -875,7 +869,7 @@ def test_each_replica_is_a_process_of_its_own_and_a_child_of_this_one(engine: As
     one, two = leaders(engine)
     assert one.pid != two.pid
     assert one.ppid() == two.ppid() == os.getpid()
-    assert os.getsid(one.pid) != os.getsid(os.getpid())  # a Ctrl-C at the terminal is the driver's alone
+    assert os.getpgid(one.pid) != os.getpgid(os.getpid())  # a Ctrl-C at the terminal is the driver's alone
 
 
 @pytest.mark.engine("qwen3_moe", num_replicas=2)
@@ -932,7 +926,7 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Engine processes that start now are told by their environment, whoever adopts them; none is left at the end."""
     monkeypatch.setenv("TORCHRL_MOE_TEST", str(os.getpid()))
     yield
-    eventually(lambda: engine_processes() == set())
+    until(lambda: engine_processes() == set(), 10.0)
 
 
 @pytest.mark.engine
@@ -987,7 +981,7 @@ def test_ctrl_c_while_an_engine_starts_leaves_no_process(
     ) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == "starting\n"
-        eventually(lambda: len(engine_processes()) > 1)
+        until(lambda: len(engine_processes()) > 1, 10.0)
         time.sleep(after_seconds)
         os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: the driver's group, not the engine's
         assert driver.communicate(timeout=30.0)[0] == "interrupted DEAD\n"

@@ -1,6 +1,6 @@
 """A service in a Ray cluster, and its drivers: those that come later, those that leave, those that are killed.
 
-The first half runs the toy engine, the second vLLM.
+The first part scripts replicas, the second runs the toy engine, the third vLLM.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ import psutil
 import pytest
 import ray
 
-from modules.backends.ray.actors import groups_in_use, is_gone, pids, toy_actors
-from modules.backends.vllm.processes import TESTS, group, until
+from modules.backends.ray.actors import groups_in_use, is_gone, pids, ray_service, toy_actors
+from modules.backends.vllm.processes import TESTS, group
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray.cluster import running_services
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE
+from torchrl_moe.modules.serving import async_vllm
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.testing.fake_engine import FakeReplica
+from waiting import until
 
 OTHER_DRIVER = """
 import sys
@@ -54,6 +58,60 @@ def generate(engine: AsyncVLLM, *args: Any, **kwargs: Any) -> list[int]:
     return engine.generate(*args, use_tqdm=False, **kwargs).outputs[0].token_ids.tolist()
 
 
+# -- scripted replicas ------------------------------------------------------------------------------------------------
+
+
+class Joined(FakeReplica):
+    """Dies as it is asked for its version, or before it is ready."""
+
+    dies_at: dict[int, str]
+
+    def start(self) -> None:
+        raise AssertionError("a guest makes no replica")
+
+    def join(self) -> None:
+        super().start()
+
+    def wait_ready(self, timeout: float) -> Any:
+        self._die_at("ready")
+        return super().wait_ready(timeout)
+
+    def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
+        self._die_at(command)
+        return 5 if command == "weights_version" else super().call(command, timeout, **kwargs)
+
+    def _die_at(self, step: str) -> None:
+        if self.dies_at.get(self.index) == step:
+            self.die(f"gone at {step}")
+            raise ReplicaDiedError(f"gone at {step}")
+
+    def disconnect(self) -> None:
+        super().shutdown()
+
+
+def connect(monkeypatch: pytest.MonkeyPatch, dies_at: dict[int, str]) -> AsyncVLLM:
+    monkeypatch.setattr(Joined, "dies_at", dies_at, raising=False)
+    monkeypatch.setattr(cluster, "find_service", lambda name, namespace: ray_service(name=name, detached=True))
+    monkeypatch.setattr(async_vllm, "ray_factory", lambda *args, **how: Joined)
+    return AsyncVLLM.connect("policy")
+
+
+def test_who_comes_sees_what_died_and_why_while_another_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    with connect(monkeypatch, {0: "ready"}) as guest:
+        assert [entry.state.name for entry in guest.roster] == ["DEAD", "SERVING"]
+        assert [entry.version for entry in guest.roster] == [0, 5]
+        assert guest.roster[0].last_error == "gone at ready"
+
+
+@pytest.mark.parametrize("last", ["ready", "weights_version"])
+def test_who_comes_as_the_last_replica_dies_is_told(monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+    with pytest.raises(NoReplicaError, match=r"'policy': no replica is alive\. gone at weights_version"):
+        connect(monkeypatch, {0: "weights_version", 1: last})
+
+
+# -- the toy engine ---------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture
 def toy_service(ray_cluster: Any) -> Iterator[Any]:
     """Launches services over the toy engine; at the end of the test nothing of them is left."""
@@ -69,9 +127,6 @@ def toy_service(ray_cluster: Any) -> Iterator[Any]:
             engine.shutdown()
     until(lambda: groups_in_use() == [], 10)
     until(lambda: running_services(NAMESPACE) == {}, 10)
-
-
-# -- the toy engine ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ray
@@ -141,8 +196,9 @@ def test_who_comes_later_sees_which_replicas_serve_and_with_which_weights(
         again.start()
         assert again.wait_ready(60).model == "toy"
         again.disconnect()
-    assert running_services(NAMESPACE) == {"partly": [0, 1, 2]}
-    AsyncVLLM.connect("partly").shutdown()
+        assert running_services(NAMESPACE) == {"partly": [0, 1, 2]}
+        guest.shutdown()  # ends what it has never met, too
+        assert running_services(NAMESPACE) == {}
 
 
 @pytest.mark.ray

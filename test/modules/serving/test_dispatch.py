@@ -27,6 +27,7 @@ from torchrl_moe.modules.serving.load_balancer import LoadBalancer
 from torchrl_moe.modules.serving.placing import Placement
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.fake_engine import FakeReplica
+from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -66,7 +67,7 @@ def serve() -> Iterator[Callable[..., LoadBalancer]]:
     yield make
     entries = [entry for balancer in made for entry in balancer.roster]
     try:
-        eventually(lambda: all(entry.inflight == 0 for entry in entries))
+        until(lambda: all(entry.inflight == 0 for entry in entries))
         assert all(e.replica.stats(1.0).running == 0 for e in entries if e.replica.is_alive())
     finally:
         for entry in entries:
@@ -89,13 +90,6 @@ def interrupt() -> Iterator[Callable[[float], None]]:
     for timer in timers:
         timer.join()
     signal.signal(signal.SIGINT, before)
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def later(seconds: float, function: Callable[..., None], *args: Any) -> threading.Timer:
@@ -203,7 +197,7 @@ def test_half_a_hand_over_is_taken_back(serve: Any, error: BaseException) -> Non
     assert [replica.aborts for replica in replicas(lb)] == [["a", "d"], ["b", "e"], ["c", "f"]]
     assert [entry.inflight for entry in lb.roster] == [0, 0, 0]
     for replica in replicas(lb):
-        eventually(lambda replica=replica: replica.stats(1.0).running == 0)
+        until(lambda replica=replica: replica.stats(1.0).running == 0)
         replica.error, replica.token_seconds = None, 0.0
     assert len(run(lb, "abcdef")) == 6
 
@@ -211,7 +205,7 @@ def test_half_a_hand_over_is_taken_back(serve: Any, error: BaseException) -> Non
 def test_a_name_in_flight_is_refused_until_its_request_is_over(serve: Any) -> None:
     lb = serve(2, token_seconds=slow_if("slow"))
     first = in_thread(lambda: run(lb, ["slow"]))
-    eventually(lambda: lb.roster[0].inflight == 1)
+    until(lambda: lb.roster[0].inflight == 1)
     with pytest.raises(ValueError, match="request ids are in flight already: slow"):
         run(lb, ["other", "slow"])
     assert [entry.inflight for entry in lb.roster] == [1, 0]
@@ -227,11 +221,11 @@ def test_a_name_in_flight_is_refused_until_its_request_is_over(serve: Any) -> No
 def test_a_name_that_is_free_again_belongs_to_the_next_call(serve: Any) -> None:
     lb = serve(1, token_seconds=slow_if("slow"))
     first = in_thread(lambda: run(lb, ["quick", "slow"]))
-    eventually(lambda: list(lb.roster.requests._cut) == ["slow"])
+    until(lambda: list(lb.roster.requests._cut) == ["slow"])
     (replica,) = replicas(lb)
     replica.token_seconds = HOUR
     second = in_thread(lambda: run(lb, ["quick"]))
-    eventually(lambda: lb.roster[0].inflight == 2)
+    until(lambda: lb.roster[0].inflight == 2)
     lb.roster.requests.cut(["slow"])
     assert len(first.result(5.0)) == 2
     lb.roster.requests.cut(["quick"])
@@ -606,7 +600,7 @@ def test_an_event_loop_that_is_gone_does_not_disturb_the_replica(serve: Any) -> 
     loop.run_until_complete(asyncio.sleep(0.01))
     assert lb.roster[0].inflight == 1
     loop.close()
-    eventually(lambda: lb.roster[0].inflight == 0)
+    until(lambda: lb.roster[0].inflight == 0)
     task._log_destroy_pending = False  # type: ignore[attr-defined] # asyncio's own word for: on purpose
 
 
@@ -672,7 +666,7 @@ def test_a_group_of_several_calls_moves_too_whichever_of_them_hears_of_the_death
         lb = serve(2, token_seconds=HOUR)
         lb.roster.set_version(0, 1)
         calls = [in_thread(dispatch(lb, name, group_ids=["g"]).run) for name in "abc"]
-        eventually(lambda lb=lb: lb.roster[0].inflight == 3)
+        until(lambda lb=lb: lb.roster[0].inflight == 3)
         replicas(lb)[1].token_seconds = 0.0
         replicas(lb)[0].die()
         assert [call.result(5.0)[0].metrics.replica for call in calls] == [1, 1, 1]
@@ -685,6 +679,27 @@ def test_a_group_of_which_one_was_answered_does_not_move(serve: Any) -> None:
     with pytest.raises(StaleReplicaError, match=r"which group 'g' began on.*It had begun elsewhere: .*under 'b'") as e:
         run(lb, "ab", group_ids=["g"] * 2)
     assert [None if c is None else c.metrics.replica for c in e.value.partial] == [0, None]
+
+
+def test_a_request_that_was_too_late_is_no_answer_and_its_group_begins_again(serve: Any) -> None:
+    lb = serve(1, token_seconds=HOUR)
+    with pytest.raises(GenerationTimeout):
+        run(lb, "a", timeout=0.05, group_ids=["g"])
+    lb.roster.set_version(0, 1)
+    replicas(lb)[0].token_seconds = 0.0
+    assert run(lb, "a", group_ids=["g"])[0].outputs[0].finish_reason == "length"
+    assert lb.groups.version("g") == 1
+
+
+def test_what_the_user_cut_short_is_an_answer_of_its_group(serve: Any) -> None:
+    lb = serve(1, token_seconds=HOUR)
+    call = in_thread(dispatch(lb, "a", group_ids=["g"]).run)
+    until(lambda: lb.roster[0].inflight == 1)
+    lb.roster.requests.cut(["a"])
+    assert call.result(5.0)[0].aborted
+    lb.roster.set_version(0, 1)
+    with pytest.raises(StaleReplicaError, match="which group 'g' began on"):
+        run(lb, "b", timeout=5.0, group_ids=["g"])
 
 
 @pytest.mark.parametrize("attempts", [1, 2, 3])
@@ -766,7 +781,7 @@ def test_neither_a_refusal_nor_an_engines_error_is_tried_again_and_only_the_latt
 
 def cut_while(balancer: LoadBalancer, call: Dispatch, condition: Callable[[], bool]) -> list[Completion]:
     future = in_thread(call.run)
-    eventually(condition)
+    until(condition)
     balancer.roster.requests.cut(["a"])
     result: list[Completion] = future.result(5.0)
     return result
@@ -854,7 +869,7 @@ def test_the_next_place_goes_to_the_lower_priority_number(serve: Any) -> None:
     calls = [in_thread(with_admission(lb, ["first"], admission).run)]
     for name, priority in (("low", 5), ("high", -5), ("middle", 0)):
         calls.append(in_thread(with_admission(lb, [name], admission, priority).run))
-        eventually(lambda: admission.waiting == len(calls) - 1)
+        until(lambda: admission.waiting == len(calls) - 1)
     lb.roster.requests.cut(["first"])
     for call in calls:
         call.result(5.0)
@@ -878,7 +893,7 @@ def test_a_request_that_no_replica_takes_leaves_its_place_to_others(serve: Any) 
     lb.roster.set_state(1, ReplicaState.SYNCING)
     named = Dispatch(lb, requests("a"), Placement(actor_index=1), None, admission)
     waiting = in_thread(named.run)
-    eventually(lambda: len(named._parked) == 1)
+    until(lambda: len(named._parked) == 1)
     assert len(with_admission(lb, "bc", admission).run()) == 2
     lb.roster.set_state(1, ReplicaState.SERVING)
     assert waiting.result(5.0)[0].metrics.replica == 1
@@ -897,7 +912,7 @@ def test_a_cancelled_task_gives_its_place_back_wherever_it_is(serve: Any) -> Non
         assert admission.waiting == 0
 
     asyncio.run(main())
-    eventually(lambda: admission.taken == 0)
+    until(lambda: admission.taken == 0)
 
 
 def test_ctrl_c_again_and_again_leaves_all_counts_right(serve: Any, interrupt: Any) -> None:
@@ -907,7 +922,7 @@ def test_ctrl_c_again_and_again_leaves_all_counts_right(serve: Any, interrupt: A
             interrupt(0.001 + 0.0007 * number)
             while True:
                 with_admission(lb, [f"{i}" for i in range(9)], admission).run()
-        eventually(lambda: [entry.inflight for entry in lb.roster] == [0, 0])
+        until(lambda: [entry.inflight for entry in lb.roster] == [0, 0])
         assert (admission.taken, admission.waiting) == (0, 0)
         assert not lb.roster.requests._cut
         assert not lb.roster._listeners

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from modules.backends.vllm.processes import until
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from waiting import until
 
 if TYPE_CHECKING:
     from engines import EngineShelf

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from modules.serving.calls import eventually
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import Vitals
 from torchrl_moe.modules.serving.breaker import BreakerState
@@ -19,6 +18,7 @@ from torchrl_moe.modules.serving.health import Health, Pulse, Stalled
 from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.fake_engine import FakeReplica
+from waiting import until
 
 WELL = Vitals(core_answered=True)
 
@@ -102,8 +102,8 @@ def a_round(health: Health, clock: Clock, asked: Callable[[], int]) -> list[Stal
     clock.now += POLICY.probe
     before = asked()
     assert list(health.look()) == []
-    eventually(lambda: asked() > before)
-    eventually(lambda: all(probe.answers != [] for probe in health._probes.values()))
+    until(lambda: asked() > before)
+    until(lambda: all(probe.answers != [] for probe in health._probes.values()))
     return list(health.look())
 
 
@@ -116,7 +116,7 @@ def test_each_is_asked_when_it_is_due_and_not_again_before_it_answered() -> None
     clock.now = 0.05
     list(health.look())
     list(health.look())
-    eventually(lambda: [replica.asked for replica in replicas] == [1, 1])
+    until(lambda: [replica.asked for replica in replicas] == [1, 1])
     assert [entry.breaker.state for entry in roster] == [BreakerState.CLOSED] * 2
 
 
@@ -187,7 +187,7 @@ def test_a_doubt_has_one_asked_at_once() -> None:
     health, roster, _ = watched()
     roster.doubt(1)
     list(health.look())
-    eventually(lambda: [entry.replica.asked for entry in roster] == [0, 1])
+    until(lambda: [entry.replica.asked for entry in roster] == [0, 1])
     assert roster.doubts == set()
 
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from modules.serving.calls import HOUR, ask, eventually, in_thread, until_running
+from modules.serving.calls import HOUR, ask, in_thread, slow_if, until_running
 from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica
+from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -60,14 +61,14 @@ def test_a_replica_that_is_restarted_meanwhile_comes_back_paused(fleet: Any) -> 
     service = fleet(2)
     service.pause()
     service.kill(0)
-    eventually(lambda: service.restarts == [1, 0] and service.roster[0].replica._paused)
+    until(lambda: service.restarts == [1, 0] and service.roster[0].replica._paused)
     call = in_thread(lambda: ask(service, actor_index=0))
     time.sleep(0.05)
     assert not call.done()
     service.resume()
     assert call.result(5.0).metrics.replica == 0
     service.kill(0)
-    eventually(lambda: service.restarts == [2, 0] and service.states == ["SERVING", "SERVING"])
+    until(lambda: service.restarts == [2, 0] and service.states == ["SERVING", "SERVING"])
     assert len(ask(service, ["a", "b"], timeout_seconds=5.0)) == 2
 
 
@@ -81,17 +82,45 @@ def test_a_pause_that_failed_does_not_hold_what_is_restarted(fleet: Any) -> None
     assert call.result(5.0).metrics.replica == 0
 
 
+def test_a_pause_that_failed_on_one_replica_is_taken_back_on_the_others(serve: Any) -> None:
+    engine = serve(2)
+
+    def die(mode: str, clear_cache: bool, timeout: float) -> None:
+        until(lambda: engine.replicas[1]._paused)
+        engine.replicas[0].die()
+        raise ReplicaDiedError("died under it")
+
+    engine.replicas[0].pause = die
+    with pytest.raises(ReplicaDiedError, match="died under it"):
+        engine.pause()
+    assert ask(engine, timeout_seconds=5.0).metrics.replica == 1
+
+
+def test_a_second_pause_that_failed_leaves_the_first(serve: Any) -> None:
+    engine = serve(1, token_seconds=HOUR)
+    call = in_thread(lambda: ask(engine, request_ids="x"))
+    until_running(engine, [1])
+    engine.pause()
+    with pytest.raises(EngineError, match="was not idle"):
+        engine.pause("wait", timeout_seconds=0.05)
+    assert engine.replicas[0]._paused
+    engine.abort("x")
+    call.result(5.0)
+    engine.resume()
+
+
 def test_an_unknown_way_to_pause_is_refused(serve: Any) -> None:
     with pytest.raises(ValueError, match="mode must be 'keep', 'wait' or 'abort', got 'drop'"):
         serve().pause("drop")
 
 
-def test_pause_has_a_deadline(serve: Any) -> None:
-    engine = serve(1, token_seconds=HOUR)
-    call = in_thread(lambda: ask(engine, request_ids="x"))
+def test_pause_has_a_deadline_after_which_new_requests_are_taken_again(serve: Any) -> None:
+    engine = serve(1, token_seconds=slow_if("slow"))
+    call = in_thread(lambda: ask(engine, "slow", request_ids="x"))
     until_running(engine, [1])
     with pytest.raises(EngineError, match=r"replica 0 was not idle within 0\.1 s"):
         engine.pause("wait", timeout_seconds=0.1)
+    assert ask(engine, "quick", timeout_seconds=5.0).prompt == "quick"
     engine.abort("x")
     call.result(5.0)
 
@@ -140,7 +169,9 @@ def test_commands_go_round_replicas_that_only_start(serve: Any) -> None:
     engine.roster.replace(0, FakeReplica(0, start_seconds=60.0))
     engine.pause()
     engine.resume()
+    engine.replicas[0].stats = engine.roster[0].replica.stats = lambda timeout: pytest.fail("asked")
     assert math.isnan(engine.get_cache_usage()[0])
+    assert math.isnan(engine.get_cache_usage(0))
     assert [row["state"] for row in engine.stats()] == ["STARTING", "SERVING"]
     engine.replicas[1].die()
     engine.roster.set_recovery(0, Recovery.SUPERVISOR)
@@ -174,6 +205,17 @@ def test_the_prefix_cache_cannot_be_reset_under_requests(serve: Any) -> None:
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
+def test_it_is_ready_while_a_replica_serves(serve: Any) -> None:
+    engine = serve(2)
+    assert engine.ready()
+    engine.roster.mark_dead(0)
+    assert engine.ready()
+    engine.roster.mark_dead(1)
+    assert not engine.ready()
+    engine.shutdown()
+    assert not engine.ready()
+
+
 def test_unfinished_requests_are_counted_per_replica(serve: Any) -> None:
     engine = serve(2, token_seconds=HOUR)
     call = in_thread(lambda: ask(engine, list("abc"), request_ids=list("abc")))
@@ -200,8 +242,7 @@ def test_cache_usage_is_the_engines_figure_and_nan_for_the_dead(serve: Any) -> N
     dead, alive = engine.get_cache_usage()
     assert math.isnan(dead)
     assert alive == 0.0
-    with pytest.raises(ReplicaDiedError):
-        engine.get_cache_usage(0)
+    assert math.isnan(engine.get_cache_usage(0))
 
 
 # -- life -------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from modules.serving.calls import HOUR, ask, eventually, in_thread, slow_if, submitted, until_running
+from modules.serving.calls import HOUR, ask, in_thread, slow_if, submitted, until_running
 from modules.serving.fleets import QUICK
 from torchrl_moe._errors import GenerationTimeout, NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
@@ -30,6 +30,7 @@ from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
+from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -253,7 +254,7 @@ def test_a_refused_request_is_named_and_the_service_goes_on(serve: Any) -> None:
 
 
 def until_running_there(engine: FakeAsyncVLLM, index: int, count: int) -> None:
-    eventually(lambda: engine.stats()[index]["running"] == count)
+    until(lambda: engine.stats()[index]["running"] == count)
 
 
 def test_a_death_under_a_call_marks_the_replica_and_the_others_go_on(serve: Any) -> None:
@@ -402,7 +403,7 @@ def test_tasks_wait_time_out_and_are_cancelled_beside_each_other(serve: Any) -> 
     assert isinstance(late, GenerationTimeout)
     assert isinstance(cancelled, asyncio.CancelledError)
     assert cut.outputs[0].finish_reason == "abort"
-    eventually(lambda: [row["running"] for row in engine.stats()] == [0, 0])
+    until(lambda: [row["running"] for row in engine.stats()] == [0, 0])
 
 
 def test_the_loops_of_two_threads_share_one_service(serve: Any) -> None:
@@ -537,7 +538,7 @@ USES: dict[str, Callable[[GenerationService], Any]] = {
     "to_pandas": lambda s: s.to_pandas(),
     "update_weights": lambda s: s.update_weights([("w", torch.ones(1))]),
 }
-ALWAYS = {"is_running", "log_paths", "num_replicas", "register_weight_sync", "shutdown", "weight_sync"}
+ALWAYS = {"is_running", "log_paths", "num_replicas", "ready", "register_weight_sync", "shutdown", "weight_sync"}
 
 
 def test_every_public_name_is_tried_below() -> None:
@@ -570,7 +571,7 @@ def test_shutdown_under_calls_ends_them() -> None:
     engine = FakeAsyncVLLM(2, token_seconds=HOUR)
     call = in_thread(lambda: ask(engine, ["a", "b"]))
     task = in_thread(lambda: asyncio.run(engine.agenerate("c")))
-    eventually(lambda: sum(row["running"] for row in engine.stats()) == 3)
+    until(lambda: sum(row["running"] for row in engine.stats()) == 3)
     engine.shutdown()
     for future in (call, task):
         with pytest.raises(NoReplicaError, match=r"It had begun elsewhere: replica . died: shut down"):
@@ -611,7 +612,7 @@ def test_answers_go_with_their_last_user_without_waiting_for_the_garbage_collect
         completion = asyncio.run(service.agenerate("hi")) if way == "agenerate" else ask(service)
         tokens = weakref.ref(completion.outputs[0].token_ids)
         del completion
-        eventually(lambda: tokens() is None)
+        until(lambda: tokens() is None)
     finally:
         gc.enable()
     assert service.restarts == [int(way == "retried")]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from modules.serving.calls import HOUR, ask, eventually, in_thread
+from modules.serving.calls import HOUR, ask, in_thread, listening
 from modules.serving.fleets import QUICK, RestartingService
 from torchrl_moe._errors import NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules.backends.replica import Vitals
@@ -25,12 +25,13 @@ from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica
+from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
 
 def until_serving(service: RestartingService, restarts: list[int]) -> None:
-    eventually(lambda: service.states == ["SERVING"] * len(restarts) and service.restarts == restarts)
+    until(lambda: service.states == ["SERVING"] * len(restarts) and service.restarts == restarts)
 
 
 def test_a_dead_replica_comes_back_as_another_one(fleet: Any) -> None:
@@ -109,7 +110,7 @@ def broken_after(number: int) -> Callable[[int, int], FakeReplica]:
 def test_one_that_does_not_come_up_is_tried_again_so_often_and_then_stays_dead(fleet: Any) -> None:
     service = fleet(2, broken_after(0), replace(QUICK, max_restarts=3))
     service.kill(0)
-    eventually(lambda: service.roster[0].recovery is Recovery.NOBODY)
+    until(lambda: service.roster[0].recovery is Recovery.NOBODY)
     assert (service.states, service.restarts) == (["DEAD", "SERVING"], [3, 0])
     assert service.roster[0].last_error == (
         "restarted 3 times within 300 s, and given up. The last error: replica 0 died: no memory"
@@ -146,7 +147,7 @@ def test_calls_end_at_once_when_the_last_hope_is_given_up(fleet: Any) -> None:
     service.roster[0].replica.token_seconds = HOUR
     call = in_thread(lambda: ask(service))
     task = in_thread(lambda: asyncio.run(service.agenerate("b")))
-    eventually(lambda: service.roster[0].inflight == 2)
+    until(lambda: service.roster[0].inflight == 2)
     service.kill(0, "lightning")
     for future in (call, task):
         with pytest.raises(NoReplicaError, match=r"no replica is serving: .*It had begun elsewhere: .*lightning"):
@@ -158,7 +159,7 @@ def test_calls_end_at_once_when_the_last_hope_is_given_up(fleet: Any) -> None:
 def test_without_restarts_what_died_stays_dead(fleet: Any) -> None:
     service = fleet(2, faults=replace(QUICK, restart=False))
     service.kill(0)
-    eventually(lambda: service.states == ["DEAD", "SERVING"])
+    until(lambda: service.states == ["DEAD", "SERVING"])
     assert service.roster[0].recovery is Recovery.NOBODY
     service.kill(1)
     with pytest.raises(NoReplicaError):
@@ -170,7 +171,7 @@ def test_what_another_driver_has_shut_down_stays_so(fleet: Any) -> None:
     service = fleet()
     service.roster[0].replica.was_ended = True
     service.kill(0)
-    eventually(lambda: service.roster[0].recovery is Recovery.NOBODY)
+    until(lambda: service.roster[0].recovery is Recovery.NOBODY)
     assert (service.states, service.restarts) == (["DEAD", "SERVING"], [0, 0])
     assert service.roster[0].last_error == "replica 0 was shut down by another driver"
 
@@ -186,7 +187,7 @@ def test_a_factory_that_fails_for_a_reason_of_its_own_is_the_end_and_says_so(fle
     before, threading.excepthook = threading.excepthook, lambda args: heard.append(args.exc_type)
     try:
         service.kill(0)
-        eventually(lambda: heard == [KeyError])
+        until(lambda: heard == [KeyError])
     finally:
         threading.excepthook = before
     assert (service.states, service.roster[0].recovery) == (["DEAD"], Recovery.NOBODY)
@@ -288,7 +289,7 @@ def test_without_a_registered_sync_it_waits_for_the_next_update(fleet: Any) -> N
     service = fleet(1)
     service.roster.set_version(0, 3)
     service.kill(0)
-    eventually(lambda: service.roster[0].recovery is Recovery.UPDATE)
+    until(lambda: service.roster[0].recovery is Recovery.UPDATE)
     assert service.states == ["STARTING"]
     with pytest.raises(NoReplicaError):
         ask(service)  # for ever: the update may have to come from this very thread
@@ -304,7 +305,7 @@ def test_one_that_waited_is_brought_once_a_sync_has_updated_the_others(fleet: An
     service = fleet()
     service.roster.set_version(1, 3)
     service.kill(0)
-    eventually(lambda: service.roster[0].recovery is Recovery.UPDATE)
+    until(lambda: service.roster[0].recovery is Recovery.UPDATE)
     brought: list[int] = []
     service.register_weight_sync(lambda index: (brought.append(index), serve_version(service, 4)(index)))  # type: ignore[arg-type,func-returns-value]
     time.sleep(0.6)
@@ -321,7 +322,7 @@ def test_one_whose_update_fails_for_a_reason_that_nobody_expected_is_restarted(
     service = fleet()
     service.roster.set_version(1, 3)
     service.kill(0)
-    eventually(lambda: service.roster[0].recovery is Recovery.UPDATE)
+    until(lambda: service.roster[0].recovery is Recovery.UPDATE)
 
     def bring(index: int) -> None:
         if service.restarts[0] < 2:
@@ -333,14 +334,14 @@ def test_one_whose_update_fails_for_a_reason_that_nobody_expected_is_restarted(
     service.register_weight_sync(bring)
     service.roster.set_version(1, 4)
     until_serving(service, [2, 0])
-    eventually(lambda: heard == [KeyError])
+    until(lambda: heard == [KeyError])
 
 
 def test_a_store_that_cannot_be_read_is_tried_again(fleet: Any) -> None:
     service = fleet()
     service.roster.set_version(1, 3)
     service.kill(0)
-    eventually(lambda: service.roster[0].recovery is Recovery.UPDATE)
+    until(lambda: service.roster[0].recovery is Recovery.UPDATE)
     tries = []
 
     def bring(index: int) -> None:
@@ -360,7 +361,57 @@ def test_one_that_dies_while_it_waits_for_an_update_is_restarted(fleet: Any) -> 
     service.roster.set_version(0, 3)
     for number in (1, 2):
         service.kill(0)
-        eventually(lambda number=number: (service.restarts, service.roster[0].recovery) == ([number], Recovery.UPDATE))
+        until(lambda number=number: (service.restarts, service.roster[0].recovery) == ([number], Recovery.UPDATE))
+
+
+def test_one_that_another_driver_may_have_updated_asks_the_others_before_it_serves(fleet: Any) -> None:
+    service = fleet(4)
+    silent, unsure, knowing = (line[0] for line in service.made[1:])
+    silent.die()
+    unsure.call = lambda command, timeout, **kwargs: 0
+
+    def call(command: str, timeout: float, **kwargs: Any) -> Any:
+        return 5 if command == "weights_version" else Vitals(core_answered=True)
+
+    knowing.call = call
+    service.kill(0)
+    until(lambda: service.roster[0].recovery is Recovery.UPDATE)
+    assert (service.states[0], service.roster.latest_version) == ("STARTING", 5)
+    assert 0 not in {completion.metrics.replica for completion in ask(service, list("abcd"))}
+    serve_version(service, 6)(0)
+    assert ask(service, actor_index=0, timeout_seconds=5.0).metrics.replica == 0
+
+
+# -- a service that is paused -----------------------------------------------------------------------------------------
+
+
+def test_in_a_paused_service_one_is_paused_before_it_takes_requests(fleet: Any) -> None:
+    service = fleet(1)
+    service.pause()
+    entry, seen = service.roster[0], set()
+
+    def note() -> None:
+        if entry.restarts and entry.state is ReplicaState.SERVING:
+            seen.add(entry.replica._paused)
+
+    with listening(service.roster, note):
+        service.kill(0)
+        until(lambda: seen)
+    assert seen == {True}
+    service.resume()
+    ask(service, timeout_seconds=5.0)
+
+
+def test_in_a_paused_service_one_that_an_update_of_the_users_brings_is_paused(fleet: Any) -> None:
+    service = fleet(1)
+    service.roster.set_version(0, 3)
+    service.pause()
+    service.kill(0)
+    until(lambda: service.roster[0].recovery is Recovery.UPDATE)
+    serve_version(service, 4)(0)
+    until(lambda: service.roster[0].replica._paused)
+    service.resume()
+    ask(service, timeout_seconds=5.0)
 
 
 # -- stalls -----------------------------------------------------------------------------------------------------------
@@ -371,7 +422,7 @@ def test_a_stalled_replica_is_ended_and_its_requests_go_elsewhere(fleet: Any, pa
     service = fleet(2, lambda i, n: FakeReplica(i, token_seconds=HOUR if (i, n) == (0, 0) else 0.0))
     call = in_thread(lambda: ask(service, actor_index=0))
     free = in_thread(lambda: ask(service, ["a", "b"]))
-    eventually(lambda: service.roster[0].inflight == 2)
+    until(lambda: service.roster[0].inflight == 2)
     stalled = service.made[0][0]
     if part == "owner":
         stalled.stall()
@@ -413,7 +464,7 @@ def test_a_late_request_has_its_replica_looked_at_now(fleet: Any) -> None:
 def test_shutdown_during_a_restart_leaves_nothing(fleet: Any) -> None:
     service = fleet(1, lambda i, n: FakeReplica(i, start_seconds=60.0 if n else 0.0), replace(QUICK, start=90.0))
     service.kill(0)
-    eventually(lambda: service.restarts == [1])
+    until(lambda: service.restarts == [1])
     call = in_thread(lambda: ask(service))
     started = time.monotonic()
     service.shutdown()
@@ -426,7 +477,7 @@ def test_shutdown_during_a_restart_leaves_nothing(fleet: Any) -> None:
 def test_a_replica_that_its_driver_leaves_while_it_starts_is_not_ended(fleet: Any) -> None:
     service = fleet(1, lambda i, n: FakeReplica(i, start_seconds=60.0 if n else 0.0), replace(QUICK, start=90.0))
     service.kill(0)
-    eventually(lambda: service.restarts == [1])
+    until(lambda: service.restarts == [1])
     replica = service.made[0][1]
     ended = []
     replica.shutdown = lambda: ended.append(1)
@@ -436,10 +487,32 @@ def test_a_replica_that_its_driver_leaves_while_it_starts_is_not_ended(fleet: An
     assert ended == []
 
 
+def test_a_replica_that_is_ready_after_the_end_is_awaited_by_nobody(fleet: Any) -> None:
+    ready = threading.Event()
+
+    class Slow(FakeReplica):
+        def wait_ready(self, timeout: float) -> Any:
+            assert ready.wait(5.0)
+            return super().wait_ready(timeout)
+
+    service = fleet(1, lambda i, n: Slow(i) if n else FakeReplica(i))
+    service.roster.set_version(0, 3)
+    service.kill(0)
+    until(lambda: service.restarts == [1])
+    call = in_thread(lambda: ask(service))
+    service._supervisor.stop()
+    ready.set()
+    service._supervisor.join()
+    service.roster.mark_dead(0)
+    assert service.roster[0].recovery is Recovery.NOBODY
+    with pytest.raises(NoReplicaError):
+        call.result(5.0)
+
+
 def test_shutdown_during_a_delay_starts_nothing(fleet: Any) -> None:
     service = fleet(1, faults=replace(QUICK, first_delay=60.0, longest_delay=60.0))
     service.kill(0)
-    eventually(lambda: service.states == ["DEAD"])
+    until(lambda: service.states == ["DEAD"])
     service.shutdown()
     assert len(service.made[0]) == 1
 
@@ -453,7 +526,7 @@ def test_a_shutdown_while_the_thread_of_a_restart_begins(fleet: Any, monkeypatch
     service = fleet(1)
     monkeypatch.setattr(threading, "Thread", Slow)
     service.kill(0)
-    eventually(lambda: service.states == ["DEAD"])
+    until(lambda: service.states == ["DEAD"])
     service._supervisor.stop()
     service._supervisor.join()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchrl_moe-restart")]
@@ -472,11 +545,7 @@ def test_a_service_that_is_forgotten_is_collected() -> None:
     service = RestartingService()
     gone = weakref.ref(service)
     del service
-    deadline = time.monotonic() + 5.0
-    while gone() is not None:
-        gc.collect()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: gc.collect() >= 0 and gone() is None, look_every=0.05)
 
 
 AT_EXIT = """
@@ -506,6 +575,6 @@ def test_the_fake_engine_restarts_if_it_has_a_policy() -> None:
     with FakeAsyncVLLM(2, seed=3, faults=QUICK) as engine:
         before = engine.generate("hi", use_tqdm=False, actor_index=1).outputs[0].text
         engine.replicas[1].die()
-        eventually(lambda: engine.roster[1].restarts == 1 and engine.roster[1].state is ReplicaState.SERVING)
+        until(lambda: engine.roster[1].restarts == 1 and engine.roster[1].state is ReplicaState.SERVING)
         assert engine.replicas[1].is_alive()
         assert engine.generate("hi", use_tqdm=False, actor_index=1).outputs[0].text == before

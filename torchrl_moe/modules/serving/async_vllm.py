@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 import torch
 from tqdm.auto import tqdm
 
-from torchrl_moe._errors import EngineError, ReplicaDiedError
+from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.serving.factories import local_factory, ray_factory
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.launch_arguments import (
@@ -185,10 +185,11 @@ class AsyncVLLM(GenerationService):
         """Join a service that runs in the Ray cluster under that name, from any driver; several may be in it at once.
 
         Replicas are told apart by what they are now: which serve, and with weights of which version. Weights that
-        another driver updates later carry their version in each completion, not in this driver's :meth:`stats`.
+        another driver updates later carry their version in each completion, not in this driver's :meth:`stats`; its
+        ``min_version`` and ``group_ids`` choose by the versions that it knows: those of now, or of its own updates.
         :meth:`disconnect`, a ``with`` block's end and the end of the process leave the service as it is;
-        :meth:`shutdown` ends it for all. The driver that made the replicas, and Ray, probe and restart them; here one
-        that died stays so: connect again.
+        :meth:`shutdown` ends it for all, with replicas that were restarted since. The driver that made the replicas
+        probes and restarts them, and Ray restarts those whose process ends; here one that died stays so: connect again.
 
         Args:
             name: as its maker named it.
@@ -198,11 +199,11 @@ class AsyncVLLM(GenerationService):
 
         Raises:
             EngineError: there is no Ray cluster, no such service in it (the message lists those that run), or no
-                replica that answers.
+                replica that answers; :class:`NoReplicaError`: all have died.
         """
         from torchrl_moe.modules.backends.ray.cluster import find_service
 
-        service, present = find_service(name, namespace)
+        service = find_service(name, namespace)
         engine = cls(
             service.arguments,
             service.num_replicas,
@@ -217,30 +218,24 @@ class AsyncVLLM(GenerationService):
         )
         engine._is_guest = True
         try:
-            engine._join(present, default_timeout() if timeout_seconds is None else timeout_seconds)
+            engine._join(default_timeout() if timeout_seconds is None else timeout_seconds)
         except BaseException:
             engine.disconnect()
             raise
         return engine
 
-    def _join(self, present: list[int], seconds: float) -> None:
+    def _join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         for entry in self.roster:
-            if entry.index in present:
-                entry.replica.start()
-        died: ReplicaDiedError | None = None
+            entry.replica.join()
         for entry in self.roster:
             try:
-                if entry.index in present:
-                    self._serve(entry, deadline, seconds)
-                    self.roster.set_version(entry.index, entry.replica.call("weights_version", CALL_SECONDS))
-                else:
-                    self.roster.mark_dead(entry.index)
+                self._serve(entry, deadline, seconds)
+                self.roster.set_version(entry.index, entry.replica.call("weights_version", CALL_SECONDS))
             except ReplicaDiedError as error:
-                self.roster.mark_dead(entry.index)
-                died = error
-        if died is not None and not self.infos:
-            raise died
+                self.roster.mark_dead(entry.index, str(error))
+        if all(entry.state is ReplicaState.DEAD for entry in self.roster):
+            raise NoReplicaError(f"service {self.name!r}: no replica is alive. {self.roster[0].last_error}")
         self._running = True
         self._supervisor.start()
 

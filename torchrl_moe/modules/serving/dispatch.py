@@ -159,7 +159,9 @@ class Dispatch:
         assert lease is not None
         died = isinstance(error, ReplicaDiedError)
         answered = error is None or isinstance(error, ValueError)
-        lease.release(answered)
+        with self._lock:
+            unheard = error is None and not self._open  # it was aborted for us: nobody holds what it had
+        lease.release(None if unheard else answered)
         self._admission.give_back()
         if died:
             self._roster.mark_dead(lease.index, str(error), lease.replica)

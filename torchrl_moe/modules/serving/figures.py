@@ -50,8 +50,7 @@ def replica_row(entry: RosterEntry, stats: ReplicaStats | None) -> dict[str, Any
 
 def breaker_state(entry: RosterEntry) -> str:
     """Return the state of a replica's circuit breaker: closed, unless it failed too often."""
-    breaker = getattr(entry, "breaker", None)
-    return "closed" if breaker is None else str(breaker.state.value)
+    return str(entry.breaker.state.value)
 
 
 def _state(entry: RosterEntry) -> str:

@@ -11,7 +11,7 @@ from torchrl_moe.modules.backends.replica import Request
 from torchrl_moe.modules.serving.candidates import Recovery, RosterEntry
 from torchrl_moe.modules.serving.lease import Lease
 from torchrl_moe.modules.serving.load_balancer import LoadBalancer
-from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.states import GONE, ReplicaState
 
 __all__ = ["Placement", "Placer"]
 
@@ -76,7 +76,7 @@ class Placer:
     def _comes(self, entry: RosterEntry) -> bool:
         if entry.state is ReplicaState.SERVING:
             return entry.breaker.barred
-        if entry.state in (ReplicaState.DEAD, ReplicaState.QUARANTINED):
+        if entry.state in GONE:
             return entry.recovery is Recovery.SUPERVISOR
         # the update that it waits for may have to come from the very thread that waits here
         return entry.recovery is not Recovery.UPDATE or self._ends

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
-from torchrl_moe._errors import NoReplicaError, ReplicaDiedError
+from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaInfo
 from torchrl_moe.modules.serving.candidates import Recovery
@@ -149,6 +149,9 @@ class ReplicaPool:
                 ``abort`` cuts them short.
             clear_cache: whether to drop the KV cache too; frozen requests are then recomputed.
             timeout_seconds: deadline per replica.
+
+        Raises:
+            EngineError: a replica failed, or was not paused in time. Unless the service was paused before, all go on.
         """
         if mode not in ("keep", "wait", "abort"):
             raise ValueError(f"mode must be 'keep', 'wait' or 'abort', got {mode!r}")
@@ -156,7 +159,8 @@ class ReplicaPool:
         try:
             self.call_all("pause", timeout_seconds, mode=mode, clear_cache=clear_cache)
         except BaseException:
-            self._note_pause(before)
+            if not before:
+                self._take_back_pause(timeout_seconds)
             raise
         if clear_cache:
             self._forget_prefixes()
@@ -166,17 +170,24 @@ class ReplicaPool:
         self._note_pause(False)
         self.call_all("resume", timeout_seconds)
 
+    def _take_back_pause(self, seconds: float) -> None:
+        """Resume the replicas that a pause has reached: also one that it waits for takes nothing new."""
+        self._note_pause(False)
+        with contextlib.suppress(EngineError, RuntimeError):  # none is alive, or the service was shut down
+            self.call_all("resume", seconds)
+
     def _note_pause(self, paused: bool) -> bool:
         """Note what the user wants, before replicas are told, and return what it was before."""
         with self._pausing:
             before, self._paused = self._paused, paused
             return before
 
-    def _pause_as_the_others(self, replica: Replica) -> None:
-        """Pause a replica that serves again, if all are. Under the lock: a resume comes before this, or reaches it."""
+    def _pause_as_the_others(self, replica: Replica, serve: Callable[[], bool]) -> bool:
+        """Pause a replica if all are, then have it serve. Under the lock: a resume comes before this, or reaches it."""
         with self._pausing:
             if self._paused:
                 replica.pause("keep", False, CALL_SECONDS)
+            return serve()
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; false if some replica could not, because requests are running."""
@@ -240,6 +251,10 @@ class ReplicaPool:
 
     # -- figures ----------------------------------------------------------------------------------------------------
 
+    def ready(self) -> bool:
+        """Whether a request would be taken now: the service runs, and a replica serves. TorchRL's name."""
+        return self.is_running and any(entry.may_take for entry in self.roster)
+
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
         """Requests in flight as the service counts them, of one replica or a list of all."""
         self._check_running("get_num_unfinished_requests")
@@ -250,10 +265,14 @@ class ReplicaPool:
     def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
         """Share of KV-cache blocks in use, 0 to 1, of one replica or a list of all: the engine's own figure.
 
-        NaN stands for a dead or starting replica in the list; to name a dead one is a ``ReplicaDiedError``.
+        NaN stands for a replica that is dead or starting.
         """
         self._check_running("get_cache_usage")
-        if actor_index is not None:
-            return float(self.roster[actor_index].replica.stats(CALL_SECONDS).cache_usage)
         self._note_deaths()
-        return [math.nan if e.state in SILENT else e.replica.stats(CALL_SECONDS).cache_usage for e in self.roster]
+        if actor_index is not None:
+            return _cache_usage(self.roster[actor_index])
+        return [_cache_usage(entry) for entry in self.roster]
+
+
+def _cache_usage(entry: RosterEntry) -> float:
+    return math.nan if entry.state in SILENT else float(entry.replica.stats(CALL_SECONDS).cache_usage)

@@ -8,7 +8,6 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from torchrl_moe.modules.serving.breaker import Breaker, BreakerState
@@ -92,9 +91,14 @@ class Roster:
         with self.lock:
             entry = self[index]
             entry.version = version
-            self.latest_version = max(self.latest_version, version)
+            self.note_version(version)
             self._lose_cache(entry)
             self.tell()
+
+    def note_version(self, version: int) -> None:
+        """Note that some replica holds a version, which another driver may have brought."""
+        with self.lock:
+            self.latest_version = max(self.latest_version, version)
 
     def forget_prefixes(self, index: int) -> None:
         """Note that a replica has lost its cached prefixes."""
@@ -180,15 +184,6 @@ class Roster:
         """Call it no more."""
         with self.lock:
             self._listeners.pop(listener, None)
-
-    @contextmanager
-    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
-        """:meth:`add_listener` for as long as the context lasts."""
-        self.add_listener(listener)
-        try:
-            yield
-        finally:
-            self.remove_listener(listener)
 
     # -- who may serve ----------------------------------------------------------------------------------------------
 

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchrl_moe.modules.serving.candidates import Candidates, RosterEntry, load_bound
-from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.states import GONE
 from torchrl_moe.modules.serving.strategies import RoutingContext
 
 __all__ = ["SessionAffinity"]
 
-GONE = {ReplicaState.DEAD, ReplicaState.QUARANTINED}
 MOST_SESSIONS = 1 << 16
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
-__all__ = ["TRANSITIONS", "ReplicaState", "check_transition"]
+__all__ = ["GONE", "TRANSITIONS", "ReplicaState", "check_transition"]
 
 
 class ReplicaState(Enum):
@@ -21,6 +21,9 @@ class ReplicaState(Enum):
     def __repr__(self) -> str:
         return self.name
 
+
+GONE = frozenset({ReplicaState.DEAD, ReplicaState.QUARANTINED})
+"""What only a restart brings back."""
 
 _S = ReplicaState
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -16,16 +17,17 @@ from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.health import Health
 from torchrl_moe.modules.serving.roster import Roster, RosterEntry
-from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.states import GONE, ReplicaState
 
 __all__ = ["Supervisor", "last_words"]
 
 TICK_SECONDS = 0.5
 WORDS_SECONDS = 1.0
 JOIN_SECONDS = 5.0
-GONE = frozenset({ReplicaState.DEAD, ReplicaState.QUARANTINED})
+PEER_SECONDS = 5.0
 
 Bring = Callable[[int], None]
+Serve = Callable[[], bool]
 
 
 class Supervisor:
@@ -39,7 +41,7 @@ class Supervisor:
         policy: how often, how soon.
         make_replica: makes a new replica for an index; ``None`` if none is ever restarted.
         get_bring: returns what brings a replica to the newest weights and to SERVING, or ``None``.
-        came_back: told of a replica that serves after a restart.
+        as_the_others: pauses a replica if all are, and then has it serve.
     """
 
     def __init__(
@@ -48,13 +50,13 @@ class Supervisor:
         policy: FaultPolicy,
         make_replica: Callable[[int], Replica] | None = None,
         get_bring: Callable[[], Bring | None] = lambda: None,
-        came_back: Callable[[Any], None] = lambda _: None,
+        as_the_others: Callable[[Any, Serve], bool] = lambda _, serve: serve(),
     ) -> None:
         self._roster = roster
         self._policy = policy
         self._make_replica = make_replica if policy.restart else None
         self._get_bring = get_bring
-        self._came_back = came_back
+        self._as_the_others = as_the_others
         self._health = Health(roster, policy)
         self._begun: dict[int, deque[float]] = {entry.index: deque() for entry in roster}  # times of restarts
         self._lacks: dict[int, int] = {}  # the latest version as a replica began to wait for the next
@@ -109,8 +111,15 @@ class Supervisor:
                     self._give_up(entry, f"replica {entry.index} was shut down by another driver")
                 else:
                     self._in_background(self._renew, entry)
-            elif entry.recovery is Recovery.UPDATE and self._lacks.get(entry.index, 0) < self._roster.latest_version:
+            elif self._was_updated(entry):
                 self._in_background(self._catch_up, entry)
+
+    def _was_updated(self, entry: RosterEntry) -> bool:
+        """Whether the update that a replica waited for was made, of the others or of this one too."""
+        lacks = self._lacks.get(entry.index)
+        if lacks is None or entry.state is not ReplicaState.STARTING:
+            return lacks is not None
+        return entry.recovery is Recovery.UPDATE and lacks < self._roster.latest_version
 
     def _in_background(self, task: Callable[[RosterEntry], None], entry: RosterEntry) -> None:
         with self._lock:
@@ -176,48 +185,62 @@ class Supervisor:
         return True
 
     def _join(self, entry: RosterEntry, replica: Any) -> None:
-        """Let a replica that has started serve, with the current weights.
+        """Let a replica that has started serve, with the current weights, and paused if the service is.
 
         Raises:
             EngineError: it died meanwhile, or does not answer.
         """
-        self._bring(entry, replica)
-        if entry.state is not ReplicaState.STARTING:
-            self._came_back(replica)
-
-    def _bring(self, entry: RosterEntry, replica: Any) -> None:
         for failures in itertools.count():
             bring = self._get_bring()
-            if bring is None:
-                self._wait_for_update(entry)
-                return
-            try:
-                bring(entry.index)
-            except (TorchRLMoEError, ValueError, RuntimeError, OSError) as error:
-                entry.last_error = f"its weights could not be loaded: {error}"
+            if bring is not None and entry.state is ReplicaState.STARTING:
+                try:
+                    bring(entry.index)
+                except (TorchRLMoEError, ValueError, RuntimeError, OSError) as error:
+                    entry.last_error = f"its weights could not be loaded: {error}"
             if entry.state in GONE:  # whoever noted that, the process may live: it must not be waited for
                 break
             if entry.state is not ReplicaState.STARTING:
+                self._as_the_others(replica, lambda: True)
                 return
-            if not self._roster.latest_version and self._serve(entry):  # there is nothing to bring yet
+            nothing_to_bring = bring is None or not self._roster.latest_version
+            if nothing_to_bring and self._begin(entry, replica):
                 return
             if self._stopped.wait(self._policy.delay(failures)) or not replica.is_alive():
                 break
         raise ReplicaDiedError(entry.last_error or f"replica {entry.index} died before it could serve")
 
-    def _wait_for_update(self, entry: RosterEntry) -> None:
-        if self._roster.latest_version:
-            self._lacks[entry.index] = self._roster.latest_version
-            self._roster.set_recovery(entry.index, Recovery.UPDATE)
-        else:
-            self._serve(entry)
+    def _begin(self, entry: RosterEntry, replica: Any) -> bool:
+        """Let a replica serve its checkpoint's weights, or wait for an update if others have newer ones."""
+        if not self._newest_version(entry):
+            return self._as_the_others(replica, lambda: self._serve(entry))
+        self._lacks[entry.index] = self._roster.latest_version
+        self._set_recovery(entry, Recovery.UPDATE)
+        return True
+
+    def _newest_version(self, entry: RosterEntry) -> int:
+        """Return the newest version of the others; they are asked, since another driver may have brought it."""
+        for peer in self._roster:
+            if self._roster.latest_version:
+                break
+            if peer is entry or peer.state is ReplicaState.STARTING or peer.state in GONE:
+                continue
+            with contextlib.suppress(EngineError, ValueError, RuntimeError, OSError):  # it can say nothing now
+                self._roster.note_version(peer.replica.call("weights_version", PEER_SECONDS))
+        return self._roster.latest_version
+
+    def _set_recovery(self, entry: RosterEntry, recovery: Recovery) -> None:
+        """Say who brings a replica back; nobody does once this has stopped, and calls that wait must hear of that."""
+        with self._lock:
+            if not self._stopped.is_set():
+                self._roster.set_recovery(entry.index, recovery)
 
     def _catch_up(self, entry: RosterEntry) -> None:
-        """Bring a replica that waited for an update, now that there was one."""
-        if entry.state is not ReplicaState.STARTING:  # it has been brought meanwhile
+        """Bring a replica that waited for an update, now that there was one, which may have brought it already."""
+        self._lacks.pop(entry.index, None)
+        if entry.state in GONE:
             return
         replica = entry.replica
-        self._roster.set_recovery(entry.index, Recovery.SUPERVISOR)
+        self._set_recovery(entry, Recovery.SUPERVISOR)
         try:
             self._join(entry, replica)
         except BaseException as error:  # whatever it was: what is STARTING, and in nobody's hands, would stay so

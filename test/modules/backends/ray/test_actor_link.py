@@ -17,12 +17,15 @@ import ray
 from ray.exceptions import RayError
 
 from modules.backends.ray.actors import groups_in_use, is_gone, pids, ray_service, toy_actors
-from modules.backends.vllm.processes import TESTS, group, ids_request, until
+from modules.backends.ray.fake_cluster import FakeActor, FakeCluster
+from modules.backends.vllm.processes import TESTS, group, ids_request
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.ray import actor_link
+from torchrl_moe.modules.backends.ray.actor_link import ActorLink
 from torchrl_moe.modules.backends.ray.cluster import running_services
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE, RayService
+from waiting import until
 
 START = 60.0
 
@@ -32,6 +35,68 @@ def test_of_rays_long_reports_the_reason_is_told() -> None:
     assert actor_link._cause(long) == "The actor is dead because x."
     assert actor_link._cause(OSError("first\n\nlast\n")) == "last"
     assert actor_link._cause(EOFError()) == "EOFError()"
+
+
+# -- what it asks of Ray ----------------------------------------------------------------------------------------------
+
+SERVICE = ray_service(name="policy", detached=True)
+NAME = "policy-replica-0"
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    return FakeCluster(monkeypatch)
+
+
+def ended_link(places: bool) -> ActorLink:
+    """A link that has tried: nobody is at the address of a fake actor."""
+    link = ActorLink(0, SERVICE, 0, places)
+    until(lambda: link.words)
+    return link
+
+
+def test_a_guest_places_nothing_in_the_place_of_an_actor_that_is_gone(fake: FakeCluster) -> None:
+    link = ended_link(places=False)
+    assert link.words == "could not be reached: it has no actor 'policy-replica-0'"
+    assert fake.asked == 0
+    link.destroy()
+    assert (fake.killed, fake.removed) == ([], [])
+
+
+@pytest.mark.parametrize("was_there", [True, False], ids=["restarted", "came-later"])
+def test_who_ends_a_service_ends_the_actor_that_another_driver_has_put_there_since(
+    fake: FakeCluster, was_there: bool
+) -> None:
+    if was_there:
+        fake.actors[NAME] = FakeActor(SERVICE, "old")
+    link = ended_link(places=False)
+    fake.actors[NAME] = new = FakeActor(SERVICE, "new")
+    link.destroy()
+    assert (fake.killed, new.said) == ([new], ["shut down"])
+    assert fake.removed == ["new"]  # the old one went with its actor
+    link.destroy()
+    assert fake.killed == [new]
+
+
+def test_who_ends_a_service_leaves_alone_another_one_that_has_its_name_since(
+    fake: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_link, "GONE_SECONDS", 0.0)
+    fake.actors[NAME] = old = FakeActor(SERVICE, "old")
+    link = ended_link(places=False)
+    fake.actors[NAME] = other = FakeActor(ray_service(name="policy", detached=True, cpus=2.0), "other")
+    link.destroy()
+    assert (fake.killed, other.said, fake.removed) == ([old], [], ["old"])
+
+
+def test_a_driver_that_leaves_while_it_waits_for_a_place_gives_the_group_back(fake: FakeCluster) -> None:
+    link = ActorLink(0, SERVICE, 0)
+    until(lambda: fake.asked == 1)
+    link.end_and_forget()
+    until(lambda: fake.removed == ["asked-1"])
+
+
+# -- in a cluster -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

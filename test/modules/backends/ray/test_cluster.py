@@ -127,7 +127,7 @@ def test_a_name_that_is_taken_is_refused_with_those_that_are(actors: dict[str, A
 def test_a_service_describes_itself_by_whichever_replica_answers(actors: dict[str, Any]) -> None:
     actors["b-replica-0"] = GetTimeoutError("late")
     actors["b-replica-1"] = service = ray_service(name="b")
-    assert cluster.find_service("b", "ours") == (service, [0, 1])
+    assert cluster.find_service("b", "ours") == service
 
 
 def test_a_service_that_is_not_there_or_does_not_answer_is_told_apart(actors: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+from torchrl_moe.modules.backends.ray import door as door_module
 from torchrl_moe.modules.backends.ray.door import Door, LateConnection, dial
+from waiting import until
 
 
 @pytest.fixture
@@ -46,6 +49,48 @@ def test_somebody_who_says_nothing_holds_nobody_up(door: Door) -> None:
     with socket.create_connection((door.address.host, door.address.port)), dial(door.address) as right:
         right.send_bytes(b"hello")
         assert right.recv_bytes() == b"hello"
+
+
+def test_an_error_as_somebody_comes_in_leaves_the_door_open(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, failures = socket.socket.accept, [errno.EMFILE, errno.ECONNABORTED]
+
+    def fail_first(self: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise OSError(failures.pop(), "as the system said")
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_first)
+    for _ in range(3):  # the first one comes in by the accept that waits already
+        with dial(door.address) as caller:
+            caller.send_bytes(b"hello")
+            assert caller.recv_bytes() == b"hello"
+    assert failures == []
+    door.close()
+    until(lambda: not door._thread.is_alive())
+
+
+def test_who_does_not_show_the_key_is_waited_for_so_long_and_who_did_may_be_silent(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door_module, "DIAL_SECONDS", 1)
+    with dial(door.address) as inside, socket.create_connection((door.address.host, door.address.port)) as silent:
+        silent.settimeout(20)
+        while silent.recv(1024):  # the challenge, then the end
+            pass
+        inside.send_bytes(b"still here")
+        assert inside.recv_bytes() == b"still here"
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        address = dataclasses.replace(door.address, port=nobody.getsockname()[1])
+        with pytest.raises(TimeoutError, match="the other side said nothing for 1 s"):
+            dial(address)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux only")
+def test_what_is_not_received_ends_a_connection_as_silence_does(door: Door) -> None:
+    with dial(door.address) as caller, socket.socket(fileno=caller.fileno()) as end:
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
+        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        end.detach()
 
 
 def test_each_door_has_a_key_of_its_own(door: Door) -> None:

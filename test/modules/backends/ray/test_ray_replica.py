@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from modules.backends.ray.actors import ray_service
+from modules.backends.ray.fake_cluster import FakeCluster
 from modules.backends.ray.test_replica_host import Host
-from modules.backends.vllm.processes import group, ids_request, until
+from modules.backends.vllm.processes import group, ids_request
 from torchrl_moe._errors import ReplicaDiedError
 from torchrl_moe.modules.backends.ray.door import dial
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.vllm import wire
+from waiting import until
 
 
 class HostLink:
@@ -39,6 +41,17 @@ class HostLink:
 
     def log_tail(self) -> str:
         return self.words
+
+
+def test_who_joins_places_no_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster(monkeypatch)
+    replica = RayReplica(2, ray_service(name="s", detached=True))
+    replica.join()
+    with pytest.raises(
+        ReplicaDiedError, match="replica 2 was lost: could not be reached: it has no actor 's-replica-2'"
+    ):
+        replica.wait_ready(20)
+    assert cluster.asked == 0
 
 
 class Linked(RayReplica):

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from modules.backends.vllm.processes import group, ids_request, toy_environment, until, use_toy_engine
+from modules.backends.vllm.processes import group, ids_request, toy_environment, use_toy_engine
 from torchrl_moe.modules.backends.ray.door import dial
 from torchrl_moe.modules.backends.ray.replica_host import ReplicaHost, driver_of, named_after, wrap
 from torchrl_moe.modules.backends.vllm import wire
+from waiting import until
 
 
 class Host(ReplicaHost):
@@ -83,7 +84,7 @@ def completed(message: tuple[Any, ...]) -> dict[str, list[int]]:
 
 
 def stats(driver: Driver, number: int) -> Any:
-    driver.say("call", (driver.name, number), "stats", {})
+    driver.say("call", (driver.name, number), "stats", pickle.dumps({}))
     kind, answered, value = driver.hear()
     assert (kind, answered) == ("result", (driver.name, number))
     return pickle.loads(value)
@@ -106,7 +107,7 @@ def test_each_driver_hears_its_own_and_whoever_comes_later_hears_that_the_engine
     assert completed(one.hear()) == {"one/same": [2, 3]}
     assert stats(two, 5).requests == 2
     assert [driver.open for driver in host._drivers.values()] == [set(), set()]  # nothing to abort if they leave
-    one.say("call", ("one", 0), "no_such_command", {})
+    one.say("call", ("one", 0), "no_such_command", pickle.dumps({}))
     assert one.hear()[:3] == ("error", ("one", 0), "value")
     one.ask("bad", refuse="too long")
     assert one.hear() == ("refused", "one/bad", "value", "too long")
@@ -163,6 +164,18 @@ def test_the_end_closes_the_door_and_leaves_no_process_and_no_folder() -> None:
     assert driver.hear_all()[-1][0] == "died"
     with pytest.raises(OSError):
         Driver(host, "late")
+
+
+def test_an_end_on_purpose_is_told_as_such_and_is_no_death_of_the_engine() -> None:
+    host = Host()
+    driver = Driver(host, "d")
+    assert driver.hear()[0] == "ready"
+    host.shut_down()
+    assert [message[0] for message in driver.hear_all()] == ["ended", "tail", "died"]
+    for thread in threading.enumerate():
+        if thread.name == "engine":
+            thread.join(10)  # it has told the drivers, and would now start the actor anew
+    assert not host.died.is_set()
 
 
 def test_figures_are_told_to_all(host: Host) -> None:

@@ -56,13 +56,14 @@ class ActorLink:
         index: of the replica.
         service: that it belongs to.
         number: added to the service's seed if the actor is placed here.
+        places: whether to place an actor if there is none.
 
     Attributes:
         driver: this driver's name, as the actor knows it.
         words: what is known of the end, or of why there was no beginning.
     """
 
-    def __init__(self, index: int, service: RayService, number: int) -> None:
+    def __init__(self, index: int, service: RayService, number: int, places: bool = True) -> None:
         self.driver = uuid.uuid4().hex[:8]
         self.words = ""
         self.connection = LateConnection()
@@ -70,6 +71,7 @@ class ActorLink:
         self._index = index
         self._service = service
         self._number = number
+        self._places = places
         self._actor: Any = None
         self._group: PlacementGroup | None = None
         self._lock = threading.RLock()  # a garbage collection may end the link while this thread ends it
@@ -92,6 +94,8 @@ class ActorLink:
             self.words = f"could not be reached: {_cause(error)}"
         finally:
             self.connection.give_up()
+            if self._actor is None:
+                self._free_group()
 
     def _reach(self) -> Description:
         """Find the actor, or place one. Who is found may be starting anew, or be dying: then it is asked again."""
@@ -100,6 +104,8 @@ class ActorLink:
             own = None
             self._actor = self._find()
             if self._actor is None:
+                if not self._places:
+                    raise EngineError(f"it has no actor {self._service.actor_name(self._index)!r}")
                 own = self._place()
                 self._actor = self._create(own)
             try:
@@ -195,21 +201,37 @@ class ActorLink:
         wire.hang_up(self.connection)  # the outbox may be stuck
         _open_links.discard(self)
 
+    def _hold_successor(self) -> None:
+        """Hold the actor that another driver has put in the place of the one that was here, if any."""
+        with contextlib.suppress(RayError):
+            found = self._find()
+            if found is None or found == self._actor:
+                return
+            description: Description = ray.get(found.describe.remote(), timeout=END_SECONDS)
+            if description.service == self._service:
+                self._actor, self._group = found, description.group
+
     def _kill(self) -> None:
         """End the engine in peace, then the actor, then free what was set aside for it."""
         if not ray.is_initialized():  # then all of it is gone, or going
             return
+        if self._service.detached:
+            self._hold_successor()
         mine, self._actor = self._actor, None
-        group, self._group = self._group, None
         if mine is not None:
             with contextlib.suppress(RayError):
                 ray.get(mine.shut_down.remote(), timeout=END_SECONDS)
             ray.kill(mine)
-        if group is not None:
-            remove_placement_group(group)
+        self._free_group()
         deadline = time.monotonic() + GONE_SECONDS
         while mine is not None and self._find() is not None and time.monotonic() < deadline:
             time.sleep(WAIT_SECONDS / 10)
+
+    def _free_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RayError):  # Ray has just been left, say
+                remove_placement_group(group)
 
     # -- questions --------------------------------------------------------------------------------------------------
 

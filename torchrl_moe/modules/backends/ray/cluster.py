@@ -90,8 +90,8 @@ def check_free(name: str, namespace: str | None) -> None:
         )
 
 
-def find_service(name: str, namespace: str | None) -> tuple[RayService, list[int]]:
-    """Join the cluster and return a service that runs there, and which of its replicas have an actor.
+def find_service(name: str, namespace: str | None) -> RayService:
+    """Join the cluster and return a service that runs there.
 
     Raises:
         EngineError: there is no cluster, no such service, or it does not answer.
@@ -109,7 +109,7 @@ def find_service(name: str, namespace: str | None) -> tuple[RayService, list[int
         try:
             actor = ray.get_actor(f"{name}-replica-{index}", namespace)
             service: RayService = ray.get(actor.describe.remote(), timeout=ASK_SECONDS).service
-            return service, indices
+            return service
         except (RayError, ValueError) as error:
             reason = str(error)
     raise EngineError(f"service {name!r}: none of its replicas {indices} answered within {ASK_SECONDS:g} s: {reason}")

@@ -8,8 +8,10 @@ that the other side is gone.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +20,11 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 
 __all__ = ["Address", "Door", "LateConnection", "dial"]
 
-DIAL_SECONDS = 20.0
-# a machine that is switched off says nothing: asked after 10 s of silence, then every 5 s, it is gone after the third
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+DIAL_SECONDS = 20
+RETRY_SECONDS = 0.2
+# A machine that is switched off says nothing: asked after 10 s of silence, then every 5 s, it is gone after the third.
+# Linux does not ask while it waits for the receipt of what was sent: that has as long, in milliseconds.
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,28 +46,32 @@ class Door:
 
     def __init__(self, host: str, welcome: Callable[[Connection], None]) -> None:
         self._welcome = welcome
+        self._closed = threading.Event()
         self._socket = socket.create_server((host, 0))
         self.address = Address(host=host, port=self._socket.getsockname()[1], key=secrets.token_bytes(32))
-        threading.Thread(target=self._listen, name="door", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="door", daemon=True)
+        self._thread.start()
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
+        while not self._closed.is_set():
+            try:
                 visitor, _ = self._socket.accept()
+            except OSError:  # closed; or the visitor has left, or there are too many open files just now
+                self._closed.wait(RETRY_SECONDS)
+            else:
                 threading.Thread(target=self._let_in, args=(visitor,), name="driver", daemon=True).start()
 
     def _let_in(self, visitor: socket.socket) -> None:
-        _tune(visitor)
-        with contextlib.suppress(AuthenticationError, EOFError, OSError):
-            visitor.settimeout(None)
-            connection = Connection(visitor.detach())
-            with connection:
-                deliver_challenge(connection, self.address.key)
-                answer_challenge(connection, self.address.key)
-                self._welcome(connection)
+        steps = deliver_challenge, answer_challenge
+        with (
+            contextlib.suppress(AuthenticationError, EOFError, OSError),
+            _prove(visitor, self.address.key, *steps) as connection,
+        ):
+            self._welcome(connection)
 
     def close(self) -> None:
         """Let nobody in any more; who is in stays."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # or the thread would go on waiting
         self._socket.close()
@@ -73,24 +81,37 @@ def dial(address: Address) -> Connection:
     """Return a connection to an actor's door.
 
     Raises:
-        OSError: nobody is there.
+        OSError: nobody is there, or nobody answers.
         EOFError: it was closed at once.
         AuthenticationError: whoever is there has another key.
     """
     caller = socket.create_connection((address.host, address.port), DIAL_SECONDS)
-    caller.settimeout(None)
-    _tune(caller)
-    connection = Connection(caller.detach())
-    try:
-        answer_challenge(connection, address.key)
-        deliver_challenge(connection, address.key)
-    except BaseException:
-        connection.close()
-        raise
+    return _prove(caller, address.key, answer_challenge, deliver_challenge)
+
+
+def _prove(end: socket.socket, key: bytes, *steps: Callable[[Connection, bytes], None]) -> Connection:
+    """Return the connection of a socket, once each side has shown that it has the key; the socket is used up."""
+    with end, contextlib.ExitStack() as on_failure:
+        _tune(end)
+        connection = on_failure.enter_context(Connection(os.dup(end.fileno())))
+        _limit_silence(end, DIAL_SECONDS)
+        try:
+            for step in steps:
+                step(connection, key)
+        except BlockingIOError as error:
+            raise TimeoutError(f"the other side said nothing for {DIAL_SECONDS} s") from error
+        _limit_silence(end, 0)
+        on_failure.pop_all()
     return connection
 
 
+def _limit_silence(end: socket.socket, seconds: int) -> None:
+    """Have a read fail after so many seconds, 0: never. Not Python's timeout: a ``Connection`` reads past that."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+
+
 def _tune(end: socket.socket) -> None:
+    end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a message is written in pieces
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():

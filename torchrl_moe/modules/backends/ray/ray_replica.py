@@ -26,10 +26,16 @@ class RayReplica(EngineReplica[ActorLink]):
     def __init__(self, index: int, service: RayService, number: int | None = None) -> None:
         super().__init__(index)
         self._service = service
+        self._places = True
         self._number = index if number is None else number
 
+    def join(self) -> None:
+        """:meth:`start`, but place no actor: without one, :meth:`wait_ready` says so."""
+        self._places = False
+        self.start()
+
     def _open(self) -> ActorLink:
-        link = ActorLink(self.index, self._service, self._number)
+        link = ActorLink(self.index, self._service, self._number, self._places)
         self._name_calls(link.driver)
         return link
 

@@ -113,7 +113,7 @@ class ReplicaHost:
         self.end()
 
     def _engine_died(self) -> None:
-        """Called when an engine has ended that had served, and all drivers were told."""
+        """Called when an engine has ended by itself that had served, and all drivers were told."""
 
     # -- drivers ----------------------------------------------------------------------------------------------------
 
@@ -198,8 +198,8 @@ class ReplicaHost:
                 self._announce("tail", self.log_tail())
                 self._announce("died", f"its engine process ended with exit code {self._child.process.poll()}")
             drivers = list(self._drivers.values())
-            served = self._said[0][0] == "ready"
+            died = self._said[0][0] == "ready" and ("ended",) not in self._said
         for driver in drivers:
             driver.outbox.close()
-        if served:
+        if died:
             self._engine_died()
