@@ -212,7 +212,7 @@ def worst_difference(sample: list[Any], path: str) -> float:
         with torch.no_grad():
             log_probs = model(ids).logits[0].log_softmax(-1)
         given = log_probs[:-1].gather(-1, ids[0, 1:, None])[-len(output.token_ids) :, 0]
-        worst = max(worst, float((given - torch.from_numpy(output.logprobs)).abs().max()))
+        worst = max(worst, float((given - torch.tensor(output.logprobs)).abs().max()))
     return worst
 
 

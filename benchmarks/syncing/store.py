@@ -34,20 +34,20 @@ LIMIT = 3.0  # times a plain memory copy
 TORN_READS, TORN_TENSORS, TORN_BYTES = 40, 64, 32_000_000
 
 
-def tensors_of(nbytes: int, count: int) -> dict[str, Tensor]:
-    """Return fp32 tensors of equal size; both the sum of their bytes and their number are given."""
+def tensors_of(nbytes: int, count: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return flat memory, and fp32 tensors of equal size in it; the sum of their bytes and their number are given."""
     each = nbytes // count // 4
     flat = torch.arange(each * count, dtype=torch.float32)
-    return {f"layers.{i}.weight": part for i, part in enumerate(flat.split(each))}
+    return flat, {f"layers.{i}.weight": part for i, part in enumerate(flat.split(each))}
 
 
 def copy_into(target: NDArray[np.uint8], tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors one after another into flat memory."""
-    place = 0
+    """Copy tensors one after another into flat memory, as a model takes them: by torch's copy."""
+    flat, place = torch.from_numpy(target), 0
     for tensor in tensors.values():
-        raw = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-        target[place : place + len(raw)] = raw
-        place += len(raw)
+        size = tensor.nbytes
+        flat[place : place + size].copy_(tensor.view(torch.uint8))
+        place += size
 
 
 def read_ours(target: NDArray[np.uint8], reader: WeightStoreReader, version: int) -> None:
@@ -112,7 +112,7 @@ class Contest:
     """The same tensors by both ways, in turns, beside a plain copy."""
 
     def __init__(self, nbytes: int, count: int) -> None:
-        self.tensors = tensors_of(nbytes, count)
+        self._flat, self.tensors = tensors_of(nbytes, count)
         self.nbytes = sum(tensor.numel() * 4 for tensor in self.tensors.values())
         self.ours = tempfile.mkdtemp(prefix="torchrl_moe-bench-", dir="/dev/shm")
         self.theirs = tempfile.mkdtemp(prefix="torchrl_moe-bench-", dir="/dev/shm")
@@ -121,10 +121,9 @@ class Contest:
         self.version = 0
 
     def plain(self) -> float:
-        """Copy flat memory to flat memory that was touched before."""
-        source = np.ones(self.nbytes, np.uint8)
-        target = np.ones(self.nbytes, np.uint8)
-        return timed(lambda: np.copyto(target, source))
+        """Copy the same memory in one piece to some of the same kind that was touched before."""
+        target = torch.ones(self.nbytes, dtype=torch.uint8)
+        return timed(lambda: np.copyto(target.numpy(), self._flat.view(torch.uint8).numpy()))
 
     def by_ours(self) -> float:
         """Publish, and have it read."""
