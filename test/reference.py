@@ -1,24 +1,42 @@
 """What a stock transformers model makes of a sequence: its log-probs, and the experts that its own routers chose.
 
 The reference of the parity tests; it uses nothing of torchrl_moe.
+
+Once in a million rows or so the last expert chosen and the first left out score the same to the last bits, and whoever
+adds up in another order may choose the other one: the sequence goes another way from there, and nobody is wrong. So a
+test gives the engine's routes too, and at such a tie, and only there, the reference sides with the engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-ROUTERS = {
-    "qwen3_moe": ("mlp.gate", 2),
-    "mixtral": ("mlp.gate", 2),
-    "olmoe": ("mlp.gate", 2),
-    "deepseek_v3": ("mlp.gate", 2),
+TIE = 5e-6
+"""Twice what float32 adds up to in these models' router logits."""
+
+
+def _logits(_router: nn.Module, logits: Tensor) -> Tensor:
+    return logits
+
+
+def _biased(router: nn.Module, logits: Tensor) -> Tensor:
+    return logits.sigmoid() + router.e_score_correction_bias
+
+
+ROUTERS: dict[str, tuple[str, Callable[[nn.Module, Tensor], Tensor]]] = {
+    "qwen3_moe": ("mlp.gate", _logits),
+    "mixtral": ("mlp.gate", _logits),
+    "olmoe": ("mlp.gate", _logits),
+    "deepseek_v3": ("mlp.gate", _biased),
 }
-"""Family -> where a decoder layer has its router, and which of the router's outputs is the indices ``[T, K]``."""
+"""Family -> where a decoder layer has its router, and by which scores ``[T, E]`` that one chooses."""
 
 
 class Reference:
@@ -31,8 +49,9 @@ class Reference:
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-        path, self._place = ROUTERS[self.model.config.model_type]
+        path, self._scores = ROUTERS[self.model.config.model_type]
         self._seen: dict[int, Tensor] = {}
+        self._theirs: Tensor | None = None
         for layer, block in enumerate(self.model.model.layers):
             routers = [module for name, module in block.named_modules() if name == path and hasattr(module, "weight")]
             for router in routers:
@@ -40,23 +59,57 @@ class Reference:
                     router.register_forward_hook(self._keep(layer))
         self.num_layers = self.model.config.num_hidden_layers
 
-    def _keep(self, layer: int) -> Callable[..., None]:
-        def hook(_module: object, _arguments: object, out: tuple[Tensor, ...]) -> None:
-            self._seen[layer] = out[self._place]
+    def _keep(self, layer: int) -> Callable[..., Any]:
+        def hook(router: nn.Module, _arguments: object, out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+            logits, weights, experts = out
+            if self._theirs is not None:
+                experts = side_at_ties(experts, self._scores(router, logits), self._theirs[:, layer])
+            self._seen[layer] = experts
+            return logits, weights, experts  # two experts that score alike have the same weight
 
         return hook
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor | Sequence[int], temperature: float = 1.0) -> tuple[Tensor, dict[int, Tensor]]:
+    def __call__(
+        self, ids: Tensor | Sequence[int], temperature: float = 1.0, routes: Any = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """Return log-probs ``[T]``, those of token t given the tokens before it (NaN for the first), and routes.
 
         Routes are ``[T, K]`` by layer; dense layers are absent.
+
+        Args:
+            ids: ``[T]``.
+            temperature: of the log-probs.
+            routes: the engine's ``[R, L, K]``, R <= T, to side with at ties; -1 where it has none.
         """
         row = torch.as_tensor(ids).view(1, -1)
         self._seen.clear()
+        self._theirs = None if routes is None else torch.from_numpy(np.asarray(routes).astype(np.int64))
         logits = self.model(row).logits[0].float() / temperature
         log_probs = logits.log_softmax(-1)[:-1].gather(1, row[0, 1:, None])[:, 0]
         return torch.cat([log_probs.new_full((1,), float("nan")), log_probs]), dict(self._seen)
+
+
+def side_at_ties(ours: Tensor, scores: Tensor, theirs: Tensor) -> Tensor:
+    """Return chosen experts ``[T, K]``, with theirs in place of ours where one differs and scores the same.
+
+    Args:
+        ours: ``[T, K]``.
+        scores: ``[T, E]``, by which they were chosen.
+        theirs: ``[R, K]``, R <= T, in any order; -1 where there is none.
+    """
+    rows = len(theirs)
+    members = [
+        torch.zeros(rows, scores.shape[-1] + 1, dtype=torch.bool).scatter(1, chosen % (scores.shape[-1] + 1), True)
+        for chosen in (ours[:rows], theirs)
+    ]  # the last column is that of -1
+    lost, won = members[0] & ~members[1], members[1] & ~members[0]
+    out, to = lost.int().argmax(-1, keepdim=True), won.int().argmax(-1, keepdim=True)
+    padded = torch.cat([scores[:rows].float(), torch.full((rows, 1), torch.inf)], -1)
+    near = (padded.gather(1, out) - padded.gather(1, to)).abs() <= TIE
+    tied = near & (lost.sum(-1, keepdim=True) == 1) & (won.sum(-1, keepdim=True) == 1)
+    sided = torch.where(tied & (ours[:rows] == out), to, ours[:rows])
+    return torch.cat([sided, ours[rows:]])
 
 
 def route_mismatches(routes: Tensor, reference: dict[int, Tensor], rows: slice = slice(None)) -> tuple[int, int]:

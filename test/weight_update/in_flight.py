@@ -114,7 +114,7 @@ class Versions:
         ids = torch.from_numpy(np.concatenate([completion.prompt_token_ids, output.token_ids]))
         for version in set(made_by.tolist()) if only is None else {only}:
             self.load(version)
-            log_probs, routes = self.reference(ids)
+            log_probs, routes = self.reference(ids, routes=rows)
             got = torch.from_numpy(output.logprobs.copy())
             assert (got - log_probs[prompt:])[made_by == version].abs().max() <= TOLERANCE
             for layer, expected in routes.items():

@@ -826,7 +826,7 @@ def distance(engine: AsyncVLLM, reference: Reference) -> float:
     for completion in engine.generate(prompt_token_ids=PROMPTS, sampling_params=params, use_tqdm=False):
         (output,) = completion.outputs
         ids = torch.tensor([*completion.prompt_token_ids.tolist(), *output.token_ids.tolist()])
-        wanted = reference(ids)[0][len(completion.prompt_token_ids) :]
+        wanted = reference(ids, routes=output.routed_experts)[0][len(completion.prompt_token_ids) :]
         worst = max(worst, float((torch.tensor(output.logprobs) - wanted).abs().max()))
     return worst
 

@@ -50,7 +50,7 @@ def ask(engine: AsyncVLLM, ids: list[int] = IDS, tokens: int = 12) -> Completion
 def distance(completion: Completion, reference: Reference) -> float:
     """The largest difference between what the engine says of its answer and what the trainer's model does."""
     (output,), prompt = completion.outputs, completion.prompt_token_ids.tolist()
-    wanted = reference([*prompt, *output.token_ids.tolist()])[0][len(prompt) :]
+    wanted = reference([*prompt, *output.token_ids.tolist()], routes=output.routed_experts)[0][len(prompt) :]
     return float((torch.tensor(output.logprobs) - wanted).abs().max())
 
 

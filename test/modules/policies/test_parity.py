@@ -47,7 +47,7 @@ def assert_parity(answers: list[TensorDictBase], reference: Reference) -> None:
     for answer in answers:
         ids, routes = answer["tokens", "full"], answer["routed_experts", "full"]
         p = len(answer["tokens", "prompt"])
-        log_probs, chosen = reference(ids, TEMPERATURE)
+        log_probs, chosen = reference(ids, TEMPERATURE, routes)
         assert len(ids) == len(routes) == len(answer["policy_versions", "full"])
         assert answer["log_probs", "full"][:p].isnan().all()
         worst = max(worst, float((answer["log_probs", "full"][p:] - log_probs[p:]).abs().max()))
@@ -136,8 +136,9 @@ def test_rows_of_a_later_turn_are_right_although_both_turns_wrote_some(engine: A
     reference = reference_of(shelf.folder("qwen3_moe"))
     for was, td in zip(first.unbind(0), policy(engine)(later).unbind(0), strict=True):
         old, p = len(was["tokens", "full"]), len(td["tokens", "prompt"])
-        log_probs, chosen = reference(td["tokens", "full"], TEMPERATURE)
-        assert route_mismatches(td["routed_experts", "full"], chosen, slice(0, -1))[0] == 0
+        routes = td["routed_experts", "full"]
+        log_probs, chosen = reference(td["tokens", "full"], TEMPERATURE, routes)
+        assert route_mismatches(routes, chosen, slice(0, -1))[0] == 0
         written = td["log_probs", "full"].isfinite()
         assert written.nonzero()[:, 0].tolist() == [*range(old - NEW, old), *range(p, p + NEW)]
         assert (td["log_probs", "full"] - log_probs)[written].abs().max() <= TOLERANCE

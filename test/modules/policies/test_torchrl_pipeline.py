@@ -263,7 +263,7 @@ def assert_forward_agrees(items: list[TensorDictBase], reference: Reference) -> 
     worst = 0.0
     for item in items:
         assert_aligned(item)
-        log_probs, chosen = reference(item["tokens", "full"], TEMPERATURE)
+        log_probs, chosen = reference(item["tokens", "full"], TEMPERATURE, item["routed_experts", "full"])
         mismatches = route_mismatches(item["routed_experts", "full"], chosen, slice(0, -1))
         wrong, total = wrong + mismatches[0], total + mismatches[1]
         written = item["log_probs", "full"].isfinite()

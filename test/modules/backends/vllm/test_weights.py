@@ -762,7 +762,7 @@ class Trainer:
     def expected(self, completion: Completion, output: CompletionOutput) -> tuple[Tensor, dict[int, Tensor]]:
         """Log-probs of the response and routes of the whole, by the trainer's model as it is now."""
         ids = np.concatenate([completion.prompt_token_ids, output.token_ids])
-        log_probs, routes = self.reference(torch.from_numpy(ids))
+        log_probs, routes = self.reference(torch.from_numpy(ids), routes=output.routed_experts)
         return log_probs[len(completion.prompt_token_ids) :], routes
 
     def distance(self, completions: list[Completion]) -> float:
