@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,3 +189,63 @@ def test_a_member_that_is_stopped_is_killed_too() -> None:
 def test_ending_without_a_group_of_ones_own_ends_oneself_only() -> None:
     code = "from torchrl_moe.modules.backends.vllm.lifeline import end_group; end_group()"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 1
+
+
+@pytest.fixture
+def orphans(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
+    """A driver, the leader of a group that it started, and the folder of the two; a member of the group looks on."""
+    folder = tmp_path / "replica"
+    folder.mkdir()
+    look_on = (
+        "import time; from torchrl_moe.modules.backends.vllm.lifeline import end_with_leader;"
+        "end_with_leader(); print('up', flush=True); time.sleep(600)"
+    )
+    member = [sys.executable, "-c", look_on]
+    leader = f"import subprocess, time; subprocess.Popen(['sleep', '600']); subprocess.Popen({member}); time.sleep(600)"
+    driver = (
+        "import subprocess, sys, time;"
+        f"print(subprocess.Popen([sys.executable, '-c', {leader!r}], process_group=0).pid, flush=True); time.sleep(600)"
+    )
+    environment = {**os.environ, lifeline.FOLDER_VARIABLE: str(folder)}
+    arguments = [sys.executable, "-c", driver]
+    with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert process.stdout.readline() == "up\n"
+        yield process, pid, folder
+        process.kill()
+        lifeline.kill_group(pid)
+
+
+def test_a_group_ends_when_its_leader_and_its_driver_are_killed_at_once(
+    orphans: tuple[subprocess.Popen[str], int, Path],
+) -> None:
+    driver, leader, folder = orphans
+    assert len(group(leader)) == 3
+    driver.send_signal(signal.SIGSTOP)
+    os.kill(leader, signal.SIGKILL)  # now a zombie: nobody asks
+    driver.kill()
+    driver.wait(5)
+    until(lambda: not group(leader), 5)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("who", ["leader", "driver"])
+def test_a_group_is_left_to_whoever_of_the_two_still_lives(
+    orphans: tuple[subprocess.Popen[str], int, Path], who: str
+) -> None:
+    driver, leader, folder = orphans
+    if who == "leader":
+        os.kill(leader, signal.SIGKILL)
+    else:
+        driver.kill()
+        driver.wait(5)
+    time.sleep(2 * lifeline.WATCH_SECONDS + 0.2)
+    assert len(group(leader)) == (2 if who == "leader" else 3)
+    assert folder.exists()
+
+
+def test_nobody_looks_on_where_no_driver_started_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(lifeline.FOLDER_VARIABLE, raising=False)
+    lifeline.end_with_leader()
+    assert "lifeline" not in {thread.name for thread in threading.enumerate()}

@@ -1,6 +1,7 @@
 """What ties an engine process to its driver: messages come in here, and the whole process group ends when they cannot.
 
 Nothing here knows an engine. The process must be the leader of its process group, as :class:`LocalReplica` starts it.
+vLLM's workers, which are in the group too, look after both of them.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrl_moe.modules.backends.vllm import wire
 
-__all__ = ["FOLDER_VARIABLE", "Inbox", "end_group", "end_group_later", "kill_group"]
+__all__ = ["FOLDER_VARIABLE", "Inbox", "end_group", "end_group_later", "end_with_leader", "kill_group"]
 
 WATCH_SECONDS = 0.5
 EXIT_SECONDS = 8.0  # that the process gets to end by itself; less than the driver's patience
@@ -29,6 +30,7 @@ KILL_ROUNDS, KILL_SECONDS = 100, 0.01
 ORPHANED_SECONDS = 0.05
 PARENT = os.getppid()
 FOLDER_VARIABLE = "TORCHRL_MOE_REPLICA_FOLDER"  # of log and sockets
+GONE = "XZ"  # states of a process that only waits to be asked how it ended
 TRACKER = b"multiprocessing.resource_tracker"
 
 
@@ -120,14 +122,47 @@ def kill_group(leader: int) -> None:
         time.sleep(KILL_SECONDS)
 
 
+def end_with_leader() -> None:
+    """Have this process, which is not the leader, end the group when both the leader and its driver are gone.
+
+    The leader ends the group when the driver dies, and the driver when the leader does; but somebody may kill both at
+    once, and vLLM's engine core goes on without them for ever. Does nothing in a process that no driver started.
+    """
+    leader = os.getpgrp()
+    status = _status(leader)
+    if FOLDER_VARIABLE in os.environ and leader != os.getpid() and status is not None:
+        threading.Thread(target=_watch, args=({leader, status.parent},), name="lifeline", daemon=True).start()
+
+
+def _watch(keepers: set[int]) -> None:
+    while any(status is not None and status.state not in GONE for status in map(_status, keepers)):
+        time.sleep(WATCH_SECONDS)
+    kill_group(os.getpgrp())
+    shutil.rmtree(os.environ[FOLDER_VARIABLE], ignore_errors=True)
+    os._exit(1)
+
+
+class _Status(NamedTuple):
+    state: str
+    parent: int
+    group: int
+
+
+def _status(pid: int) -> _Status | None:
+    try:
+        state, parent, group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
+    except OSError:  # it is gone
+        return None
+    return _Status(state, int(parent), int(group))
+
+
 def _members(leader: int) -> list[int]:
     found = []
     for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
-        try:
-            state, _, group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:  # it is gone
+        status = _status(pid)
+        if status is None or status.group != leader or status.state in GONE or pid == os.getpid():
             continue
-        if int(group) == leader and state not in "XZ" and pid != os.getpid() and TRACKER not in command:
-            found.append(pid)
+        with contextlib.suppress(OSError):
+            if TRACKER not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
     return found
