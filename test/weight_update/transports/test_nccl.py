@@ -120,8 +120,8 @@ def test_a_version_is_sent_when_the_workers_wait_and_again_when_they_do(
     assert torch.equal(trainer.sent[2]["w"], torch.full((3,), 5.0))
 
 
-def test_a_group_that_broke_is_told_of_and_met_anew_at_the_next_version(
-    transport: NcclTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_group_that_broke_is_told_of_at_once_and_met_anew_at_the_next_version(
+    transport: NcclTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replica, store = Replica(), WeightStoreWriter(tmp_path)
     transport.stage(replica, store.publish([("w", torch.ones(3))], 1), StageOptions(), SECONDS)
@@ -132,10 +132,9 @@ def test_a_group_that_broke_is_told_of_and_met_anew_at_the_next_version(
 
     monkeypatch.setattr(broken, "send", fail)
     broken.ready = 1
-    until(lambda: transport._links[replica].error, SECONDS)
-    manifest = store.publish([("w", torch.zeros(3))], 2)
-    with pytest.warns(RuntimeWarning, match="broke at the last version: NCCL error: remote process exited"):
-        transport.stage(replica, manifest, StageOptions(), SECONDS)
+    until(lambda: transport._links[replica].broken, SECONDS)
+    assert "RuntimeError: NCCL error: remote process exited" in capsys.readouterr().err
+    transport.stage(replica, store.publish([("w", torch.zeros(3))], 2), StageOptions(), SECONDS)
     first, second = FakeTrainer.made
     assert first.closed.is_set()
     second.ready = 1

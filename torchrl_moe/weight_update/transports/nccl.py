@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import warnings
+import traceback
 import weakref
 from typing import Any
 
@@ -82,15 +82,9 @@ class NcclTransport:
             link.close()
 
     def stage(self, replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
-        """Let a replica check a version, and be ready to send it.
-
-        Warns:
-            RuntimeWarning: the version before could not be sent, and why; replica and trainer meet anew.
-        """
+        """Let a replica check a version, and be ready to send it; they meet anew if that broke before."""
         link = self._links.get(replica)
-        if link is not None and link.error is not None:
-            warnings.warn(f"NCCL broke at the last version: {link.error}; meeting anew", RuntimeWarning, stacklevel=2)
-        if link is None or link.error is not None:
+        if link is None or link.broken:
             self.open(replica, timeout)
         report: StageReport = replica.call(
             "stage_weights",
@@ -118,7 +112,7 @@ def _free_port(address: str) -> int:
 class _Link:
     """A replica's group, and the thread that sends it what is offered as often as it asks.
 
-    ``error`` is why it sends no more, if it could not.
+    Once it is ``broken`` it sends no more.
 
     Args:
         trainer: a :class:`~torchrl_moe.modules.backends.vllm.nccl_trainer.NcclTrainer`.
@@ -128,7 +122,7 @@ class _Link:
     def __init__(self, trainer: Any, reader: WeightStoreReader) -> None:
         self._trainer, self._reader = trainer, reader
         self._offered: Manifest | None = None
-        self.error: Exception | None = None
+        self.broken = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weight-sender", daemon=True)
         self._thread.start()
@@ -140,8 +134,9 @@ class _Link:
     def _run(self) -> None:
         try:
             self._send_when_asked()
-        except (RuntimeError, OSError, ValueError, TorchRLMoEError) as error:  # told when the next version is staged
-            self.error = error
+        except (RuntimeError, OSError, ValueError, TorchRLMoEError) as error:
+            traceback.print_exception(error)  # nobody waits here; the replica is found by its deadline
+            self.broken = True
 
     def _send_when_asked(self) -> None:
         load = 0

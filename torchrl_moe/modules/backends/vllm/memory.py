@@ -11,16 +11,16 @@ __all__ = ["available_memory"]
 
 MEMBERSHIP = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
-# of a control group's folder: its limit, its use, and the part of its use that the kernel can take back
-UNIFIED = ("memory.max", "memory.current", "inactive_file")
-LEGACY = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+# of a control group's folder: its limit, its use, and what begins the names of its statistics
+UNIFIED = ("memory.max", "memory.current", "")
+LEGACY = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 def available_memory(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
     """Return the bytes that this process may take: the least of what the host and its control groups leave.
 
-    Control groups (Linux, versions 1 and 2) are what limits a container or a batch job; pages of files that the kernel
-    would drop first count as free, as they do for the host.
+    Control groups (Linux, versions 1 and 2) are what limits a container or a batch job. Pages of files, which the
+    kernel can drop, count as free, as they do for the host.
 
     Args:
         membership: the kernel's file of the groups that this process is in.
@@ -33,12 +33,11 @@ def available_memory(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
 def _groups(membership: Path, mount: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
     """Give the folders of this process's memory groups, and of those around them."""
     try:
-        lines = membership.read_text().splitlines()
-    except OSError:  # not Linux
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except (OSError, ValueError):  # not Linux, or a name in no encoding
         return
-    for line in lines:
-        _, controllers, place = line.split(":", 2)
-        if controllers not in ("", "memory"):
+    for _, controllers, place in (line for line in lines if len(line) == 3):
+        if controllers and "memory" not in controllers.split(","):
             continue
         root, names = (mount / "memory", LEGACY) if controllers else (mount, UNIFIED)
         folder = root / place.lstrip("/")
@@ -50,13 +49,14 @@ def _groups(membership: Path, mount: Path) -> Iterator[tuple[Path, tuple[str, st
 
 
 def _left(folder: Path, names: tuple[str, str, str]) -> int | None:
-    limit, used, inactive = names
+    limit, used, prefix = names
     try:
         most = (folder / limit).read_text().strip()
         if most == "max":
             return None
         taken = int((folder / used).read_text())
         figures = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:  # no such group here, or no limit can be set on it
+        files = sum(int(figures.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+        return max(int(most) - taken + files, 0)
+    except (OSError, ValueError):  # no such group here, no limit can be set on it, or it is no real one
         return None
-    return max(int(most) - taken + int(figures.get(inactive, 0)), 0)
