@@ -111,7 +111,10 @@ class Reference:
         row = torch.as_tensor(ids).view(1, -1)
         self._seen.clear()
         self._theirs = None if routes is None else torch.from_numpy(np.asarray(routes).astype(np.int64))
-        logits = self.model(row).logits[0].float() / temperature
+        try:
+            logits = self.model(row).logits[0].float() / temperature
+        finally:
+            self._theirs = None  # others run the model too
         log_probs = logits.log_softmax(-1)[:-1].gather(1, row[0, 1:, None])[:, 0]
         return torch.cat([log_probs.new_full((1,), float("nan")), log_probs]), dict(self._seen)
 
