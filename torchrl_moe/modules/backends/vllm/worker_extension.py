@@ -24,7 +24,7 @@ __all__ = ["WorkerExtension"]
 # no installed package and cannot be filtered away by VLLM_PLUGINS.
 _compat.register_weight_engine()
 _compat.keep_cpu_experts_with_lora()
-end_with_leader()
+end_with_leader()  # the engine core, this process's parent, does not look whether its own lives
 
 
 class WorkerExtension:
