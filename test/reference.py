@@ -4,12 +4,14 @@ The reference of the parity tests; it uses nothing of torchrl_moe.
 
 Once in a million rows or so the last expert chosen and the first left out score the same to the last bits, and whoever
 adds up in another order may choose the other one: the sequence goes another way from there, and nobody is wrong. So a
-test gives the engine's routes too, and at such a tie, and only there, the reference sides with the engine.
+test gives the engine's routes too, and at such a tie, and only there, the reference sides with the engine. Ties between
+groups of experts are not looked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +24,37 @@ TIE = 5e-6
 """Twice what float32 adds up to in these models' router logits."""
 
 
-def _logits(_router: nn.Module, logits: Tensor) -> Tensor:
-    return logits
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Where a decoder layer of a family has its router, and how that chooses and weighs.
+
+    Args:
+        path: within the layer.
+        scores: (router, logits ``[T, E]``) -> the scores by which it chooses.
+        weights: (router, logits, experts ``[T, K]``) -> weights of those; ``None`` where experts that score alike have
+            the same.
+    """
+
+    path: str
+    scores: Callable[[Any, Tensor], Tensor] = lambda _router, logits: logits
+    weights: Callable[[Any, Tensor, Tensor], Tensor] | None = None
 
 
-def _biased(router: nn.Module, logits: Tensor) -> Tensor:
+def _biased(router: Any, logits: Tensor) -> Tensor:
     return logits.sigmoid() + router.e_score_correction_bias
 
 
-ROUTERS: dict[str, tuple[str, Callable[[nn.Module, Tensor], Tensor]]] = {
-    "qwen3_moe": ("mlp.gate", _logits),
-    "mixtral": ("mlp.gate", _logits),
-    "olmoe": ("mlp.gate", _logits),
-    "deepseek_v3": ("mlp.gate", _biased),
+def _unbiased_weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    weights = logits.sigmoid().gather(1, experts)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * router.routed_scaling_factor
+
+
+ROUTERS = {
+    "qwen3_moe": Router("mlp.gate"),
+    "mixtral": Router("mlp.gate"),
+    "olmoe": Router("mlp.gate"),
+    "deepseek_v3": Router("mlp.gate", _biased, _unbiased_weights),
 }
-"""Family -> where a decoder layer has its router, and by which scores ``[T, E]`` that one chooses."""
 
 
 class Reference:
@@ -49,11 +67,15 @@ class Reference:
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-        path, self._scores = ROUTERS[self.model.config.model_type]
+        self._router = ROUTERS[self.model.config.model_type]
         self._seen: dict[int, Tensor] = {}
         self._theirs: Tensor | None = None
         for layer, block in enumerate(self.model.model.layers):
-            routers = [module for name, module in block.named_modules() if name == path and hasattr(module, "weight")]
+            routers = [
+                module
+                for name, module in block.named_modules()
+                if name == self._router.path and hasattr(module, "weight")
+            ]
             for router in routers:
                 if "Router" in type(router).__name__:  # a dense layer's gate is a projection
                     router.register_forward_hook(self._keep(layer))
@@ -63,9 +85,13 @@ class Reference:
         def hook(router: nn.Module, _arguments: object, out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
             logits, weights, experts = out
             if self._theirs is not None:
-                experts = side_at_ties(experts, self._scores(router, logits), self._theirs[:, layer])
+                own = experts
+                experts = side_at_ties(own, self._router.scores(router, logits), self._theirs[:, layer])
+                sided = (experts != own).any(-1, keepdim=True)
+                if self._router.weights is not None and sided.any():
+                    weights = torch.where(sided, self._router.weights(router, logits, experts), weights)
             self._seen[layer] = experts
-            return logits, weights, experts  # two experts that score alike have the same weight
+            return logits, weights, experts
 
         return hook
 
@@ -85,7 +111,10 @@ class Reference:
         row = torch.as_tensor(ids).view(1, -1)
         self._seen.clear()
         self._theirs = None if routes is None else torch.from_numpy(np.asarray(routes).astype(np.int64))
-        logits = self.model(row).logits[0].float() / temperature
+        try:
+            logits = self.model(row).logits[0].float() / temperature
+        finally:
+            self._theirs = None  # others run the model too
         log_probs = logits.log_softmax(-1)[:-1].gather(1, row[0, 1:, None])[:, 0]
         return torch.cat([log_probs.new_full((1,), float("nan")), log_probs]), dict(self._seen)
 

@@ -12,6 +12,7 @@ from architecture.sources import PACKAGE, ROOT
 
 ACROSS: dict[str, str] = {
     "test_readme.py": "the README's words",
+    "test_reference.py": "what the reference of the parity tests does at a tie",
     "modules/replay/test_families.py": "every MoE of transformers, and the page that lists them",
     "modules/policies/test_fidelity.py": "what replay is worth in bf16, with a real engine",
     "modules/backends/test_conformance.py": "the replica protocol, for each kind of replica",

@@ -19,7 +19,8 @@ from torchrl_moe.modules import AsyncVLLM
 
 ROOT = Path(__file__).parents[3]
 GRPO = ROOT / "tutorials" / "grpo"
-DLOGP_BOUND, RISE = 1e-4, 0.2
+DLOGP_BOUND = 1e-4
+RISE = 0.1  # healthy runs rise by 0.2 and more, those with shuffled advantages by less than 0.05
 SHORT = ("rollout.answers=64", "train.steps=16", "eval.every=8", "train.checkpoint_every=4")
 
 
@@ -63,7 +64,8 @@ def failed_checks(rows: list[dict[str, str]]) -> set[str]:
         "versions": [int(row["version"]) for row in rows] == [i + 1 for i in range(len(rows))],
         # each rollout was made with the weights that the step before has sent: agreement after every sync
         "agreement": max(float(row["dlogp_max"]) for row in rows) <= DLOGP_BOUND,
-        "learning": sum(reward[-3:]) / 3 - sum(reward[:3]) / 3 >= RISE,
+        # over half of the run: one step's 64 answers leave an error of 0.06
+        "learning": sum(reward[-8:]) / 8 - sum(reward[:4]) / 4 >= RISE,
     }
     return {name for name, good in checks.items() if not good}
 

@@ -120,6 +120,28 @@ def test_a_version_is_sent_when_the_workers_wait_and_again_when_they_do(
     assert torch.equal(trainer.sent[2]["w"], torch.full((3,), 5.0))
 
 
+def test_a_group_that_broke_is_told_of_at_once_and_met_anew_at_the_next_version(
+    transport: NcclTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replica, store = Replica(), WeightStoreWriter(tmp_path)
+    transport.stage(replica, store.publish([("w", torch.ones(3))], 1), StageOptions(), SECONDS)
+    (broken,) = FakeTrainer.made
+
+    def fail(tensors: Mapping[str, Tensor]) -> None:
+        raise RuntimeError("NCCL error: remote process exited")
+
+    monkeypatch.setattr(broken, "send", fail)
+    broken.ready = 1
+    until(lambda: transport._links[replica].broken, SECONDS)
+    assert "RuntimeError: NCCL error: remote process exited" in capsys.readouterr().err
+    transport.stage(replica, store.publish([("w", torch.zeros(3))], 2), StageOptions(), SECONDS)
+    first, second = FakeTrainer.made
+    assert first.closed.is_set()
+    second.ready = 1
+    until_sent(second, 1)
+    assert torch.equal(second.sent[0]["w"], torch.zeros(3))
+
+
 def test_a_replica_that_is_gone_takes_its_group_and_thread_with_it(transport: NcclTransport) -> None:
     replica = Replica()
     transport.open(replica, SECONDS)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import traceback
 import weakref
 from typing import Any
 
 import torch
 
-from torchrl_moe._errors import WeightSyncError
+from torchrl_moe._errors import TorchRLMoEError, WeightSyncError
 from torchrl_moe.data.weight_store import Manifest, WeightStoreReader
 from torchrl_moe.modules.backends.replica import Replica, StageReport
 from torchrl_moe.weight_update.transports.transport import StageOptions
@@ -81,8 +82,9 @@ class NcclTransport:
             link.close()
 
     def stage(self, replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
-        """Let a replica check a version, and be ready to send it."""
-        if replica not in self._links:
+        """Let a replica check a version, and be ready to send it; they meet anew if that broke before."""
+        link = self._links.get(replica)
+        if link is None or link.broken:
             self.open(replica, timeout)
         report: StageReport = replica.call(
             "stage_weights",
@@ -110,6 +112,8 @@ def _free_port(address: str) -> int:
 class _Link:
     """A replica's group, and the thread that sends it what is offered as often as it asks.
 
+    Once it is ``broken`` it sends no more.
+
     Args:
         trainer: a :class:`~torchrl_moe.modules.backends.vllm.nccl_trainer.NcclTrainer`.
         reader: of the weight store.
@@ -118,6 +122,7 @@ class _Link:
     def __init__(self, trainer: Any, reader: WeightStoreReader) -> None:
         self._trainer, self._reader = trainer, reader
         self._offered: Manifest | None = None
+        self.broken = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weight-sender", daemon=True)
         self._thread.start()
@@ -127,6 +132,13 @@ class _Link:
         self._offered = manifest
 
     def _run(self) -> None:
+        try:
+            self._send_when_asked()
+        except (RuntimeError, OSError, ValueError, TorchRLMoEError) as error:
+            traceback.print_exception(error)  # nobody waits here; the replica is found by its deadline
+            self.broken = True
+
+    def _send_when_asked(self) -> None:
         load = 0
         while not self._closed.wait(POLL_SECONDS):
             if self._offered is None or not self._trainer.is_ready(load):

@@ -176,14 +176,19 @@ def test_no_process_group_is_killed_twice(temporary: Path, monkeypatch: pytest.M
 def test_vllms_sockets_lie_in_the_childs_folder_if_the_kernel_takes_their_names(tmp_path: Path) -> None:
     name_bytes = 36  # vLLM calls them by a UUID
     fits = Path("/" + "x" * (107 - name_bytes - 2))
-    own = child.FOLDER_VARIABLE
+    driver = {child.DRIVER_VARIABLE: str(os.getpid())}
     assert child._with_places({"TMPDIR": "theirs", "A": "1"}, fits) == {
         "A": "1",
         "TMPDIR": str(fits),
         "VLLM_RPC_BASE_PATH": str(fits),
-        own: str(fits),
+        child.FOLDER_VARIABLE: str(fits),
+        **driver,
     }
-    assert child._with_places({"TMPDIR": "theirs"}, Path(f"{fits}x")) == {"TMPDIR": "theirs", own: f"{fits}x"}
+    assert child._with_places({"TMPDIR": "theirs"}, Path(f"{fits}x")) == {
+        "TMPDIR": "theirs",
+        child.FOLDER_VARIABLE: f"{fits}x",
+        **driver,
+    }
     for path, accepted in ((fits, True), (Path(f"{fits}x"), False)):
         with socket.socket(socket.AF_UNIX) as asked:
             # too long a name is refused before the folder is missed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,3 +190,108 @@ def test_a_member_that_is_stopped_is_killed_too() -> None:
 def test_ending_without_a_group_of_ones_own_ends_oneself_only() -> None:
     code = "from torchrl_moe.modules.backends.vllm.lifeline import end_group; end_group()"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 1
+
+
+LOOK_ON = """
+import os, time
+from torchrl_moe.modules.backends.vllm.lifeline import end_with_leader
+while {wait} and os.getppid() == os.getpgrp():
+    time.sleep(0.01)
+end_with_leader()
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def orphans(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
+    """A driver, the leader of a group that it started, and the folder of the two; a member of the group looks on."""
+    folder = tmp_path / "replica"
+    folder.mkdir()
+    member = [sys.executable, "-c", LOOK_ON.format(wait=False)]
+    leader = f"import subprocess, time; subprocess.Popen(['sleep', '600']); subprocess.Popen({member}); time.sleep(600)"
+    driver = (
+        "import os, subprocess, sys, time;"
+        f"os.environ.update({lifeline.FOLDER_VARIABLE}={str(folder)!r}, {lifeline.DRIVER_VARIABLE}=str(os.getpid()));"
+        f"print(subprocess.Popen([sys.executable, '-c', {leader!r}], process_group=0).pid, flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    try:
+        assert process.stdout.readline() == "up\n"
+        yield process, pid, folder
+    finally:
+        process.kill()
+        lifeline.kill_group(pid)
+        process.communicate()
+
+
+def test_a_group_ends_when_its_leader_and_its_driver_are_killed_at_once(
+    orphans: tuple[subprocess.Popen[str], int, Path],
+) -> None:
+    driver, leader, folder = orphans
+    assert len(group(leader)) == 3
+    driver.send_signal(signal.SIGSTOP)
+    os.kill(leader, signal.SIGKILL)  # now a zombie: nobody asks
+    driver.kill()
+    driver.wait(5)
+    until(lambda: not group(leader), 5)
+    until(lambda: not folder.exists(), 5)
+
+
+@pytest.mark.parametrize("who", ["leader", "driver"])
+def test_a_group_is_left_to_whoever_of_the_two_still_lives(
+    orphans: tuple[subprocess.Popen[str], int, Path], who: str
+) -> None:
+    driver, leader, folder = orphans
+    if who == "leader":
+        os.kill(leader, signal.SIGKILL)
+    else:
+        driver.kill()
+        driver.wait(5)
+    time.sleep(2 * lifeline.WATCH_SECONDS + 0.2)
+    assert len(group(leader)) == (2 if who == "leader" else 3)
+    assert folder.exists()
+
+
+def test_a_member_that_comes_when_both_are_gone_ends_the_group(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait(5)
+    member = [sys.executable, "-c", LOOK_ON.format(wait=True)]
+    environment = {**os.environ, lifeline.FOLDER_VARIABLE: str(tmp_path), lifeline.DRIVER_VARIABLE: str(gone.pid)}
+    code = f"import subprocess; subprocess.Popen(['sleep', '600']); subprocess.Popen({member})"
+    leader = subprocess.Popen([sys.executable, "-c", code], env=environment, process_group=0)
+    leader.wait(10)
+    assert group(leader.pid)
+    until(lambda: not group(leader.pid), 20)
+
+
+def test_whoever_cannot_be_looked_at_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lifeline._is_gone(os.getpid()) is False
+
+    def fail(*_args: Any, **_kwargs: Any) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert lifeline._is_gone(1 << 30) is False
+    monkeypatch.undo()
+    assert lifeline._is_gone(1 << 30) is True
+
+
+def test_a_process_whose_name_is_cut_within_a_character_disturbs_nobody(tmp_path: Path) -> None:
+    program = tmp_path / ("x" * 14 + "é")  # the kernel keeps 15 bytes
+    program.symlink_to("/bin/sleep")
+    with subprocess.Popen([program, "600"]) as process:
+        until(lambda: b"xx" in Path(f"/proc/{process.pid}/comm").read_bytes(), 5)
+        lifeline.kill_group(1 << 30)
+        process.kill()
+
+
+def test_nobody_looks_on_where_no_driver_started_the_process() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != lifeline.FOLDER_VARIABLE}
+    code = (
+        "import os, threading; from torchrl_moe.modules.backends.vllm.lifeline import end_with_leader;"
+        "assert os.getpgrp() != os.getpid(); end_with_leader(); print(threading.active_count())"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment) == b"1\n"

@@ -666,7 +666,8 @@ while True:
 
 
 @pytest.mark.engine
-def test_a_killed_driver_takes_a_real_engine_with_it(no_engine: Any, real: dict[str, Any]) -> None:
+@pytest.mark.parametrize("owner", ["lives", "is killed too"])
+def test_a_killed_driver_takes_a_real_engine_with_it(no_engine: Any, real: dict[str, Any], owner: str) -> None:
     arguments = [sys.executable, "-c", REAL_DRIVER, repr(real), repr(LONG)]
     with subprocess.Popen(arguments, env=toy_environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -675,6 +676,9 @@ def test_a_killed_driver_takes_a_real_engine_with_it(no_engine: Any, real: dict[
         members = group(pid)
         assert len(members) >= 3
         time.sleep(1)
+        if owner == "is killed too":
+            process.send_signal(signal.SIGSTOP)  # or it would clear up
+            os.kill(pid, signal.SIGKILL)
         process.kill()
         process.wait(5)
     until(lambda: not group(pid), 20)

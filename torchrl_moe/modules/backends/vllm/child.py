@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from torchrl_moe.modules.backends.vllm import wire
-from torchrl_moe.modules.backends.vllm.lifeline import FOLDER_VARIABLE, kill_group
+from torchrl_moe.modules.backends.vllm.lifeline import DRIVER_VARIABLE, FOLDER_VARIABLE, kill_group
 
 __all__ = ["Child"]
 
@@ -111,7 +111,7 @@ def _with_places(environment: Mapping[str, str], folder: Path) -> dict[str, str]
 
     Only if the sockets' names then fit the kernel's limit. The user may choose another place for sockets.
     """
-    ours = {**environment, FOLDER_VARIABLE: str(folder)}
+    ours = {**environment, FOLDER_VARIABLE: str(folder), DRIVER_VARIABLE: str(os.getpid())}
     if len(os.fsencode(folder / str(uuid.uuid4()))) <= SOCKET_NAME_BYTES:
         ours["TMPDIR"] = str(folder)
         ours.setdefault("VLLM_RPC_BASE_PATH", str(folder))

@@ -1,6 +1,7 @@
 """What ties an engine process to its driver: messages come in here, and the whole process group ends when they cannot.
 
 Nothing here knows an engine. The process must be the leader of its process group, as :class:`LocalReplica` starts it.
+vLLM's workers, which are in the group too, look after both of them.
 """
 
 from __future__ import annotations
@@ -17,11 +18,19 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrl_moe.modules.backends.vllm import wire
 
-__all__ = ["FOLDER_VARIABLE", "Inbox", "end_group", "end_group_later", "kill_group"]
+__all__ = [
+    "DRIVER_VARIABLE",
+    "FOLDER_VARIABLE",
+    "Inbox",
+    "end_group",
+    "end_group_later",
+    "end_with_leader",
+    "kill_group",
+]
 
 WATCH_SECONDS = 0.5
 EXIT_SECONDS = 8.0  # that the process gets to end by itself; less than the driver's patience
@@ -29,6 +38,8 @@ KILL_ROUNDS, KILL_SECONDS = 100, 0.01
 ORPHANED_SECONDS = 0.05
 PARENT = os.getppid()
 FOLDER_VARIABLE = "TORCHRL_MOE_REPLICA_FOLDER"  # of log and sockets
+DRIVER_VARIABLE = "TORCHRL_MOE_DRIVER"  # its process id
+GONE = "XZ"  # states of a process that only waits to be asked how it ended
 TRACKER = b"multiprocessing.resource_tracker"
 
 
@@ -120,14 +131,57 @@ def kill_group(leader: int) -> None:
         time.sleep(KILL_SECONDS)
 
 
+def end_with_leader() -> None:
+    """Have this process, which is not the leader, end the group once both the leader and its driver are gone.
+
+    The leader ends the group when the driver dies, and the driver when the leader does; but somebody may kill both at
+    once, and vLLM's engine core goes on without them for ever. Does nothing in a process that no driver started.
+    """
+    leader, folder, driver = os.getpgrp(), os.environ.get(FOLDER_VARIABLE), os.environ.get(DRIVER_VARIABLE)
+    if folder and driver and leader not in (0, os.getpid()):  # 0: it is outside this process's namespace
+        threading.Thread(target=_watch, args=({leader, int(driver)}, folder), name="lifeline", daemon=True).start()
+
+
+def _watch(keepers: set[int], folder: str) -> None:
+    while keepers := {pid for pid in keepers if not _is_gone(pid)}:
+        time.sleep(WATCH_SECONDS)
+    try:
+        kill_group(os.getpgrp())
+    except OSError:  # no file can be opened any more
+        os.killpg(0, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        status = _status(pid)
+    except OSError:  # nobody can tell: too many files are open, say
+        return False
+    return status is None or status.state in GONE
+
+
+class _Status(NamedTuple):
+    state: str
+    group: int
+
+
+def _status(pid: int) -> _Status | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a name that is cut may end within a character
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, _, group = text.rpartition(")")[2].split()[:3]
+    return _Status(state, int(group))
+
+
 def _members(leader: int) -> list[int]:
     found = []
     for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
-        try:
-            state, _, group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:  # it is gone
-            continue
-        if int(group) == leader and state not in "XZ" and pid != os.getpid() and TRACKER not in command:
-            found.append(pid)
+        with contextlib.suppress(OSError):  # it is gone
+            status = _status(pid)
+            if status is None or status.group != leader or status.state in GONE or pid == os.getpid():
+                continue
+            if TRACKER not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
     return found

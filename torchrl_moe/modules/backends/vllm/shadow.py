@@ -18,12 +18,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 
 from torchrl_moe import _compat
 from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.modules.backends.vllm.memory import available_memory
 
 __all__ = ["ShadowModel", "reason_against"]
 
@@ -108,8 +108,8 @@ class ShadowModel:
         return sum(blank.nbytes for blank in self._blanks)
 
     def memory_missing(self) -> str:
-        """Return why the host has no room for a version, in words; an empty string if it has."""
-        free, needed = psutil.virtual_memory().available, int(self.nbytes * MEMORY_MARGIN)
+        """Return why there is no room for a version, in words; an empty string if it has."""
+        free, needed = available_memory(), int(self.nbytes * MEMORY_MARGIN)
         if free >= needed:
             return ""
         return f"{needed / 1e9:.1f} GB are needed beside the model, {free / 1e9:.1f} GB are free"

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchrl_moe import _compat
 from torchrl_moe.data.weight_store import Manifest
 from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
+from torchrl_moe.modules.backends.vllm.lifeline import end_with_leader
 
 __all__ = ["WorkerExtension"]
 
@@ -23,6 +24,7 @@ __all__ = ["WorkerExtension"]
 # no installed package and cannot be filtered away by VLLM_PLUGINS.
 _compat.register_weight_engine()
 _compat.keep_cpu_experts_with_lora()
+end_with_leader()  # the engine core, this process's parent, does not look whether its own lives
 
 
 class WorkerExtension:
