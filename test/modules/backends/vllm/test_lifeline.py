@@ -295,3 +295,12 @@ def test_nobody_looks_on_where_no_driver_started_the_process() -> None:
         "assert os.getpgrp() != os.getpid(); end_with_leader(); print(threading.active_count())"
     )
     assert subprocess.check_output([sys.executable, "-c", code], env=environment) == b"1\n"
+
+
+def test_nobody_looks_on_where_processes_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(lifeline.FOLDER_VARIABLE, "/nowhere")
+    monkeypatch.setenv(lifeline.DRIVER_VARIABLE, "1")
+    monkeypatch.setattr(os, "getpgrp", lambda: 1)
+    monkeypatch.setattr(lifeline, "_status", lambda pid: None)
+    lifeline.end_with_leader()
+    assert "lifeline" not in {thread.name for thread in threading.enumerate()}

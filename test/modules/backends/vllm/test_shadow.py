@@ -208,9 +208,9 @@ def test_other_modules_are_refused_at_once(make: Any) -> None:
 
 def test_memory_is_asked_for_before_it_is_taken(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, shadow = make()
-    monkeypatch.setattr(shadow_module.psutil, "virtual_memory", lambda: SimpleNamespace(available=31))
+    monkeypatch.setattr(shadow_module, "available_memory", lambda: 31)
     assert shadow.memory_missing() == ""  # 28 bytes and a tenth
-    monkeypatch.setattr(shadow_module.psutil, "virtual_memory", lambda: SimpleNamespace(available=29))
+    monkeypatch.setattr(shadow_module, "available_memory", lambda: 29)
     assert shadow.memory_missing().startswith("0.0 GB are needed beside the model")
 
 

@@ -135,9 +135,12 @@ def end_with_leader() -> None:
     """Have this process, which is not the leader, end the group once both the leader and its driver are gone.
 
     The leader ends the group when the driver dies, and the driver when the leader does; but somebody may kill both at
-    once, and vLLM's engine core goes on without them for ever. Does nothing in a process that no driver started.
+    once, and vLLM's engine core goes on without them for ever. Does nothing in a process that no driver started, and
+    where processes cannot be looked at.
     """
     leader, folder, driver = os.getpgrp(), os.environ.get(FOLDER_VARIABLE), os.environ.get(DRIVER_VARIABLE)
+    if _is_gone(os.getpid()):  # there is no /proc
+        return
     if folder and driver and leader not in (0, os.getpid()):  # 0: it is outside this process's namespace
         threading.Thread(target=_watch, args=({leader, int(driver)}, folder), name="lifeline", daemon=True).start()
 
