@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,8 +22,10 @@ __all__ = [
     "forget_half_loads",
     "has_packed",
     "hidden_weights",
+    "import_engine",
     "keep_cpu_experts_with_lora",
     "load_beside",
+    "make_async_llm",
     "pack_tied",
     "plain_tokenizer",
     "register_weight_engine",
@@ -68,6 +71,66 @@ def plain_tokenizer(tokenizer: Any) -> Any:
         plain.__dict__.update(vars(tokenizer))
         return plain
     return tokenizer
+
+
+METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
+BIND_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+def import_engine() -> str:
+    """Import what the processes of an engine import (0.30); return why they may not be forked after that, or ""."""
+    import torch
+    import vllm.v1.engine.async_llm
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    return "importing vLLM has initialised CUDA" if torch.cuda.is_initialized() else ""
+
+
+def make_async_llm(engine_args: Any, stat_loggers: list[Any]) -> tuple[Any, str]:
+    """Make an ``AsyncLLM`` whose own processes are forked; return it, and why they are not, or "" (0.30).
+
+    vLLM's CPU platform sets "spawn" while the configuration is made: each process then imports vLLM again, which takes
+    ten seconds. It does so for the sake of threads that it binds to cores, with libraries that it has preloaded in a
+    new process. Where threads are not bound, forking is as safe as it is on CUDA, where it is vLLM's default; there
+    vLLM's own checks (CUDA initialised, WSL, a Ray actor) decide.
+    """
+    from multiprocessing import resource_tracker
+
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    reason = ""
+    if os.environ.get(METHOD_VARIABLE) == "spawn":
+        reason = f"{METHOD_VARIABLE}=spawn is set"
+    elif current_platform.is_cpu():
+        if os.environ.get(BIND_VARIABLE) != "nobind":
+            reason = f"{BIND_VARIABLE} is not 'nobind', and vLLM binds threads in processes that it starts"
+        else:
+            _inspect_models_here()
+    config = engine_args.create_engine_config()
+    if not reason and current_platform.is_cpu():
+        os.environ[METHOD_VARIABLE] = "fork"
+        resource_tracker.ensure_running()  # one for all of the engine's processes, as if they were spawned
+    engine = AsyncLLM.from_vllm_config(
+        config,
+        stat_loggers=stat_loggers,
+        enable_log_requests=engine_args.enable_log_requests,
+        disable_log_stats=engine_args.disable_log_stats,
+    )
+    return engine, reason
+
+
+def _inspect_models_here() -> None:
+    """Have vLLM look at a model's class in this process: on a CPU no device would be initialised by that (0.30).
+
+    It starts another process to look, which imports vLLM; what is imported here, the forked processes need anyway.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda function: function()
 
 
 WEIGHT_BACKEND = "torchrl_moe"

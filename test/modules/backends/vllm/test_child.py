@@ -208,7 +208,7 @@ def test_the_user_may_choose_the_place_of_vllms_sockets(temporary: Path, monkeyp
     monkeypatch.setattr(subprocess, "Popen", popen)
     monkeypatch.setattr(child, "SOCKET_NAME_BYTES", 4096)  # however deep the tests' folder lies
     for environment in ({}, {"VLLM_RPC_BASE_PATH": "theirs"}):
-        Child(0, environment).end_and_forget()
+        Child(0, environment, fork=False).end_and_forget()
     ours, theirs = (environment["VLLM_RPC_BASE_PATH"] for environment in environments)
     assert Path(ours).parent == temporary
     assert theirs == "theirs"

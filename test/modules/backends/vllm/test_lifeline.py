@@ -1,4 +1,4 @@
-"""An engine process never outlives its driver: by messages, by the socket's end, by the parent's change."""
+"""An engine process never outlives its driver: by messages, by the socket's end, by the end of the driver's process."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Line:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ends = 0
+        self.gone = threading.Event()
         monkeypatch.setattr(lifeline, "end_group", self.count)
         monkeypatch.setattr(lifeline, "EXIT_SECONDS", 0.5)
         monkeypatch.setattr(lifeline, "WATCH_SECONDS", 0.01)
@@ -41,18 +42,18 @@ class Line:
         for frame in wire.encode(message):
             self.driver.send_bytes(frame)
 
-    def end(self, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(self, how: str) -> None:
         """The driver's end, in each of the ways in which it shows."""
         if how == "message":
             self.send("shutdown")
         elif how == "end of file":
             self.driver.close()
         else:
-            monkeypatch.setattr(os, "getppid", lambda: 1)
+            self.gone.set()
 
     def run(self, script: Callable[[Inbox], Awaitable[Any]]) -> Any:
         async def main() -> Any:
-            inbox = Inbox(self.process, os.getppid(), asyncio.get_running_loop())
+            inbox = Inbox(self.process, self.gone.is_set, asyncio.get_running_loop())
             return await asyncio.wait_for(script(inbox), 5)
 
         return asyncio.run(main())
@@ -91,16 +92,14 @@ def test_messages_come_in_order_from_the_driver_and_from_within(line: Line) -> N
     assert line.ends == 0
 
 
-WAYS = pytest.mark.parametrize("how", ["message", "end of file", "another parent"])
+WAYS = pytest.mark.parametrize("how", ["message", "end of file", "no driver"])
 
 
 @WAYS
-def test_a_serving_process_is_told_to_end_and_made_to_if_it_does_not(
-    line: Line, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_serving_process_is_told_to_end_and_made_to_if_it_does_not(line: Line, how: str) -> None:
     async def script(inbox: Inbox) -> None:
         inbox.serving = True
-        line.end(how, monkeypatch)
+        line.end(how)
         assert await inbox.messages.get() == ("shutdown",)
         assert line.ends == 0
         until(lambda: line.ends == 1, 5)
@@ -109,11 +108,11 @@ def test_a_serving_process_is_told_to_end_and_made_to_if_it_does_not(
 
 
 @WAYS
-def test_a_process_that_still_starts_ends_at_once(line: Line, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_still_starts_ends_at_once(line: Line, how: str) -> None:
     async def script(_inbox: Inbox) -> None:
         time.sleep(0.1)  # the loop is the engine's
         assert line.ends == 0
-        line.end(how, monkeypatch)
+        line.end(how)
         until(lambda: line.ends == 1, 5)
 
     line.run(script)

@@ -1,6 +1,7 @@
 """An ``AsyncLLM`` without vLLM, and an engine process around it that starts in a second: for tests of processes.
 
-Run as ``python -m modules.backends.vllm.toy_engine FD DRIVER_PID`` it is our real engine process over the toy engine.
+Forked, or run as ``python -m modules.backends.vllm.toy_engine FD DRIVER_PID``, it is our real engine process over the
+toy engine.
 
 The engine argument ``start`` says how it starts: ``seconds`` it blocks, ``error`` it fails with, ``print`` for the log,
 ``sleeper`` a grandchild in the process group, ``shared`` a shared memory that it never removes, named in its info. A
@@ -13,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +36,7 @@ class WrappedError(Exception):
 
 
 class OnlyHere:
-    """A class that the driver cannot import under the name that this process knows it by."""
+    """A class of a module that the driver does not have."""
 
 
 class ToyEngine:
@@ -153,7 +156,24 @@ def without_vllm(set_attribute: Any = setattr) -> None:
     set_attribute(running, "SamplingParamsBuilder", lambda: lambda spec, guided_options: spec)
 
 
-if __name__ == "__main__":
+def _use_toys() -> None:
+    sys.modules["only_here"] = SimpleNamespace(OnlyHere=OnlyHere)  # type: ignore[assignment]
+    OnlyHere.__module__ = "only_here"
     without_vllm()
     engine_process._start_engine = start
+
+
+def preload() -> str:
+    """There is nothing slow to import, and no reason not to fork."""
+    return ""
+
+
+def run(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:
+    """Our real engine process over the toy engine, forked."""
+    _use_toys()
+    engine_process.run(connection, driver_is_gone)
+
+
+if __name__ == "__main__":
+    _use_toys()
     engine_process.main()

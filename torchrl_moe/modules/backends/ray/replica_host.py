@@ -88,7 +88,7 @@ class ReplicaHost:
         self._drivers: dict[str, _Driver] = {}
         self._said: list[tuple[Any, ...]] = []  # what whoever comes later must hear too
         configure = wire.encode(("configure", dict(arguments)))
-        self._child = Child(index, environment, log_folder)
+        self._child = Child(index, environment, log_folder, fork=False)
         self._child.outbox.put(configure)
         self._door = Door(host, self._serve)
         threading.Thread(target=self._read_engine, name="engine", daemon=True).start()

@@ -3,8 +3,8 @@
 The child leads a process group of its own, so a Ctrl-C at the terminal reaches the driver only, and the whole group
 (vLLM starts two more processes) can be ended at once. It stays in the driver's session: Linux shares out the cores by
 session (autogroups), and between sessions the ``sched_yield`` of vLLM's polling hands nothing over; two replicas on two
-cores lost a quarter of their tokens. The child is started by module name: the user's script is not imported again and
-needs no ``__main__`` guard.
+cores lost a quarter of their tokens. The child, or the server that forks it, is started by module name: the user's
+script is not imported again and needs no ``__main__`` guard.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO, Protocol
 
 from torchrl_moe.modules.backends.vllm import wire
+from torchrl_moe.modules.backends.vllm.fork_server import CannotFork, Launch, fork_server
 from torchrl_moe.modules.backends.vllm.lifeline import DRIVER_VARIABLE, FOLDER_VARIABLE, kill_group
 
-__all__ = ["Child"]
+__all__ = ["Child", "Process"]
 
 MODULE = "torchrl_moe.modules.backends.vllm.engine_process"
 GRACE_SECONDS = 10.0
@@ -35,41 +38,109 @@ SHOWN_LOG_LINES = 6
 SHOWN_LOG_COLUMNS = 400
 
 
+class Process(Protocol):
+    """What an owner needs of its process: ``subprocess.Popen`` has it, and so has a process that was forked."""
+
+    @property
+    def pid(self) -> int:
+        """Its id, and that of the group that it leads."""
+
+    def poll(self) -> int | None:
+        """Return its exit code; ``None`` while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; ``subprocess.TimeoutExpired`` if it does not come in time."""
+
+    def kill(self) -> None:
+        """Kill it."""
+
+
 class Child:
     """One engine process.
+
+    It is forked from a process that has imported vLLM already, where that is safe, and else started by itself; the log
+    says why. Either may still be under way when the constructor returns.
 
     Args:
         index: of the replica; names the log.
         environment: of the process.
         log_folder: where its log is kept, under the replica's index; a later child goes on in the same file. By
             default it is among what is removed at the end.
+        fork: whether it may be forked. A server that forks for one child only would save nothing.
     """
 
-    def __init__(self, index: int, environment: Mapping[str, str], log_folder: Path | None = None) -> None:
+    def __init__(
+        self, index: int, environment: Mapping[str, str], log_folder: Path | None = None, fork: bool = True
+    ) -> None:
         if log_folder is not None:
             log_folder.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix=f"torchrl_moe-replica-{index}-"))
         self.log = self.folder / "log" if log_folder is None else log_folder / f"replica-{index}.log"
-        ours, theirs = socket.socketpair()
-        with ours, theirs, self.log.open("ab") as log:
+        self._launched: Future[Process] = Future()
+        self._cancelled = False
+        with contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, self.folder)
+            ours, theirs = socket.socketpair()
+            stack.enter_context(ours)
+            stack.enter_context(theirs)
+            log = stack.enter_context(self.log.open("ab"))
             self._log_start = log.tell()
-            try:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
-                    pass_fds=[theirs.fileno()],
-                    env=_with_places(environment, self.folder),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    process_group=0,
-                )
-            except BaseException:
-                shutil.rmtree(self.folder)
-                raise
-            self.connection = Connection(ours.detach())
+            self._launch = self._begin(environment, theirs, log, fork)
+            stack.pop_all()
+        self.connection = Connection(ours.detach())
         self.outbox = wire.Outbox(self.connection, list)
         self._lock = threading.RLock()  # the finalizer of a replica may run in the very thread that ends the child
         self._ended = False
+
+    def _begin(
+        self, environment: Mapping[str, str], engine: socket.socket, log: IO[bytes], fork: bool
+    ) -> Launch | None:
+        """Start the process, or have it forked: then a thread waits for that. Closes both files."""
+        places = _with_places(environment, self.folder)
+        launch, reason = None, ""
+        if fork:
+            try:
+                launch = fork_server(MODULE, environment).fork(engine.fileno(), log.fileno(), places)
+            except CannotFork as error:
+                reason = str(error)
+        if launch is None:
+            with engine, log:
+                self._launched.set_result(_spawn(places, engine, log, reason))
+            return None
+        arguments = (launch, places, engine, log)
+        threading.Thread(target=self._wait_for_fork, args=arguments, name="launch", daemon=True).start()
+        return launch
+
+    def _wait_for_fork(
+        self, launch: Launch, environment: Mapping[str, str], engine: socket.socket, log: IO[bytes]
+    ) -> None:
+        with engine, log:
+            try:
+                try:
+                    process: Process = launch.wait()
+                except CannotFork as error:
+                    if self._cancelled:
+                        return
+                    process = _spawn(environment, engine, log, str(error))
+                self._launched.set_result(process)
+            finally:  # nobody may wait for ever
+                if not self._launched.done():
+                    self._launched.set_exception(CannotFork("the process was given up before it was there"))
+
+    @property
+    def process(self) -> Process:
+        """The process; waits until it is there.
+
+        Raises:
+            CannotFork: it was given up before.
+        """
+        return self._launched.result()
+
+    def is_alive(self) -> bool:
+        """Whether the process runs, or is still to come."""
+        if not self._launched.done():
+            return True
+        return self._launched.exception() is None and self.process.poll() is None
 
     def end(self) -> None:
         """End the process and its whole group: politely, then for certain. Idempotent; all callers wait for the end."""
@@ -78,15 +149,26 @@ class Child:
                 return
             self._ended = True  # for the same thread; others wait for the lock
             try:
-                self.outbox.put(wire.encode(("shutdown",)))
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(GRACE_SECONDS)
-                kill_group(self.process.pid)
-                self.process.wait()
+                self._cancel()
+                if self._launched.exception() is None:
+                    self._end_process()
                 self.outbox.close(1.0)
             except BaseException:  # Ctrl-C: it may be ended again
                 self._ended = False
                 raise
+
+    def _cancel(self) -> None:
+        """Give a process up that is not there yet; it may come all the same."""
+        if self._launch is not None and not self._launched.done():
+            self._cancelled = True
+            self._launch.cancel()
+
+    def _end_process(self) -> None:
+        self.outbox.put(wire.encode(("shutdown",)))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE_SECONDS)
+        kill_group(self.process.pid)
+        self.process.wait()
 
     def end_and_forget(self) -> None:
         """End it and remove its folder."""
@@ -104,6 +186,21 @@ class Child:
         errors = [line for line in text if "Error" in line and "See root cause above" not in line]
         shown = errors or [line for line in text if "WARNING" not in line and "shards:" not in line]
         return "\n".join(shown[-lines:]) or "(its log holds no error)"
+
+
+def _spawn(environment: Mapping[str, str], engine: socket.socket, log: IO[bytes], reason: str) -> Process:
+    if reason:
+        log.write(f"torchrl_moe: this replica imports vLLM itself: {reason}\n".encode())
+        log.flush()
+    return subprocess.Popen(
+        [sys.executable, "-m", MODULE, str(engine.fileno()), str(os.getpid())],
+        pass_fds=[engine.fileno()],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        process_group=0,
+    )
 
 
 def _with_places(environment: Mapping[str, str], folder: Path) -> dict[str, str]:

@@ -1,8 +1,9 @@
 """The process that owns one ``AsyncLLM``: it reads requests from a socket and writes completions to it.
 
-Started by :class:`LocalReplica` as ``python -m torchrl_moe.modules.backends.vllm.engine_process FD DRIVER_PID``, as the
-leader of a process group. vLLM imports this module again in its own child processes, so its top level stays light. The
-group never outlives the driver: end of file on the socket, or a new parent process, ends it.
+Forked from a process that has imported vLLM (``fork_server_process.py``), or started as
+``python -m torchrl_moe.modules.backends.vllm.engine_process FD DRIVER_PID``; in either case as the leader of a process
+group. vLLM may import this module again in its own child processes, so its top level stays light. The group never
+outlives the driver: end of file on the socket, or the end of the driver's process, ends it.
 
 Messages in: ``("configure", arguments)``, ``("generate", packed)``, ``("abort", ids)``,
 ``("call", number, method, pickle of kwargs)``, ``("shutdown",)``.
@@ -266,13 +267,14 @@ def _checkpoint_folder(model: str) -> str:
 
 async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Load]:
     import vllm
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     from torchrl_moe.modules.backends.vllm.load_logger import LoadLogger
 
     engine_args = build_engine_args(arguments)
     logger = LoadLogger()
-    engine = AsyncLLM.from_engine_args(engine_args, stat_loggers=[logger.factory])
+    engine, reason = _compat.make_async_llm(engine_args, [logger.factory])
+    if reason:
+        print(f"torchrl_moe: vLLM's own processes import vLLM again: {reason}", flush=True)
     model_config = engine.model_config
     layout = None
     if engine_args.enable_return_routed_experts:
@@ -294,9 +296,9 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Lo
     return engine, info, logger.load
 
 
-async def _main(connection: Connection, driver: int) -> None:
+async def _main(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:
     outbox = wire.Outbox(connection, _frame)
-    inbox = Inbox(connection, driver, asyncio.get_running_loop())
+    inbox = Inbox(connection, driver_is_gone, asyncio.get_running_loop())
     _, arguments = await inbox.messages.get()
     started: tuple[Any, ReplicaInfo, Load] | BaseException
     (started,) = await asyncio.gather(_start_engine(arguments), return_exceptions=True)
@@ -318,21 +320,38 @@ async def _main(connection: Connection, driver: int) -> None:
         engine.shutdown(timeout=SHUTDOWN_SECONDS)
 
 
-def main() -> None:
-    """Run to the end. Nothing may hold the exit back: vLLM leaves threads behind, and the driver waits."""
+def run(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:
+    """Run to the end, which is the process's. Nothing may hold it back: vLLM leaves threads, and the driver waits.
+
+    Args:
+        connection: the socket to the driver.
+        driver_is_gone: whether the driver's process has ended.
+    """
     # Without a driver the group is orphaned; if a member is stopped, the kernel then hangs up on all of them, and who
     # cleans up would be gone. Ctrl-C and the like do not reach the group, so nothing is lost.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    descriptor, driver = map(int, sys.argv[1:])
+    # a forked engine core would hold the socket open after this process has been killed
+    os.register_at_fork(after_in_child=connection.close)
     code = 1
     try:
-        asyncio.run(_main(Connection(descriptor), driver))
+        asyncio.run(_main(connection, driver_is_gone))
         code = 0
     except BaseException:
         traceback.print_exc()
         raise
     finally:
         end_group(code)
+
+
+def preload() -> str:
+    """Import what an engine's processes import; return why they may not be forked then, or ""."""
+    return _compat.import_engine()
+
+
+def main() -> None:
+    """Run as a child of the driver."""
+    descriptor, driver = map(int, sys.argv[1:])
+    run(Connection(descriptor), lambda: os.getppid() != driver)
 
 
 if __name__ == "__main__":

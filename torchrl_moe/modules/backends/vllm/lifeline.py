@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +37,6 @@ WATCH_SECONDS = 0.5
 EXIT_SECONDS = 8.0  # that the process gets to end by itself; less than the driver's patience
 KILL_ROUNDS, KILL_SECONDS = 100, 0.01
 ORPHANED_SECONDS = 0.05
-PARENT = os.getppid()
 FOLDER_VARIABLE = "TORCHRL_MOE_REPLICA_FOLDER"  # of log and sockets
 DRIVER_VARIABLE = "TORCHRL_MOE_DRIVER"  # its process id
 GONE = "XZ"  # states of a process that only waits to be asked how it ended
@@ -46,20 +46,22 @@ TRACKER = b"multiprocessing.resource_tracker"
 class Inbox:
     """Reads the driver's messages in a thread of its own, and sees to it that the group ends when the driver does.
 
-    A driver is gone at the end of the file, or when it is no longer the parent: a process that it forked may hold its
+    A driver is gone at the end of the file, or when ``driver_is_gone`` says so: a process that it forked may hold its
     end of the socket open. While the engine starts, the event loop is vLLM's alone, so the end then comes at once.
 
     Args:
         connection: the socket to the driver.
-        driver: its process id.
+        driver_is_gone: whether the driver's process has ended; asked twice a second.
         loop: the event loop that reads ``messages``.
     """
 
-    def __init__(self, connection: Connection, driver: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, connection: Connection, driver_is_gone: Callable[[], bool], loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.messages: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
         self.serving = False
         self._connection = connection
-        self._driver = driver
+        self._driver_is_gone = driver_is_gone
         self._loop = loop
         self._ended = threading.Event()
         for task in (self._read, self._watch_driver):
@@ -83,7 +85,7 @@ class Inbox:
             self._end()
 
     def _watch_driver(self) -> None:
-        while os.getppid() == self._driver:
+        while not self._driver_is_gone():
             if self._ended.wait(WATCH_SECONDS):
                 return
         self._end()
@@ -102,8 +104,8 @@ def end_group(code: int = 1) -> None:
     sys.stderr.flush()
     if os.getpgrp() == os.getpid():  # else it was run by hand, in a shell's group
         kill_group(os.getpid())
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if folder and os.getppid() != PARENT:  # the driver would have removed it
+    folder, driver = os.environ.get(FOLDER_VARIABLE), os.environ.get(DRIVER_VARIABLE)
+    if folder and driver and not _is_gone(os.getpid()) and _is_gone(int(driver)):  # else the driver removes it
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(code)
 

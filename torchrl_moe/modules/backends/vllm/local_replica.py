@@ -42,8 +42,6 @@ def engine_environment(devices: str | None = None, num_replicas: int = 1, verbos
     root = str(Path(torchrl_moe.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     environment.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "WARNING")
-    # a forked engine core would hold our socket open, and threads of ours run when it is made
-    environment.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
         return environment
@@ -320,7 +318,7 @@ class LocalReplica(EngineReplica[Child]):
 
     def is_alive(self) -> bool:
         """Whether the child runs and has not reported its engine's death."""
-        return super().is_alive() and self._started().process.poll() is None
+        return super().is_alive() and self._started().is_alive()
 
     def _ending(self) -> str:
         code = self._started().process.poll()
