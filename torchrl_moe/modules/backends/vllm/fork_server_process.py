@@ -164,6 +164,7 @@ class _Server:
             os.sched_setaffinity(0, request.processors)
             os.environ.clear()
             os.environ.update(request.environment)
+            _set_title("Replica")
             tempfile.tempdir = None  # asked for anew, from the new environment
             self._run(Connection(engine), partial(_is_readable, self._driver))
         except BaseException:
@@ -216,6 +217,18 @@ def _is_readable(descriptor: int) -> bool:
     return bool(poll.poll(0))
 
 
+def _set_title(title: str) -> None:
+    """Name the process for ``ps``, if the package is there; vLLM requires it.
+
+    The package finds its memory by the environment that the process began with. So it must be called once before that
+    is exchanged, or vLLM could not name its processes.
+    """
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.setproctitle(f"torchrl_moe::{title}")
+
+
 def _threads() -> str:
     """Return why this process may not fork for its threads' sake: the locks that they hold would stay locked."""
     count = len(os.listdir("/proc/self/task"))
@@ -226,6 +239,7 @@ def main() -> None:
     """Import, then serve to the end."""
     # the driver may be the last of the session: see ``engine_process.main``
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _set_title("ForkServer")
     name, control, driver = sys.argv[1], *map(int, sys.argv[2:])
     module = importlib.import_module(name)
     unsafe = module.preload() or _threads()
