@@ -241,6 +241,25 @@ def test_the_processes_of_a_killed_server_go_on_and_the_next_start_has_another_s
     assert forked.process.wait(60) == 255  # nobody knows
 
 
+def test_a_server_that_is_killed_as_it_forks_has_forked_one_process_that_serves(forks: Forks) -> None:
+    forked = forks.start(VLLM_TEST_PRELOAD="die")
+    server = forks._servers[-1]
+    until(lambda: not server.is_alive(), 60)
+    assert forked.report()["pid"] == forked.process.pid
+    assert forked.end() == 255
+
+
+def test_a_process_that_cannot_take_over_what_its_driver_has_is_not_handed_out(
+    forks: Forks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1000})
+    launch, connection = forks.ask(forks.server())
+    with pytest.raises(CannotFork, match=r"ended with exit code 1 before it ran"):
+        launch.wait()
+    with pytest.raises((EOFError, ConnectionResetError)):
+        connection.recv()
+
+
 # -- why not ----------------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +268,7 @@ def test_the_processes_of_a_killed_server_go_on_and_the_next_start_has_another_s
     [
         ("refuse of a device", "^of a device$"),
         ("thread", r"^importing left 1 threads running$"),
-        ("raise", r"(?s)^the fork server ended: .*ImportError: no such engine$"),
+        ("raise", r"(?s)^the fork server ended: Traceback.*ImportError: no such engine$"),
     ],
 )
 def test_a_server_that_may_not_fork_says_why(forks: Forks, how: str, reason: str) -> None:

@@ -124,7 +124,7 @@ class Child:
                         raise
                     process = _spawn(environment, engine, log, str(error))
                 self._launched.set_result(process)
-            except (CannotFork, OSError, subprocess.SubprocessError) as error:
+            except (CannotFork, OSError, ValueError, subprocess.SubprocessError) as error:
                 self._launched.set_exception(error)
             finally:  # nobody may wait for ever
                 if not self._launched.done():

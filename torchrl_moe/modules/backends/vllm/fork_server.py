@@ -91,10 +91,15 @@ class Launch:
             kind, value = self._answer(status)
             if kind == "refused":
                 raise CannotFork(value)
+            if kind == "ended":
+                raise CannotFork(f"the forked process ended with exit code {value} before it ran")
             return _watched(value, status)
-        except (EOFError, OSError) as error:
+        except EOFError as error:
             status.close()
-            raise CannotFork(f"the fork server ended: {error}{self._server.last_words()}") from error
+            raise CannotFork(f"the fork server ended{self._server.last_words()}") from error
+        except OSError as error:
+            status.close()
+            raise CannotFork(f"the fork server cannot be heard: {error}") from error
         except BaseException:
             status.close()
             raise

@@ -7,8 +7,8 @@ Started by :class:`~torchrl_moe.modules.backends.vllm.fork_server.ForkServer` as
 engine's messages and touches no device. It ends with its driver, or when the driver closes the control socket, in
 either case after the processes that it forked.
 
-For requests see ``fork_request.py``. Answers, on a request's status socket: ``("forked", pid)`` or
-``("refused", reason)``, and when the process has ended ``("ended", exit code)``.
+For requests see ``fork_request.py``. Answers, on a request's status socket: ``("refused", reason)``, or from the forked
+process ``("forked", pid)`` as soon as it is ready to run, and ``("ended", exit code)`` when it has ended.
 """
 
 from __future__ import annotations
@@ -134,8 +134,6 @@ class _Server:
         child = _Child(pid, os.pidfd_open(pid), arrived.status)
         self._children[pid] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, partial(self._reap, child))
-        if not _tell(child.status, "forked", pid):
-            kill_group(pid)  # cancelled meanwhile
 
     def _become(self, arrived: Arrived) -> None:
         """Turn the forked process into an engine process; never returns."""
@@ -156,6 +154,10 @@ class _Server:
             tempfile.tempdir = None  # the new environment may have another
             if self._started_in in sys.path:  # Python would have put another there
                 sys.path[sys.path.index(self._started_in)] = _current_folder()
+            # by itself: were the server killed now, the driver would start a second process at the same socket
+            if not _tell(arrived.status, "forked", os.getpid()):
+                return  # cancelled meanwhile
+            arrived.status.close()
             self._run(Connection(arrived.engine), partial(_is_readable, self._driver))
         except BaseException:
             traceback.print_exc()
@@ -164,7 +166,6 @@ class _Server:
             os._exit(1)
 
     def _close_what_is_not_its_own(self, arrived: Arrived, nothing: int) -> None:
-        arrived.status.close()
         self._control.close()
         for other in self._children.values():
             other.status.close()
