@@ -199,7 +199,8 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", MODULE, module, str(theirs.fileno()), str(watched)],
                 pass_fds=[theirs.fileno(), watched],
-                env=dict(environment),
+                # numpy's BLAS would start threads when it is imported; no engine computes with it
+                env={"OPENBLAS_NUM_THREADS": "1", **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
