@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from architecture.sources import Source, functions, package_sources, parameters, snippet
+from support.sources import Source, functions, package_sources, parameters, snippet
 
 ENGINE_PROCESS: set[str] = set()
 """Files whose code runs in a process of its own, where the environment is theirs to write."""

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from architecture.sources import ROOT
+from support.sources import ROOT
 from torchrl_moe.objectives import sum_over_ranks
 
 RANK = """

@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from support.weights import Connect, Fleet, always, weights
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.policies.unstack import model_metadata
 from torchrl_moe.testing import make_tiny_moe
@@ -18,7 +19,6 @@ from torchrl_moe.weight_update.adapter_files import adapter_files
 from torchrl_moe.weight_update.adapter_publishing import AdapterPublisher
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
 from torchrl_moe.weight_update.publishing import Published
-from weight_update.fleet import Connect, Fleet, always, weights
 
 peft = pytest.importorskip("peft")
 KINDS = model_metadata(make_tiny_moe("qwen3_moe"))

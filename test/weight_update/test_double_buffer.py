@@ -9,12 +9,12 @@ import pytest
 import torch
 from torchrl.weight_update.llm.vllm_double_buffer import VLLMDoubleBufferSyncScheme as TorchRLScheme
 
+from support.weights import Fleet, always, weights
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.data.weight_store import WeightStoreReader
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.fake_weights import SoftError
 from torchrl_moe.weight_update import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, get_model_metadata
-from weight_update.fleet import Fleet, always, weights
 
 
 def test_torchrls_lines_work_as_they_are(tmp_path: Path) -> None:

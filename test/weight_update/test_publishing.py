@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ranks import run_as_ranks
+from support.ranks import run_as_ranks
+from support.weights import weights
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.data.weight_store import WeightStoreReader
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
@@ -25,7 +26,6 @@ from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.canary import canary_of
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
 from torchrl_moe.weight_update.publishing import Published, Publisher
-from weight_update.fleet import weights
 
 
 def publisher(folder: Path, with_canary: bool = False, **store: Any) -> Publisher:

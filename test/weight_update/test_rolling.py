@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from modules.serving.calls import listening
+from support.services import listening
+from support.waiting import until
+from support.weights import Connect, Fleet, always, soft, weights
 from torchrl_moe._errors import EngineError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.lease import Lease
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.fake_weights import SoftError, Stall
 from torchrl_moe.weight_update.sender import WeightSender
-from waiting import until
-from weight_update.fleet import Connect, Fleet, always, soft, weights
 
 # -- failures of the swap ---------------------------------------------------------------------------------------------
 

@@ -16,9 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from engines import EngineShelf
-from modules.serving.fleets import RestartingService
-from reference import Reference
+from support.engines import EngineShelf
+from support.reference import Reference
+from support.services import RestartingService
+from support.waiting import until
+from support.weights import Connect, Fleet, always, soft, weights
 from torchrl_moe._errors import EngineError, ManifestMismatch, NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
@@ -29,8 +31,6 @@ from torchrl_moe.weight_update import VLLMWeightSyncScheme, get_model_metadata
 from torchrl_moe.weight_update.canary import canary_of
 from torchrl_moe.weight_update.sender import WeightSender
 from torchrl_moe.weight_update.transports.memmap import MemmapTransport
-from waiting import until
-from weight_update.fleet import Connect, Fleet, always, soft, weights
 
 # -- the good case ----------------------------------------------------------------------------------------------------
 

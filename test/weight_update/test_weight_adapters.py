@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from engines import ADAPTED, EngineShelf
-from reference import Reference
+from support.engines import ADAPTED, EngineShelf
+from support.reference import Reference
+from support.waiting import until
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.sender import WeightSender
-from waiting import until
 
 TOLERANCE = 1e-5
 IDS = [(7 * place + 3) % 256 for place in range(280)]  # more than a block of the prefix cache

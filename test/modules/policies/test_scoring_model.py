@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from modules.replay.cases import gradients
-from modules.replay.families import build
+from support.families import build
+from support.gradients import gradients
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.testing import make_tiny_moe
 

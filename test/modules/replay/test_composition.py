@@ -12,18 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from modules.replay.cases import (
-    assert_same,
-    backward,
-    experts_seen,
-    gradients,
-    loss_of,
-    pair,
-    random_routes,
-    recorded,
-    tokens,
-)
-from ranks import run_as_ranks
+from support.gradients import assert_same, backward, gradients, loss_of
+from support.ranks import run_as_ranks
+from support.routes import experts_seen, pair, random_routes, recorded, tokens
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing import make_tiny_moe
 

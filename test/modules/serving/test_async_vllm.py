@@ -25,6 +25,7 @@ import psutil
 import pytest
 import torch
 
+from support.waiting import until
 from torchrl_moe._errors import EngineError, GenerationTimeout, ReplicaDiedError
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.modules import AsyncVLLM, make_async_vllm_engine
@@ -32,10 +33,9 @@ from torchrl_moe.modules.backends.replica import ReplicaInfo
 from torchrl_moe.modules.backends.vllm import local_replica
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.testing.fake_engine import FakeReplica
-from waiting import until
 
 if TYPE_CHECKING:
-    from engines import EngineShelf
+    from support.engines import EngineShelf
 
 ROOT = Path(__file__).parents[3]
 
@@ -931,7 +931,7 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.engine
 def test_too_little_memory_is_one_error_in_vllms_words(no_engine: EngineShelf, marked: None) -> None:
-    from engines import SMALL
+    from support.engines import SMALL
 
     with pytest.raises(ReplicaDiedError, match=r"(?s)replica 0 did not start: .*(KV cache|memory)") as caught:
         AsyncVLLM.from_pretrained(no_engine.folder("qwen3_moe"), **{**SMALL, "kv_cache_memory_bytes": 1 << 10})
@@ -944,7 +944,7 @@ def test_too_little_memory_is_one_error_in_vllms_words(no_engine: EngineShelf, m
 def test_a_start_that_runs_out_of_time_names_the_variable(
     no_engine: EngineShelf, marked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engines import SMALL
+    from support.engines import SMALL
 
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "0.5")
     words = r"(?s)replica 0 was not ready within .* had 0\.5 s: .*TORCHRL_VLLM_TIMEOUT_SECONDS"

@@ -16,8 +16,9 @@ import psutil
 import pytest
 import ray
 
-from modules.backends.ray.actors import groups_in_use, is_gone, pids, ray_service, toy_actors
-from modules.backends.vllm.processes import TESTS, group
+from support.actors import groups_in_use, pids, ray_service, toy_actors
+from support.processes import TESTS, group, is_gone
+from support.waiting import until
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.ray import cluster
@@ -27,7 +28,6 @@ from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE
 from torchrl_moe.modules.serving import async_vllm
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.testing.fake_engine import FakeReplica
-from waiting import until
 
 OTHER_DRIVER = """
 import sys

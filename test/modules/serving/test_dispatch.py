@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from modules.serving.calls import in_thread
+from support.waiting import in_thread, until
 from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving import dispatch as dispatch_module
@@ -27,7 +27,6 @@ from torchrl_moe.modules.serving.load_balancer import LoadBalancer
 from torchrl_moe.modules.serving.placing import Placement
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.fake_engine import FakeReplica
-from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 

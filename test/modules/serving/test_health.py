@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from support.clock import Clock
+from support.waiting import until
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import Vitals
 from torchrl_moe.modules.serving.breaker import BreakerState
@@ -18,7 +20,6 @@ from torchrl_moe.modules.serving.health import Health, Pulse, Stalled
 from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.fake_engine import FakeReplica
-from waiting import until
 
 WELL = Vitals(core_answered=True)
 
@@ -66,13 +67,6 @@ def test_what_others_compute_is_no_life_of_a_stopped_process() -> None:
 
 
 # -- probing ----------------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Asked(FakeReplica):

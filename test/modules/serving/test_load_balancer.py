@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from support.clock import Clock
 from torchrl_moe._errors import EngineError, NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.serving.candidates import Candidates, RosterEntry
 from torchrl_moe.modules.serving.lease import Lease
@@ -286,13 +287,6 @@ def test_a_balancer_prints_its_hierarchy_and_its_replicas() -> None:
 
 
 # -- reports ----------------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_report_counts_where_it_is_more_than_was_counted_here() -> None:

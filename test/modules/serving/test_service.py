@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from modules.serving.calls import HOUR, ask, in_thread, slow_if, submitted, until_running
-from modules.serving.fleets import QUICK
+from support.services import HOUR, QUICK, ask, slow_if, submitted, until_running
+from support.waiting import in_thread, until
 from torchrl_moe._errors import GenerationTimeout, NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
 from torchrl_moe.modules.serving.load_balancer import LoadBalancer
@@ -30,7 +30,6 @@ from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
-from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 

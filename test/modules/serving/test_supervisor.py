@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from modules.serving.calls import HOUR, ask, in_thread, listening
-from modules.serving.fleets import QUICK, RestartingService
+from support.services import HOUR, QUICK, RestartingService, ask, listening
+from support.waiting import in_thread, until
 from torchrl_moe._errors import NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules.backends.replica import Vitals
 from torchrl_moe.modules.serving import supervisor as supervisor_module
@@ -25,7 +25,6 @@ from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica
-from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.waiting import until
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.data.weight_store import WeightStoreWriter
 from torchrl_moe.modules.backends.replica import StageReport
 from torchrl_moe.weight_update.transports.nccl import NcclTransport
 from torchrl_moe.weight_update.transports.transport import StageOptions
-from waiting import until
 
 SECONDS = 20.0
 

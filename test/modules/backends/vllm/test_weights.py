@@ -23,8 +23,9 @@ from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 from torchrl.modules.llm.policies import Tokens
 
-from engines import SMALL, EngineShelf
-from reference import Reference, route_mismatches
+from support.engines import SMALL, EngineShelf
+from support.reference import Reference, route_mismatches
+from support.waiting import until
 from torchrl_moe._errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError, WeightSyncError
 from torchrl_moe.data.weight_store import WeightStoreWriter
 from torchrl_moe.modules import AsyncVLLM, FaultPolicy, vLLMWrapper
@@ -34,7 +35,6 @@ from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 from torchrl_moe.weight_update import SyncReport, VLLMWeightSyncScheme, get_model_metadata
 from torchrl_moe.weight_update.sender import WeightSender
-from waiting import until
 
 EXPECTED = {"w": (torch.float32, torch.Size([4]))}
 

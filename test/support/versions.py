@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines import EngineShelf
-from reference import Reference
+from support.engines import EngineShelf
+from support.reference import Reference
+from support.waiting import until
 from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request
@@ -21,7 +22,6 @@ from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.weight_update.transports.gloo import GlooTransport
 from torchrl_moe.weight_update.transports.memmap import MemmapTransport
 from torchrl_moe.weight_update.transports.transport import StageOptions, Transport
-from waiting import until
 
 TOLERANCE = 1e-5
 SECONDS = 60.0

@@ -1,4 +1,4 @@
-"""What the tests of this folder send, and to whom."""
+"""Weights that are sent to fakes."""
 
 from __future__ import annotations
 
