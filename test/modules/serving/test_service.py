@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from support.services import HOUR, QUICK, ask, slow_if, submitted, until_running
+from support.strategies import Says
 from support.waiting import in_thread, until
 from torchrl_moe._errors import GenerationTimeout, NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
@@ -449,19 +450,12 @@ def test_groups_reach_the_balancer_one_for_each_prompt(serve: Any) -> None:
 
 
 def test_a_strategy_of_yours_is_told_what_you_said_and_the_prompts_ids(serve: Any) -> None:
-    heard = []
-
-    class Ear:
-        name = "ear"
-
-        def choose(self, candidates: Any, context: Any) -> None:
-            heard.append((context.prompt.tolist(), dict(context.request_context)))
-
-    engine = serve(2)
-    engine.create_load_balancer([Ear()])
+    engine, ear = serve(2), Says()
+    engine.create_load_balancer([ear])
     ask(engine, [[1, 2], [3]], request_context={"user": 7})
     asyncio.run(engine.agenerate([4], request_context={"user": 8}))
     ask(engine, [[5]])
+    heard = [(context.prompt.tolist(), context.request_context) for _, context in ear.asked]
     assert heard == [([1, 2], {"user": 7}), ([3], {"user": 7}), ([4], {"user": 8}), ([5], {})]
 
 
