@@ -361,5 +361,7 @@ def test_a_swap_whose_old_weights_survive_changes_nothing(connect: Connect, late
 def test_the_mode_says_how_requests_are_paused_and_the_stage_is_passed_on(connect: Connect) -> None:
     engine = FakeFleet(1)
     connect(engine, mode="abort_resume", stage="shadow", prefetch=3, verify="off").update_weights(weights())
-    assert engine.fakes[0].options["pause"] == "abort"
-    assert engine.fakes[0].staging == {"stage": "shadow", "verify": "off", "threads": 3}
+    (fake,) = engine.fakes
+    assert fake.told("swap_weights")["pause"] == "abort"
+    staging = {"version": 1, "stage": "shadow", "verify": "off", "threads": 3, "manifest": None}
+    assert fake.told("stage_weights") == staging

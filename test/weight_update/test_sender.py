@@ -71,7 +71,7 @@ def test_requests_are_frozen_and_kv_says_what_becomes_of_the_cache(
     engine = FakeFleet(1)
     connect(engine, kv=kv, timeout_seconds=33.0).update_weights(weights())
     options = {"pause": "keep", "clear_cache": clear_cache, "canary": None, "patience": 33.0}
-    assert engine.fakes[0].options == options
+    assert engine.fakes[0].told("swap_weights") == {"version": 1, **options}
 
 
 def test_the_steps_may_be_taken_by_themselves(connect: Connect) -> None:
@@ -759,10 +759,10 @@ def test_the_canary_goes_with_the_registered_model_only(connect: Connect) -> Non
     sender.register_model(model)
     sender.init_all_workers_group(None, vllm_engine=engine)
     sender.update_weights()
-    assert engine.fakes[0].options["canary"] == canary_of(model)
-    assert engine.fakes[0].staging["verify"] == "canary"
+    assert engine.fakes[0].told("swap_weights")["canary"] == canary_of(model)
+    assert engine.fakes[0].told("stage_weights")["verify"] == "canary"
     sender.update_weights(model.state_dict())
-    assert engine.fakes[0].options["canary"] is None
+    assert engine.fakes[0].told("swap_weights")["canary"] is None
     sender.shutdown()
 
 
