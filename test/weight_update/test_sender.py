@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from support.engines import EngineShelf
-from support.reference import Reference
+from support.reference import TOLERANCE, Reference
 from support.services import RestartingService
 from support.waiting import until
 from support.weights import Connect, always, soft, value_in, weights
@@ -809,7 +809,6 @@ def test_torchrls_hook_calls_it_as_its_own(connect: Connect) -> None:
 
 # -- over real engines ------------------------------------------------------------------------------------------------
 
-TOLERANCE = 1e-5
 PROMPTS = [[72, 101, 108], list(range(40, 90)), [200, 3, 3, 199] * 6]
 WAYS: dict[str, dict[str, Any]] = {
     "shadow, canary": {"stage": "shadow", "verify": "canary", "kv": "recompute"},
@@ -820,23 +819,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def distance(engine: AsyncVLLM, reference: Reference) -> float:
-    """The largest difference between what the engine says of its answers and what the trainer's model does."""
+    """Between what the engine says of its answers and what the trainer's model does."""
     params = {"max_tokens": 12, "ignore_eos": True, "logprobs": 0, "temperature": 1.0}
-    worst = 0.0
-    for completion in engine.generate(prompt_token_ids=PROMPTS, sampling_params=params, use_tqdm=False):
-        (output,) = completion.outputs
-        ids = torch.tensor([*completion.prompt_token_ids.tolist(), *output.token_ids.tolist()])
-        wanted = reference(ids, routes=output.routed_experts)[0][len(completion.prompt_token_ids) :]
-        worst = max(worst, float((torch.tensor(output.logprobs) - wanted).abs().max()))
-    return worst
-
-
-@torch.no_grad()
-def move(model: nn.Module, seed: int, only: str = "") -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for name, tensor in model.state_dict().items():
-        if only in name:
-            tensor.add_(0.1 * tensor.std(correction=0) * torch.randn(tensor.shape, generator=generator))
+    return reference.distance(*engine.generate(prompt_token_ids=PROMPTS, sampling_params=params, use_tqdm=False))
 
 
 @pytest.mark.engine("qwen3_moe")
@@ -852,7 +837,7 @@ def test_an_engine_computes_what_the_trainer_does_however_it_is_sent(
         sender.register_model(reference.model)
         sender.init_all_workers_group(None, vllm_engine=engine)
         for seed in (2 * number, 2 * number + 1):
-            move(reference.model, seed, only="" if seed % 2 else "layers.2")
+            reference.change(seed, only="" if seed % 2 else "layers.2")
             assert distance(engine, reference) > 100 * TOLERANCE  # the change is one that shows
             report = sender.update_weights()
             assert report.failed == {}, way

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from support.engines import SMALL, EngineShelf
-from support.versions import SECONDS, TOLERANCE, Versions, ask, let_run, random_ids
+from support.reference import TOLERANCE
+from support.versions import SECONDS, Versions, ask, let_run, random_ids
 from torchrl_moe._errors import EngineError, SyncTimeout, WeightSyncError
 from torchrl_moe.data.gloo_group import GlooGroup
 from torchrl_moe.modules import AsyncVLLM

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from support.engines import EngineShelf
-from support.versions import TOLERANCE, Versions, ask, let_run, random_ids
+from support.reference import TOLERANCE
+from support.versions import Versions, ask, let_run, random_ids
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion, Request
 

@@ -15,11 +15,10 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.modules.llm.policies import Tokens
 
 from support.engines import EngineShelf
-from support.reference import Reference, route_mismatches
+from support.reference import TOLERANCE, Reference, route_mismatches
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
 from torchrl_moe.testing.tiny_moe import TINY_MOE_FAMILIES
 
-TOLERANCE = 1e-5
 TEMPERATURE = 0.7
 NEW = 12
 
