@@ -5,8 +5,6 @@ This file is also the program of each rank of a sharded trainer.
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -220,15 +218,4 @@ def fail_in_turn(folder: Path, model: Any) -> None:
 
 
 def test_a_sharded_model_is_gathered_tensor_by_tensor_and_written_once(tmp_path: Path) -> None:
-    run_as_ranks(__file__, tmp_path, 240)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{sys.argv[1]}/rendezvous", rank=int(os.environ["RANK"]), world_size=2
-    )
-    run_rank(Path(sys.argv[1]) / "store")
-    dist.destroy_process_group()
-    sys.stderr.flush()
-    os._exit(0)  # gloo's threads may outlive the interpreter, which then aborts at its end
+    run_as_ranks(run_rank, tmp_path / "store")
