@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from architecture.sources import ROOT
+from support.sources import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from support.waiting import until
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.data import RoutedExperts, RoutingLayout
 from torchrl_moe.modules.backends.replica import Completion, Replica, Request, Vitals
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
-from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 

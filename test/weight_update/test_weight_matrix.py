@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from engines import SMALL, EngineShelf
+from support.engines import SMALL, EngineShelf
+from support.reference import TOLERANCE
+from support.versions import SECONDS, Versions, ask, let_run, random_ids
 from torchrl_moe._errors import EngineError, SyncTimeout, WeightSyncError
 from torchrl_moe.data.gloo_group import GlooGroup
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.weight_update.transports.transport import StageOptions
-from weight_update.in_flight import SECONDS, TOLERANCE, Versions, ask, let_run, random_ids
 
 Make = Callable[..., Versions]
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines import EngineShelf
+from support.engines import EngineShelf
+from support.reference import TOLERANCE
+from support.versions import Versions, ask, let_run, random_ids
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion, Request
-from weight_update.in_flight import TOLERANCE, Versions, ask, let_run, random_ids
 
 
 @pytest.fixture

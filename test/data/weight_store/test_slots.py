@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from data.weight_store.children import exit_code_of
+from support.processes import exit_code_of
 from torchrl_moe._errors import DigestMismatch, ManifestMismatch, SyncTimeout, WeightSyncError
 from torchrl_moe.data.weight_store import WeightStoreReader, WeightStoreWriter
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrl.modules.llm.policies import Tokens
 from transformers import AutoModelForCausalLM
 
-from engines import SMALL, EngineShelf
+from support.engines import SMALL, EngineShelf
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
 from torchrl_moe.objectives import MismatchMetrics
 from torchrl_moe.testing.tiny_moe import save_tiny_moe

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,17 +26,16 @@ import psutil
 import pytest
 import torch
 
+from support.replicas import ScriptedReplica
+from support.waiting import until
 from torchrl_moe._errors import EngineError, GenerationTimeout, ReplicaDiedError
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.modules import AsyncVLLM, make_async_vllm_engine
-from torchrl_moe.modules.backends.replica import ReplicaInfo
 from torchrl_moe.modules.backends.vllm import local_replica
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.testing.fake_engine import FakeReplica
-from waiting import until
 
 if TYPE_CHECKING:
-    from engines import EngineShelf
+    from support.engines import EngineShelf
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,46 +43,22 @@ ROOT = Path(__file__).parents[3]
 # -- built and started, with scripted replicas in place of processes --------------------------------------------------
 
 
-class Scripted(FakeReplica):
-    """Takes what a local replica takes; ``script`` is what ``wait_ready`` of each index does."""
-
-    made: list[Scripted]
-    script: dict[int, Any]
-
-    def __init__(self, index: int, arguments: dict[str, Any], environment: dict[str, str], log_folder: Any) -> None:
-        super().__init__(index)
-        self.log_folder = log_folder
-        self.arguments = arguments
-        self.environment = environment
-        self.log: list[str] = []
-        self.timeout = 0.0
-        Scripted.made.append(self)
-
-    def start(self) -> None:
-        self.log.append("start")
-
-    def wait_ready(self, timeout: float) -> ReplicaInfo:
-        self.log.append("ready")
-        self.timeout = timeout
-        act = Scripted.script.get(self.index)
-        if isinstance(act, BaseException):
-            raise act
-        if act is not None:
-            act()
-        return super().wait_ready(timeout)
-
-    def shutdown(self) -> None:
-        self.log.append("shutdown")
-        super().shutdown()
-
-
 @pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Scripted]]:
-    Scripted.made, Scripted.script = [], {}
-    monkeypatch.setattr(local_replica, "LocalReplica", Scripted)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """``made``: the replicas, with the arguments of a local one; ``script``: what being ready is, by index."""
+    scripted = SimpleNamespace(made=[], script={})
+
+    def make(index: int, arguments: dict[str, Any], environment: dict[str, str], log_folder: Any) -> ScriptedReplica:
+        ready = {"ready": scripted.script[index]} if index in scripted.script else {}
+        replica = ScriptedReplica(index, script=ready)
+        vars(replica).update(arguments=arguments, environment=environment, log_folder=log_folder)
+        scripted.made.append(replica)
+        return replica
+
+    monkeypatch.setattr(local_replica, "LocalReplica", make)
     monkeypatch.delenv("TORCHRL_VLLM_TIMEOUT_SECONDS", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    return Scripted
+    return scripted
 
 
 @pytest.fixture
@@ -94,17 +70,17 @@ def model(tmp_path: Path) -> Path:
 
 def test_replicas_start_together_and_serve_when_all_are_ready(scripted: Any) -> None:
     order: list[str] = []
-    scripted.script = {0: lambda: order.extend(replica.log[0] for replica in scripted.made)}
+    scripted.script = {0: lambda: order.extend(replica.life[0] for replica in scripted.made)}
     with AsyncVLLM({"model": "m"}, 3) as engine:
         assert not engine.is_running
-        assert [replica.log for replica in scripted.made] == [[], [], []]
+        assert [replica.life for replica in scripted.made] == [[], [], []]
         assert engine.start() is engine
         assert order == ["start"] * 3  # all before the first was waited for
         assert engine.is_running
         assert [entry.state.name for entry in engine.roster] == ["SERVING"] * 3
         assert repr(engine).startswith("AsyncVLLM('fake', 3 replicas)\n  #0 SERVING, v0, 0 in flight")
         assert engine.generate("hi", {"max_tokens": 2}, use_tqdm=False).prompt == "hi"
-    assert [replica.log for replica in scripted.made] == [["start", "ready", "shutdown"]] * 3
+    assert [replica.life for replica in scripted.made] == [["start", "ready", "shutdown"]] * 3
 
 
 def test_launching_twice_warns_and_does_nothing(scripted: Any) -> None:
@@ -112,7 +88,7 @@ def test_launching_twice_warns_and_does_nothing(scripted: Any) -> None:
         with pytest.warns(UserWarning, match=r"the service is already running; start\(\) does nothing") as caught:
             assert engine.start() is engine
         assert caught[0].filename == __file__
-        assert scripted.made[0].log == ["start", "ready"]
+        assert scripted.made[0].life == ["start", "ready"]
 
 
 def test_a_service_that_was_shut_down_does_not_start_again(scripted: Any) -> None:
@@ -157,7 +133,7 @@ def test_a_start_that_fails_ends_every_replica_and_passes_the_error_on(scripted:
     with pytest.raises(type(error)) as caught:
         engine.start()
     assert caught.value is error
-    assert [replica.log[-1] for replica in scripted.made] == ["shutdown"] * 3
+    assert [replica.life[-1] for replica in scripted.made] == ["shutdown"] * 3
     assert not engine.is_running
     with pytest.raises(RuntimeError, match="shut down"):
         engine.start()
@@ -171,21 +147,21 @@ def test_a_start_that_takes_too_long_names_the_limit_and_its_variable(
     words = r"(?s)replica 0 was not ready.*had 2\.5 s: raise timeout_seconds, or the .*TORCHRL_VLLM_TIMEOUT_SECONDS"
     with pytest.raises(EngineError, match=words):
         AsyncVLLM.launch({"model": "m"})
-    assert scripted.made[0].log[-1] == "shutdown"
+    assert scripted.made[0].life[-1] == "shutdown"
 
 
 def test_the_limit_is_for_all_replicas_together(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted.script = {0: lambda: time.sleep(0.2)}
     with AsyncVLLM({"model": "m"}, 2).start(timeout_seconds=5.0):
-        first, second = (replica.timeout for replica in scripted.made)
+        first, second = (replica.asked("ready")[0] for replica in scripted.made)
         assert 4.0 < first <= 5.0
         assert second <= first - 0.2
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "77")
     with AsyncVLLM.launch({"model": "m"}):
-        assert 70 < scripted.made[-1].timeout <= 77
+        assert 70 < scripted.made[-1].asked("ready")[0] <= 77
     monkeypatch.delenv("TORCHRL_VLLM_TIMEOUT_SECONDS")
     with AsyncVLLM.launch({"model": "m"}):
-        assert 590 < scripted.made[-1].timeout <= 600
+        assert 590 < scripted.made[-1].asked("ready")[0] <= 600
 
 
 def test_a_limit_that_is_no_number_is_refused_before_anything_starts(
@@ -194,7 +170,7 @@ def test_a_limit_that_is_no_number_is_refused_before_anything_starts(
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "soon")
     with pytest.raises(ValueError, match="TORCHRL_VLLM_TIMEOUT_SECONDS must be a number of seconds, got 'soon'"):
         AsyncVLLM.launch({"model": "m"})
-    assert scripted.made[0].log == []
+    assert scripted.made[0].life == []
 
 
 def test_arguments_reach_every_replica(scripted: Any, model: Path) -> None:
@@ -240,12 +216,12 @@ def test_a_replica_that_died_is_made_anew_with_noise_of_its_own(scripted: Any, m
         scripted.made[1].die()
         until(lambda: engine.roster[1].restarts == 1 and engine.roster[1].state.name == "SERVING", 10.0)
         _, old, new = scripted.made
-        assert old.log == ["start", "ready", "shutdown"]
-        assert new.log == ["start", "ready"]
+        assert old.life == ["start", "ready", "shutdown"]
+        assert new.life == ["start", "ready"]
         assert (new.index, new.arguments) == (1, {"model": "m", "seed": 9})
         assert new.environment == old.environment
         assert new.environment["CUDA_VISIBLE_DEVICES"] == "5"
-    assert new.log[-1] == "shutdown"
+    assert new.life[-1] == "shutdown"
 
 
 def test_without_restarts_a_dead_replica_stays_dead(scripted: Any) -> None:
@@ -931,7 +907,7 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.engine
 def test_too_little_memory_is_one_error_in_vllms_words(no_engine: EngineShelf, marked: None) -> None:
-    from engines import SMALL
+    from support.engines import SMALL
 
     with pytest.raises(ReplicaDiedError, match=r"(?s)replica 0 did not start: .*(KV cache|memory)") as caught:
         AsyncVLLM.from_pretrained(no_engine.folder("qwen3_moe"), **{**SMALL, "kv_cache_memory_bytes": 1 << 10})
@@ -944,7 +920,7 @@ def test_too_little_memory_is_one_error_in_vllms_words(no_engine: EngineShelf, m
 def test_a_start_that_runs_out_of_time_names_the_variable(
     no_engine: EngineShelf, marked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engines import SMALL
+    from support.engines import SMALL
 
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "0.5")
     words = r"(?s)replica 0 was not ready within .* had 0\.5 s: .*TORCHRL_VLLM_TIMEOUT_SECONDS"

@@ -16,8 +16,10 @@ import psutil
 import pytest
 import ray
 
-from modules.backends.ray.actors import groups_in_use, is_gone, pids, ray_service, toy_actors
-from modules.backends.vllm.processes import TESTS, group
+from support.actors import groups_in_use, pids, ray_service, toy_actors
+from support.processes import TESTS, group, is_gone
+from support.replicas import ScriptedReplica
+from support.waiting import until
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.ray import cluster
@@ -26,8 +28,6 @@ from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE
 from torchrl_moe.modules.serving import async_vllm
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.testing.fake_engine import FakeReplica
-from waiting import until
 
 OTHER_DRIVER = """
 import sys
@@ -61,38 +61,23 @@ def generate(engine: AsyncVLLM, *args: Any, **kwargs: Any) -> list[int]:
 # -- scripted replicas ------------------------------------------------------------------------------------------------
 
 
-class Joined(FakeReplica):
-    """Dies as it is asked for its version, or before it is ready."""
-
-    dies_at: dict[int, str]
-
-    def start(self) -> None:
-        raise AssertionError("a guest makes no replica")
-
-    def join(self) -> None:
-        super().start()
-
-    def wait_ready(self, timeout: float) -> Any:
-        self._die_at("ready")
-        return super().wait_ready(timeout)
-
-    def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
-        self._die_at(command)
-        return 5 if command == "weights_version" else super().call(command, timeout, **kwargs)
-
-    def _die_at(self, step: str) -> None:
-        if self.dies_at.get(self.index) == step:
-            self.die(f"gone at {step}")
-            raise ReplicaDiedError(f"gone at {step}")
-
-    def disconnect(self) -> None:
-        super().shutdown()
-
-
 def connect(monkeypatch: pytest.MonkeyPatch, dies_at: dict[int, str]) -> AsyncVLLM:
-    monkeypatch.setattr(Joined, "dies_at", dies_at, raising=False)
+    """Connect to replicas that have version 5; the named die at a step."""
+
+    def guest(index: int) -> ScriptedReplica:
+        replica = ScriptedReplica(index)
+
+        def die() -> None:
+            replica.die(words := f"gone at {dies_at[index]}")
+            raise ReplicaDiedError(words)
+
+        replica.script = {"start": AssertionError("a guest makes no replica"), "weights_version": lambda: 5}
+        if index in dies_at:
+            replica.script[dies_at[index]] = die
+        return replica
+
     monkeypatch.setattr(cluster, "find_service", lambda name, namespace: ray_service(name=name, detached=True))
-    monkeypatch.setattr(async_vllm, "ray_factory", lambda *args, **how: Joined)
+    monkeypatch.setattr(async_vllm, "ray_factory", lambda *args, **how: guest)
     return AsyncVLLM.connect("policy")
 
 

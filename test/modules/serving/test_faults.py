@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from support.waiting import until
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from waiting import until
 
 if TYPE_CHECKING:
-    from engines import EngineShelf
+    from support.engines import EngineShelf
 
 ROOT = Path(__file__).parents[3]
 RESTART = 150.0  # generous: an engine starts in twenty seconds, on a machine of its own
@@ -69,7 +69,7 @@ def clean_temporary(no_engine: EngineShelf, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def engine(no_engine: EngineShelf, clean_temporary: Path) -> Iterator[AsyncVLLM]:
     """Two replicas that are watched closely. At the end no process, shared memory or file of theirs is left."""
-    from engines import SMALL
+    from support.engines import SMALL
 
     others = set(psutil.Process().children(recursive=True))  # the tracker of an earlier test's memory, say
     made = AsyncVLLM.from_pretrained(no_engine.folder("qwen3_moe"), 2, faults=FAULTS, **SMALL)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from modules.serving.calls import ask, in_thread, slow_if, until_running
+from support.services import ask, slow_if, until_running
+from support.waiting import in_thread
 from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput
 from torchrl_moe.modules.serving.metrics import BOUNDS, COUNTERS, MOST_RECENT, OUTCOMES, Histogram, Metrics

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from modules.serving.calls import HOUR, ask, in_thread, until_running
+from support.services import HOUR, ask, until_running
+from support.waiting import in_thread
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import ReplicaStats
 from torchrl_moe.modules.serving.service import GenerationService

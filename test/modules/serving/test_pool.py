@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from modules.serving.calls import HOUR, ask, in_thread, slow_if, until_running
+from support.services import HOUR, ask, slow_if, until_running
+from support.waiting import in_thread, until
 from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica
-from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 

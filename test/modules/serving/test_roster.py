@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from modules.serving.calls import listening
+from support.services import listening
 from torchrl_moe.modules.backends.replica import ReplicaStats
 from torchrl_moe.modules.serving.candidates import CacheUsage, Recovery
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-from modules.serving.calls import HOUR, ask, in_thread, slow_if, submitted, until_running
-from modules.serving.fleets import QUICK
+from support.services import HOUR, QUICK, ask, slow_if, submitted, until_running
+from support.strategies import Says
+from support.waiting import in_thread, until
 from torchrl_moe._errors import GenerationTimeout, NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
 from torchrl_moe.modules.serving.load_balancer import LoadBalancer
@@ -30,7 +31,6 @@ from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
-from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -450,19 +450,12 @@ def test_groups_reach_the_balancer_one_for_each_prompt(serve: Any) -> None:
 
 
 def test_a_strategy_of_yours_is_told_what_you_said_and_the_prompts_ids(serve: Any) -> None:
-    heard = []
-
-    class Ear:
-        name = "ear"
-
-        def choose(self, candidates: Any, context: Any) -> None:
-            heard.append((context.prompt.tolist(), dict(context.request_context)))
-
-    engine = serve(2)
-    engine.create_load_balancer([Ear()])
+    engine, ear = serve(2), Says()
+    engine.create_load_balancer([ear])
     ask(engine, [[1, 2], [3]], request_context={"user": 7})
     asyncio.run(engine.agenerate([4], request_context={"user": 8}))
     ask(engine, [[5]])
+    heard = [(context.prompt.tolist(), context.request_context) for _, context in ear.asked]
     assert heard == [([1, 2], {"user": 7}), ([3], {"user": 7}), ([4], {"user": 8}), ([5], {})]
 
 

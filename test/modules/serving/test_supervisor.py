@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from modules.serving.calls import HOUR, ask, in_thread, listening
-from modules.serving.fleets import QUICK, RestartingService
+from support.replicas import ScriptedReplica
+from support.services import HOUR, QUICK, RestartingService, ask, listening
+from support.waiting import in_thread, until
 from torchrl_moe._errors import NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules.backends.replica import Vitals
 from torchrl_moe.modules.serving import supervisor as supervisor_module
@@ -25,7 +26,6 @@ from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica
-from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -84,15 +84,13 @@ def test_a_decision_that_comes_late_does_not_end_what_serves_again(fleet: Any) -
 def test_the_old_one_has_ended_before_the_new_one_is_made(fleet: Any) -> None:
     order: list[str] = []
 
-    class Slow(FakeReplica):
-        def shutdown(self) -> None:
-            time.sleep(0.05)
-            order.append("ended")
-            super().shutdown()
+    def end() -> None:
+        time.sleep(0.05)
+        order.append("ended")
 
     def make(index: int, number: int) -> FakeReplica:
         order.append("made")
-        return Slow(index)
+        return ScriptedReplica(index, script={"shutdown": end})
 
     service = fleet(1, make)
     service.kill(0)
@@ -490,12 +488,10 @@ def test_a_replica_that_its_driver_leaves_while_it_starts_is_not_ended(fleet: An
 def test_a_replica_that_is_ready_after_the_end_is_awaited_by_nobody(fleet: Any) -> None:
     ready = threading.Event()
 
-    class Slow(FakeReplica):
-        def wait_ready(self, timeout: float) -> Any:
-            assert ready.wait(5.0)
-            return super().wait_ready(timeout)
+    def wait() -> None:
+        assert ready.wait(5.0)
 
-    service = fleet(1, lambda i, n: Slow(i) if n else FakeReplica(i))
+    service = fleet(1, lambda i, n: ScriptedReplica(i, script={"ready": wait} if n else {}))
     service.roster.set_version(0, 3)
     service.kill(0)
     until(lambda: service.restarts == [1])

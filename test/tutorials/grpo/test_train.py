@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensordict import set_list_to_stack
 
-from engines import SMALL, EngineShelf
+from support.engines import SMALL, EngineShelf
 from torchrl_moe.modules import AsyncVLLM
 
 ROOT = Path(__file__).parents[3]

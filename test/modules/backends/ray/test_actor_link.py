@@ -16,16 +16,16 @@ import pytest
 import ray
 from ray.exceptions import RayError
 
-from modules.backends.ray.actors import groups_in_use, is_gone, pids, ray_service, toy_actors
-from modules.backends.ray.fake_cluster import FakeActor, FakeCluster
-from modules.backends.vllm.processes import TESTS, group, ids_request
+from support.actors import groups_in_use, pids, ray_service, toy_actors
+from support.fake_cluster import FakeActor, FakeCluster
+from support.processes import TESTS, group, ids_request, is_gone
+from support.waiting import until
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.ray import actor_link
 from torchrl_moe.modules.backends.ray.actor_link import ActorLink
 from torchrl_moe.modules.backends.ray.cluster import running_services
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE, RayService
-from waiting import until
 
 START = 60.0
 
@@ -249,8 +249,8 @@ def test_an_actor_that_outlives_its_drivers_is_started_anew_by_ray_and_found_aga
 DRIVER = """
 import os, sys, time
 import ray
-from modules.backends.ray.actors import pids, ray_service, toy_actors
-from modules.backends.vllm.processes import ids_request
+from support.actors import pids, ray_service, toy_actors
+from support.processes import ids_request
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 how, address = sys.argv[1:]
 ray.init(address=address, log_to_driver=False, logging_level="error")

@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+from support.waiting import until
 from torchrl_moe.modules.backends.ray import door as door_module
 from torchrl_moe.modules.backends.ray.door import Door, LateConnection, dial
-from waiting import until
 
 
 @pytest.fixture

@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from modules.backends.ray.actors import ray_service
-from modules.backends.ray.fake_cluster import FakeCluster
-from modules.backends.ray.test_replica_host import Host
-from modules.backends.vllm.processes import group, ids_request
+from support.actors import ray_service
+from support.fake_cluster import FakeCluster
+from support.hosts import ToyHost
+from support.processes import group, ids_request
+from support.waiting import until
 from torchrl_moe._errors import ReplicaDiedError
 from torchrl_moe.modules.backends.ray.door import dial
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.vllm import wire
-from waiting import until
 
 
 class HostLink:
     """An ``ActorLink`` to a host that is here."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: ToyHost) -> None:
         self.driver = uuid.uuid4().hex[:8]
         self.words = ""
         self.connection = dial(host.address())
@@ -55,7 +55,7 @@ def test_who_joins_places_no_actor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Linked(RayReplica):
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: ToyHost) -> None:
         super().__init__(6, ray_service(name="s"))
         self._host = host
 
@@ -66,14 +66,14 @@ class Linked(RayReplica):
 
 
 @pytest.fixture
-def host() -> Iterator[Host]:
-    host = Host()
+def host() -> Iterator[ToyHost]:
+    host = ToyHost()
     yield host
     host.end()
 
 
 @pytest.fixture
-def two(host: Host) -> Iterator[tuple[RayReplica, RayReplica]]:
+def two(host: ToyHost) -> Iterator[tuple[RayReplica, RayReplica]]:
     """Two drivers of one engine."""
     replicas = Linked(host), Linked(host)
     for replica in replicas:
@@ -126,7 +126,7 @@ def test_who_leaves_fails_what_he_waits_for_and_the_other_goes_on(two: tuple[Ray
     assert stays.is_alive()
 
 
-def test_a_shutdown_is_for_all_drivers(two: tuple[RayReplica, RayReplica], host: Host) -> None:
+def test_a_shutdown_is_for_all_drivers(two: tuple[RayReplica, RayReplica], host: ToyHost) -> None:
     ends, hears = two
     (future,) = hears.submit([ids_request("x", sampling_params={"seconds": 60})])
     ends.shutdown()
@@ -136,7 +136,7 @@ def test_a_shutdown_is_for_all_drivers(two: tuple[RayReplica, RayReplica], host:
     assert (ends.was_ended, hears.was_ended) == (False, True)
 
 
-def test_a_killed_engine_was_not_ended_by_anybody(two: tuple[RayReplica, RayReplica], host: Host) -> None:
+def test_a_killed_engine_was_not_ended_by_anybody(two: tuple[RayReplica, RayReplica], host: ToyHost) -> None:
     host._child.process.kill()
     for replica in two:
         until(lambda replica=replica: not replica.is_alive(), 10)

@@ -13,24 +13,12 @@ from typing import Any
 
 import pytest
 
-from modules.backends.vllm.processes import group, ids_request, toy_environment, use_toy_engine
+from support.hosts import ToyHost
+from support.processes import group, ids_request
+from support.waiting import until
 from torchrl_moe.modules.backends.ray.door import dial
 from torchrl_moe.modules.backends.ray.replica_host import ReplicaHost, driver_of, named_after, wrap
 from torchrl_moe.modules.backends.vllm import wire
-from waiting import until
-
-
-class Host(ReplicaHost):
-    """Over the toy engine; notes that its engine died."""
-
-    def __init__(self, **start: Any) -> None:
-        self.died = threading.Event()
-        with pytest.MonkeyPatch.context() as patch:
-            use_toy_engine(patch)
-            super().__init__(4, {"model": "toy", "start": start}, toy_environment(), "127.0.0.1")
-
-    def _engine_died(self) -> None:
-        self.died.set()
 
 
 class Driver:
@@ -70,8 +58,8 @@ class Driver:
 
 
 @pytest.fixture
-def host() -> Iterator[Host]:
-    host = Host(sleeper=True)
+def host() -> Iterator[ToyHost]:
+    host = ToyHost(sleeper=True)
     yield host
     host.end()
     assert group(host._child.process.pid) == []
@@ -95,7 +83,7 @@ def test_ids_of_drivers_are_kept_apart() -> None:
     assert driver_of("d/x/y") == ("d", "x/y")
 
 
-def test_each_driver_hears_its_own_and_whoever_comes_later_hears_that_the_engine_is_ready(host: Host) -> None:
+def test_each_driver_hears_its_own_and_whoever_comes_later_hears_that_the_engine_is_ready(host: ToyHost) -> None:
     one = Driver(host, "one")
     kind, info = one.hear()
     assert (kind, info.model) == ("ready", "toy")
@@ -113,7 +101,7 @@ def test_each_driver_hears_its_own_and_whoever_comes_later_hears_that_the_engine
     assert one.hear() == ("refused", "one/bad", "value", "too long")
 
 
-def test_what_a_driver_that_left_had_asked_is_aborted_and_the_others_go_on(host: Host) -> None:
+def test_what_a_driver_that_left_had_asked_is_aborted_and_the_others_go_on(host: ToyHost) -> None:
     stays, leaves = Driver(host, "stays"), Driver(host, "leaves")
     assert [driver.hear()[0] for driver in (stays, leaves)] == ["ready", "ready"]
     leaves.ask("long", seconds=60)
@@ -125,7 +113,7 @@ def test_what_a_driver_that_left_had_asked_is_aborted_and_the_others_go_on(host:
     assert completed(stays.hear()) == {"stays/mine": [4]}
 
 
-def test_a_killed_engine_is_told_to_those_who_are_there_and_those_who_come(host: Host) -> None:
+def test_a_killed_engine_is_told_to_those_who_are_there_and_those_who_come(host: ToyHost) -> None:
     pid = host._child.process.pid
     driver = Driver(host, "early")
     assert driver.hear()[0] == "ready"
@@ -139,7 +127,7 @@ def test_a_killed_engine_is_told_to_those_who_are_there_and_those_who_come(host:
 
 
 def test_an_engine_that_does_not_start_says_why_and_the_host_stays_to_repeat_it() -> None:
-    host = Host(error="no such model", print="SomeError: in the log")
+    host = ToyHost(error="no such model", print="SomeError: in the log")
     early = Driver(host, "early")
     expected = [("tail", "SomeError: in the log"), ("failed", "ValueError: no such model")]
     heard = early.hear_all()
@@ -151,7 +139,7 @@ def test_an_engine_that_does_not_start_says_why_and_the_host_stays_to_repeat_it(
 
 
 def test_the_end_closes_the_door_and_leaves_no_process_and_no_folder() -> None:
-    host = Host(sleeper=True)
+    host = ToyHost(sleeper=True)
     driver = Driver(host, "d")
     assert driver.hear()[0] == "ready"
     driver.ask("open", seconds=60)
@@ -167,7 +155,7 @@ def test_the_end_closes_the_door_and_leaves_no_process_and_no_folder() -> None:
 
 
 def test_an_end_on_purpose_is_told_as_such_and_is_no_death_of_the_engine() -> None:
-    host = Host()
+    host = ToyHost()
     driver = Driver(host, "d")
     assert driver.hear()[0] == "ready"
     host.shut_down()
@@ -178,7 +166,7 @@ def test_an_end_on_purpose_is_told_as_such_and_is_no_death_of_the_engine() -> No
     assert not host.died.is_set()
 
 
-def test_figures_are_told_to_all(host: Host) -> None:
+def test_figures_are_told_to_all(host: ToyHost) -> None:
     drivers = Driver(host, "one"), Driver(host, "two")
     assert [driver.hear()[0] for driver in drivers] == ["ready", "ready"]
     drivers[0].ask("x")
@@ -191,7 +179,7 @@ def test_figures_are_told_to_all(host: Host) -> None:
     until(lambda: all(map(told, drivers)), 10)
 
 
-def test_its_log_can_be_read(host: Host) -> None:
+def test_its_log_can_be_read(host: ToyHost) -> None:
     driver = Driver(host, "d")
     assert driver.hear()[0] == "ready"
     assert host.log_tail() == "toy: started"

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from modules.backends.vllm.processes import group, toy_environment, use_toy_engine
+from support.processes import group, toy_environment, use_toy_engine
+from support.waiting import until
 from torchrl_moe.modules.backends.vllm import child, wire
 from torchrl_moe.modules.backends.vllm.child import Child
-from waiting import until
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from modules.backends.vllm import toy_engine
+from support import toy_engine
+from support.waiting import until
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion, PauseMode, ReplicaInfo, ReplicaStats, Request, SwapReport
 from torchrl_moe.modules.backends.vllm import engine_process, running, stats_feed, wire
@@ -23,7 +24,6 @@ from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica
 from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
 from torchrl_moe.modules.backends.vllm.stats_feed import Load
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
-from waiting import until
 
 
 class Inbox:

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from modules.backends.vllm.processes import group
+from support.processes import group
+from support.waiting import until
 from torchrl_moe.modules.backends.vllm import lifeline, wire
 from torchrl_moe.modules.backends.vllm.lifeline import Inbox
-from waiting import until
 
 
 class Line:

@@ -26,19 +26,12 @@ import psutil
 import pytest
 
 import torchrl_moe
-from modules.backends.vllm.processes import (
-    group,
-    ids_request,
-    process_of,
-    toy_environment,
-    toy_replica,
-    use_toy_engine,
-)
+from support.processes import group, ids_request, process_of, toy_environment, toy_replica, use_toy_engine
+from support.waiting import until
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.replica import Request, Vitals
 from torchrl_moe.modules.backends.vllm import child
 from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica, engine_environment
-from waiting import until
 
 START = 30.0
 
@@ -518,9 +511,9 @@ def test_a_process_whose_loop_is_stuck_still_goes_when_it_is_told_to(monkeypatch
 
 DRIVER = """
 import os, sys, time
-from modules.backends.vllm.processes import ids_request, process_of, toy_replica
+from support.processes import ids_request, process_of, toy_replica
 from torchrl_moe.modules.backends.vllm import child
-child.MODULE = "modules.backends.vllm.toy_engine"
+child.MODULE = "support.toy_engine"
 how = sys.argv[1]
 replica = toy_replica(sleeper=True, seconds=60 if how == "starting" else 0)
 replica.start()
@@ -604,7 +597,7 @@ def test_a_driver_that_ends_without_a_shutdown_leaves_nothing(how: str, tmp_path
 @pytest.fixture
 def real(shelf: Any) -> Any:
     """Arguments of a real engine, small."""
-    from engines import SMALL
+    from support.engines import SMALL
 
     return {"model": str(shelf.folder("qwen3_moe")), **SMALL}
 
@@ -652,7 +645,7 @@ def test_a_killed_engine_core_fails_what_waits_and_the_replica_is_dead(no_engine
 
 REAL_DRIVER = """
 import sys
-from modules.backends.vllm.processes import ids_request, process_of
+from support.processes import ids_request, process_of
 from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica, engine_environment
 arguments, request = eval(sys.argv[1]), eval(sys.argv[2])
 replica = LocalReplica(0, arguments, engine_environment())

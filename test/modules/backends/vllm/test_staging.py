@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.waiting import until
 from torchrl_moe._errors import DigestMismatch, WeightSyncError
 from torchrl_moe.data.weight_store import Manifest
 from torchrl_moe.modules.backends.vllm import staging
 from torchrl_moe.modules.backends.vllm.staging import Staging, TensorStream
-from waiting import until
 
 TENSORS = {"a": torch.zeros(1), "b": torch.ones(1), "c": torch.ones(2)}
 

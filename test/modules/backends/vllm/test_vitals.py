@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from support.waiting import until
 from torchrl_moe.modules.backends.vllm import vitals as vitals_module
 from torchrl_moe.modules.backends.vllm.vitals import VitalSigns
-from waiting import until
 
 SPIN = "while True: pass"
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.waiting import until
 from torchrl_moe import _compat
 from torchrl_moe._errors import ManifestMismatch, SyncTimeout, WeightSyncError
 from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
 from torchrl_moe.modules.backends.vllm.receivers.memmap import MemmapReceiver
 from torchrl_moe.modules.backends.vllm.receivers.nccl import NcclReceiver
-from waiting import until
 
 
 class Layer(nn.Module):

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines import EngineShelf
-from reference import Reference
+from support.engines import EngineShelf
+from support.reference import TOLERANCE, Reference
+from support.waiting import until
 from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request
@@ -21,9 +22,7 @@ from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.weight_update.transports.gloo import GlooTransport
 from torchrl_moe.weight_update.transports.memmap import MemmapTransport
 from torchrl_moe.weight_update.transports.transport import StageOptions, Transport
-from waiting import until
 
-TOLERANCE = 1e-5
 SECONDS = 60.0
 
 
@@ -53,13 +52,10 @@ class Versions:
     def load(self, version: int) -> None:
         self.reference.model.load_state_dict(self.weights[version])
 
-    @torch.no_grad()
     def change(self, seed: int) -> None:
-        """Move every weight of the newest version, buffers too, by a tenth or so."""
+        """Move every weight of the newest version."""
         self.load(self.now)
-        generator = torch.Generator().manual_seed(seed)
-        for tensor in self.reference.model.state_dict().values():
-            tensor.add_(0.1 * tensor.std(correction=0) * torch.randn(tensor.shape, generator=generator))
+        self.reference.change(seed)
 
     def prepare(self, seed: int) -> Manifest:
         """Make a version and stage it on all replicas."""

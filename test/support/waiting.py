@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+HOUR = 3600.0
+"""Seconds that no test waits for."""
 
 
 def until(condition: Callable[[], Any], seconds: float = 5.0, look_every: float = 0.01) -> Any:
@@ -14,3 +18,11 @@ def until(condition: Callable[[], Any], seconds: float = 5.0, look_every: float 
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(look_every)
     return value
+
+
+def in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """A future of what a function does in a thread of its own."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(function)
+    pool.shutdown(wait=False)
+    return future

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engines import SMALL
+from support.engines import SMALL
 from torchrl_moe.modules import AsyncVLLM
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 STORE_BYTES = 80 << 20  # Ray's least; our messages do not go through it
 
 
