@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from support.sources import PACKAGE, ROOT, Source, imports, python_sources, snippet
+from support.sources import PACKAGE, ROOT, Function, Source, imports, python_sources, snippet
 
 ACROSS: dict[str, str] = {
     "test_readme.py": "the README's words",
@@ -42,6 +42,9 @@ LENT = re.compile(r"\.(test_\w+|conftest)\.")
 """A test file in the name of what is imported."""
 
 
+FAKES = {"FakeReplica", "FakeWeightReplica", "FakeFleet", "ScriptedReplica"}
+
+
 def mirror(module: PurePosixPath) -> PurePosixPath:
     return module.with_name(f"test_{module.name.lstrip('_')}")
 
@@ -66,6 +69,20 @@ def strays(tests: Iterable[Source]) -> list[str]:
             found += [f"{source.at(node)}: {node.name} belongs into test/{SUPPORT}/" for node in classes]
         lent = [item for item in imports(source) if LENT.search(f".{item.target}.")]
         found += [f"{source.at(item.node)}: {item.target} belongs into test/{SUPPORT}/" for item in lent]
+    return found
+
+
+def private_fakes(tests: Iterable[Source]) -> list[str]:
+    """Replicas that a test file makes up: there is one fake replica, and one that takes weights."""
+    found = []
+    for source in tests:
+        for node in ast.walk(source.tree):
+            if source.path.parts[1] == SUPPORT or not isinstance(node, ast.ClassDef):
+                continue
+            bases = {ast.unparse(base).split(".")[-1] for base in node.bases}
+            methods = {part.name for part in node.body if isinstance(part, Function)}
+            if bases & FAKES or methods >= {"call", "wait_ready"}:
+                found.append(f"{source.at(node)}: {node.name} is a fake replica of its own")
     return found
 
 
@@ -97,6 +114,23 @@ def test_helpers_live_in_support() -> None:
 )
 def test_a_helper_elsewhere_is_found(path: str, text: str) -> None:
     assert len(strays([snippet(text, path)])) == 1
+
+
+def test_no_test_makes_up_a_replica() -> None:
+    assert private_fakes(python_sources("test")) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class Slow(FakeReplica): pass",
+        "def test_a():\n    class Slow(fake_weights.FakeWeightReplica): pass",
+        "class Replica:\n    def wait_ready(self, timeout): pass\n    def call(self, command): pass",
+    ],
+)
+def test_a_replica_made_up_is_found(text: str) -> None:
+    assert len(private_fakes([snippet(text, "test/modules/test_a.py")])) == 1
+    assert private_fakes([snippet(text, "test/support/replicas.py")]) == []
 
 
 def test_tests_fixtures_and_support_are_no_strays() -> None:

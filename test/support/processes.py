@@ -18,6 +18,8 @@ from torchrl_moe.modules.backends.vllm import child
 from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica, engine_environment
 
 TESTS = Path(__file__).parents[1]
+PYTHONPATH = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+"""Of a process that imports what tests do."""
 
 
 def toy_environment() -> dict[str, str]:
@@ -34,7 +36,7 @@ def toy_replica(index: int = 0, **start: Any) -> LocalReplica:
     return LocalReplica(index, {"model": "toy", "start": start}, toy_environment())
 
 
-def ids_request(request_id: str, ids: tuple[int, ...] = (1, 2, 3), **fields: Any) -> Request:
+def ids_request(request_id: str, ids: Any = (1, 2, 3), **fields: Any) -> Request:
     fields.setdefault("sampling_params", None)
     return Request(request_id=request_id, prompt_token_ids=np.array(ids, np.int32), **fields)
 

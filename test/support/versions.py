@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from support.engines import EngineShelf
+from support.processes import ids_request
 from support.reference import TOLERANCE, Reference
 from support.waiting import until
 from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
@@ -133,8 +134,8 @@ def let_run(replica: Any, futures: Sequence[Future[Completion]], seconds: float 
 
 
 def ask(name: str, ids: Any, **params: Any) -> Request:
-    common: Mapping[str, Any] = {"ignore_eos": True, "logprobs": 0, "temperature": 1.0, **params}
-    return Request(request_id=name, sampling_params=dict(common), prompt_token_ids=np.array(ids, np.int32))
+    common = {"ignore_eos": True, "logprobs": 0, "temperature": 1.0}
+    return ids_request(name, ids, sampling_params={**common, **params})
 
 
 def random_ids(seed: int, length: int) -> Any:

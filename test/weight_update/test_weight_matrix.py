@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from support.engines import SMALL, EngineShelf
+from support.engines import EngineShelf, start_engine
 from support.reference import TOLERANCE
 from support.versions import SECONDS, Versions, ask, let_run, random_ids
 from torchrl_moe._errors import EngineError, SyncTimeout, WeightSyncError
@@ -121,7 +121,7 @@ def test_a_replica_killed_in_the_middle_of_a_broadcast_leaves_the_other_its_vers
     no_engine: EngineShelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = no_engine.folder("qwen3_moe")
-    with AsyncVLLM.from_pretrained(folder, 2, **SMALL) as engine:
+    with start_engine(folder, 2) as engine:
         versions = Versions(engine, no_engine, "qwen3_moe", tmp_path, "gloo")
         versions.update(1)
         killed, other = versions.replicas

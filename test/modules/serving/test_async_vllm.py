@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
 
+from support.engines import EngineShelf, start_engine
 from support.replicas import ScriptedReplica
 from support.waiting import until
 from torchrl_moe._errors import EngineError, GenerationTimeout, ReplicaDiedError
@@ -33,9 +34,6 @@ from torchrl_moe.data import RoutedExperts
 from torchrl_moe.modules import AsyncVLLM, make_async_vllm_engine
 from torchrl_moe.modules.backends.vllm import local_replica
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-
-if TYPE_CHECKING:
-    from support.engines import EngineShelf
 
 ROOT = Path(__file__).parents[3]
 
@@ -907,10 +905,8 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.engine
 def test_too_little_memory_is_one_error_in_vllms_words(no_engine: EngineShelf, marked: None) -> None:
-    from support.engines import SMALL
-
     with pytest.raises(ReplicaDiedError, match=r"(?s)replica 0 did not start: .*(KV cache|memory)") as caught:
-        AsyncVLLM.from_pretrained(no_engine.folder("qwen3_moe"), **{**SMALL, "kv_cache_memory_bytes": 1 << 10})
+        start_engine(no_engine.folder("qwen3_moe"), kv_cache_memory_bytes=1 << 10)
     assert "No available memory" in str(caught.value) or "larger than the available KV cache memory" in str(
         caught.value
     )
@@ -920,12 +916,10 @@ def test_too_little_memory_is_one_error_in_vllms_words(no_engine: EngineShelf, m
 def test_a_start_that_runs_out_of_time_names_the_variable(
     no_engine: EngineShelf, marked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from support.engines import SMALL
-
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "0.5")
     words = r"(?s)replica 0 was not ready within .* had 0\.5 s: .*TORCHRL_VLLM_TIMEOUT_SECONDS"
     with pytest.raises(EngineError, match=words) as caught:
-        AsyncVLLM.from_pretrained(no_engine.folder("qwen3_moe"), **SMALL)
+        start_engine(no_engine.folder("qwen3_moe"))
     assert not isinstance(caught.value, ReplicaDiedError)
 
 

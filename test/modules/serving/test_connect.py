@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from support.actors import groups_in_use, pids, ray_service, toy_actors
-from support.processes import TESTS, group, is_gone
+from support.processes import PYTHONPATH, group, is_gone
 from support.replicas import ScriptedReplica
 from support.waiting import until
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
@@ -45,7 +45,7 @@ def other_driver(address: str, name: str, prompt: list[int], params: dict[str, A
     """Connect and generate in a process of its own, which leaves without a word; what it printed."""
     run = subprocess.run(
         [sys.executable, "-c", OTHER_DRIVER, address, name, repr(prompt), repr(params)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
         timeout=120,

@@ -14,17 +14,15 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
 
+from support.engines import EngineShelf, start_engine
 from support.waiting import until
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-
-if TYPE_CHECKING:
-    from support.engines import EngineShelf
 
 ROOT = Path(__file__).parents[3]
 RESTART = 150.0  # generous: an engine starts in twenty seconds, on a machine of its own
@@ -69,10 +67,8 @@ def clean_temporary(no_engine: EngineShelf, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def engine(no_engine: EngineShelf, clean_temporary: Path) -> Iterator[AsyncVLLM]:
     """Two replicas that are watched closely. At the end no process, shared memory or file of theirs is left."""
-    from support.engines import SMALL
-
     others = set(psutil.Process().children(recursive=True))  # the tracker of an earlier test's memory, say
-    made = AsyncVLLM.from_pretrained(no_engine.folder("qwen3_moe"), 2, faults=FAULTS, **SMALL)
+    made = start_engine(no_engine.folder("qwen3_moe"), 2, faults=FAULTS)
     try:
         yield made
     finally:

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 
 from support.actors import groups_in_use, pids, ray_service, toy_actors
 from support.fake_cluster import FakeActor, FakeCluster
-from support.processes import TESTS, group, ids_request, is_gone
+from support.processes import PYTHONPATH, group, ids_request, is_gone
 from support.waiting import until
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.ray import actor_link
@@ -269,7 +269,7 @@ if how == "killed":
 @pytest.fixture
 def driver(ray_cluster: Any) -> Any:
     def start(how: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
         arguments = [sys.executable, "-c", DRIVER, how, ray_cluster.address]
         return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

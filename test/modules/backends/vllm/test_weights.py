@@ -22,7 +22,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.modules.llm.policies import Tokens
 
-from support.engines import SMALL, EngineShelf
+from support.engines import EngineShelf, start_engine
 from support.llm import FakeLLM, report
 from support.reference import TOLERANCE, Reference, route_mismatches
 from support.waiting import until
@@ -714,7 +714,7 @@ def test_after_each_sync_the_engine_computes_what_the_trainer_does(family: str, 
 @pytest.mark.engine
 def test_a_tied_head_is_synced_in_both_ways(no_engine: EngineShelf, tmp_path: Path) -> None:
     save_tiny_moe(tmp_path, "qwen3_moe", tie_word_embeddings=True)
-    with AsyncVLLM.from_pretrained(tmp_path, **SMALL) as engine:
+    with start_engine(tmp_path) as engine:
         trainer = Trainer(engine, tmp_path)
         for seed, how in enumerate(("shadow", "plain", "plain", "shadow")):
             trainer.reference.change(seed, "embed")  # the head is these too
@@ -1010,7 +1010,7 @@ def test_after_a_sync_each_of_two_replicas_agrees_with_the_trainer(engine: Async
 @pytest.mark.engine
 def test_weights_that_are_no_numbers_end_a_replica_only_if_the_old_ones_are_gone(no_engine: EngineShelf) -> None:
     folder = no_engine.folder("qwen3_moe")
-    with AsyncVLLM.from_pretrained(folder, faults=FaultPolicy(restart=False), **SMALL) as engine:
+    with start_engine(folder, faults=FaultPolicy(restart=False)) as engine:
         trainer = Trainer(engine, folder)
         trainer.reference.change(5)
         version = trainer.sender.publish()
@@ -1059,7 +1059,7 @@ def test_weights_that_are_no_numbers_end_a_replica_only_if_the_old_ones_are_gone
 @pytest.mark.parametrize("step", ["stage", "swap"])
 def test_an_engine_that_dies_in_a_step_ends_the_wait_for_it(no_engine: EngineShelf, step: str) -> None:
     folder = no_engine.folder("qwen3_moe")
-    with AsyncVLLM.from_pretrained(folder, **SMALL) as engine:
+    with start_engine(folder) as engine:
         trainer = Trainer(engine, folder)
         version, child = trainer.sender.publish(), engine.roster[0].replica._child.process.pid  # type: ignore[attr-defined]
 
