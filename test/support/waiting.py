@@ -11,7 +11,11 @@ HOUR = 3600.0
 """Seconds that no test waits for."""
 
 
-def until(condition: Callable[[], Any], seconds: float = 5.0, look_every: float = 0.01) -> Any:
+PATIENCE = 60.0
+"""Seconds after which what a test waits for will not come: generous, for the machine may be busy with other things."""
+
+
+def until(condition: Callable[[], Any], seconds: float = PATIENCE, look_every: float = 0.01) -> Any:
     """Wait for a condition to hold; return its value, or fail."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):

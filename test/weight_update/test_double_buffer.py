@@ -178,7 +178,7 @@ def test_what_a_looking_reader_gets_is_always_whole(tmp_path: Path) -> None:
     for number in range(2, 100):
         sender.publish(weights(number))
     stop.set()
-    thread.join(10.0)
+    thread.join(60.0)
     assert not any(torn)
     assert torn or errors
     sender.shutdown()

@@ -104,7 +104,7 @@ def test_of_replicated_trainers_only_the_first_writes_or_one_with_an_engine(
     monkeypatch.setattr("torchrl_moe.weight_update.publishing.is_first", lambda: False)
     writer = publisher(tmp_path / "store")
     assert writer.publish(weights(), lambda: 3) == Published(version=3, manifest=None)
-    assert writer.publish_behind(weights(), 3).result(5.0) == Published(version=3, manifest=None)
+    assert writer.publish_behind(weights(), 3).result(60.0) == Published(version=3, manifest=None)
     assert not (tmp_path / "store").exists()
     writer.expect(EXPECTED, None)
     assert writer.publish(weights(), lambda: 3).manifest is not None

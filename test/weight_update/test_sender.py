@@ -495,7 +495,7 @@ def test_updates_from_many_threads_take_turns(connect: Connect) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10.0)
+        thread.join(60.0)
     assert errors == []
     assert sorted(reports) == list(range(1, 21))
     assert engine.versions == [20, 20]
@@ -525,7 +525,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     go, write = threading.Event(), slots._write
 
     def held(*args: Any) -> str:
-        assert go.wait(10.0)
+        assert go.wait(60.0)
         return write(*args)
 
     monkeypatch.setattr(slots, "_write", held)

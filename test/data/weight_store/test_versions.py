@@ -278,7 +278,7 @@ def test_a_reader_never_sees_a_torn_version_while_another_thread_publishes(tmp_p
         writer.publish(tensors(a=version // 2, b=version).items(), version)
     stop.set()
     for thread in threads:
-        thread.join(10.0)
+        thread.join(60.0)
     assert failures == []
     assert size(tmp_path) < 60_000
 

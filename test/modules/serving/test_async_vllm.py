@@ -212,7 +212,7 @@ def test_a_replica_that_died_is_made_anew_with_noise_of_its_own(scripted: Any, m
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with AsyncVLLM.launch({"model": "m", "seed": 7}, 2, faults=FaultPolicy(first_delay=0.0)) as engine:
         scripted.made[1].die()
-        until(lambda: engine.roster[1].restarts == 1 and engine.roster[1].state.name == "SERVING", 10.0)
+        until(lambda: engine.roster[1].restarts == 1 and engine.roster[1].state.name == "SERVING")
         _, old, new = scripted.made
         assert old.life == ["start", "ready", "shutdown"]
         assert new.life == ["start", "ready"]
@@ -225,7 +225,7 @@ def test_a_replica_that_died_is_made_anew_with_noise_of_its_own(scripted: Any, m
 def test_without_restarts_a_dead_replica_stays_dead(scripted: Any) -> None:
     with AsyncVLLM.launch({"model": "m"}, 2, faults=FaultPolicy(restart=False)) as engine:
         scripted.made[1].die()
-        until(lambda: engine.roster[1].state.name == "DEAD", 10.0)
+        until(lambda: engine.roster[1].state.name == "DEAD")
         time.sleep(0.1)
         assert len(scripted.made) == 2
 
@@ -399,7 +399,7 @@ def counts(engine: AsyncVLLM) -> dict[str, Any]:
 
 
 def until_idle(engine: AsyncVLLM) -> None:
-    until(lambda: all(row["running"] + row["waiting"] + row["inflight"] == 0 for row in engine.stats()), 10.0)
+    until(lambda: all(row["running"] + row["waiting"] + row["inflight"] == 0 for row in engine.stats()))
 
 
 @pytest.mark.engine("qwen3_moe")
@@ -598,10 +598,10 @@ def test_pause_wait_lets_requests_finish_and_holds_new_ones(engine: AsyncVLLM) -
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(generate, engine, [IDS] * 8, 200)
         # what the engine does not have yet is held
-        until(lambda: call.done() or engine.stats()[0]["running"] == 8, 10.0)
+        until(lambda: call.done() or engine.stats()[0]["running"] == 8)
         engine.pause("wait")
         try:
-            completions = call.result(5.0)
+            completions = call.result(60.0)
         except TimeoutError:
             engine.resume()  # or the call would never end
             raise
@@ -692,8 +692,8 @@ def test_figures_are_pushed_while_requests_run_and_say_when_they_are_over(engine
     assert max(stats.tokens_per_second for stats in busy) > 0
     assert max(stats.cache_usage for stats in busy) > 0
     assert all(stats.waiting == 0 for stats in busy)
-    until(lambda: entry.replica.last_stats.requests == before["requests"] + 2, 10.0)
-    until(lambda: entry.replica.last_stats.tokens_per_second == 0, 10.0)
+    until(lambda: entry.replica.last_stats.requests == before["requests"] + 2)
+    until(lambda: entry.replica.last_stats.tokens_per_second == 0)
     last = entry.replica.last_stats
     assert (last.running, last.cache_usage) == (0, 0.0)
     assert last.cache_queries - before["cache_queries"] == 400
@@ -900,7 +900,7 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Engine processes that start now are told by their environment, whoever adopts them; none is left at the end."""
     monkeypatch.setenv("TORCHRL_MOE_TEST", str(os.getpid()))
     yield
-    until(lambda: engine_processes() == set(), 10.0)
+    until(lambda: engine_processes() == set())
 
 
 @pytest.mark.engine
@@ -951,8 +951,8 @@ def test_ctrl_c_while_an_engine_starts_leaves_no_process(
     ) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == "starting\n"
-        until(lambda: len(engine_processes()) > 1, 10.0)
+        until(lambda: len(engine_processes()) > 1)
         time.sleep(after_seconds)
         os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: the driver's group, not the engine's
-        assert driver.communicate(timeout=30.0)[0] == "interrupted DEAD\n"
+        assert driver.communicate(timeout=60.0)[0] == "interrupted DEAD\n"
     assert driver.returncode == 0

@@ -110,8 +110,8 @@ def toy_service(ray_cluster: Any) -> Iterator[Any]:
         yield launch
         for engine in made:
             engine.shutdown()
-    until(lambda: groups_in_use() == [], 10)
-    until(lambda: running_services(NAMESPACE) == {}, 10)
+    until(lambda: groups_in_use() == [])
+    until(lambda: running_services(NAMESPACE) == {})
 
 
 @pytest.mark.ray
@@ -127,7 +127,7 @@ def test_without_a_name_it_is_a_service_like_any_and_nothing_of_it_is_left(toy_s
             engine.disconnect()
     assert groups_in_use() == []
     assert running_services(NAMESPACE) == {}
-    until(lambda: all(map(is_gone, processes)), 20)
+    until(lambda: all(map(is_gone, processes)))
     assert ray.is_initialized()  # it is not ours to end
 
 
@@ -153,7 +153,7 @@ def test_a_name_is_taken_while_its_service_runs_and_others_join_it_there(toy_ser
     assert other_driver(ray_cluster.address, "lasting", [8, 9], {}) == "['SERVING', 'SERVING'] [9, 10]"
     assert generate(maker, [1]) == [2]
     AsyncVLLM.connect("lasting").shutdown()  # ends it for all
-    until(lambda: not any(entry.replica.is_alive() for entry in maker.roster), 10)
+    until(lambda: not any(entry.replica.is_alive() for entry in maker.roster))
     with pytest.raises((ReplicaDiedError, NoReplicaError)):
         maker.generate([1], use_tqdm=False)
     toy_service(1, name="lasting")
@@ -191,10 +191,10 @@ def test_a_start_that_fails_leaves_nothing_in_the_cluster(ray_cluster: Any) -> N
     with toy_actors(), pytest.raises(ReplicaDiedError, match="replica 0 did not start: ValueError: no such model"):
         broken = {"model": "toy", "start": {"error": "no such model", "sleeper": True}}
         AsyncVLLM.launch(broken, 2, backend="ray", name="broken", resources={"CPU": 1})
-    until(lambda: groups_in_use() == [] and running_services(NAMESPACE) == {}, 10)
+    until(lambda: groups_in_use() == [] and running_services(NAMESPACE) == {})
     with pytest.raises(EngineError, match=r"(?s)It waits for a node with {'CPU': 64.0} free.*TORCHRL_VLLM_TIMEOUT"):
         AsyncVLLM({"model": "toy"}, backend="ray", resources={"CPU": 64}).start(timeout_seconds=2.0)
-    until(lambda: groups_in_use() == [], 10)
+    until(lambda: groups_in_use() == [])
 
 
 # -- vLLM -------------------------------------------------------------------------------------------------------------
@@ -238,11 +238,11 @@ def test_a_real_actor_that_is_killed_is_dead_and_a_shutdown_leaves_nothing(ray_p
     family = [process for actor in actors for process in (actor, *actor.children(recursive=True))]
     assert len(family) >= 8  # two times: actor, owner, engine core, worker
     os.kill(actors[1].pid, signal.SIGKILL)
-    until(lambda: not ray_pair.roster[1].replica.is_alive(), 10)
+    until(lambda: not ray_pair.roster[1].replica.is_alive())
     answer = ray_pair.generate(IDS, GREEDY, actor_index=0, use_tqdm=False)
     assert len(answer.outputs[0].token_ids) == 8
     ray_pair.shutdown()
-    until(lambda: groups_in_use() == [], 20)
+    until(lambda: groups_in_use() == [])
     assert running_services(NAMESPACE) == {}
     assert psutil.wait_procs(family, 30)[1] == []
     assert not any(group(process.pid) for process in family)

@@ -168,7 +168,7 @@ def test_a_service_counts_each_request_once_whatever_becomes_of_it(serve: Callab
     call = in_thread(lambda: ask(engine, "cut", request_ids="mine"))
     until_running(engine, [1])
     engine.abort("mine")
-    assert call.result(5.0).aborted
+    assert call.result(60.0).aborted
     for entry in engine.roster:
         engine.roster.set_state(entry.index, ReplicaState.QUARANTINED)
     with pytest.raises(NoReplicaError):

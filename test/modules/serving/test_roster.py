@@ -173,14 +173,14 @@ def test_whoever_waits_wakes_up_when_a_state_changes() -> None:
     waiting = threading.Event()
 
     def serve() -> None:
-        waiting.wait(5.0)
+        waiting.wait(60.0)
         roster.set_state(0, ReplicaState.SERVING)
 
     thread = threading.Thread(target=serve)
     thread.start()
     with roster.changed:
         waiting.set()
-        assert roster.changed.wait_for(lambda: roster[0].state is ReplicaState.SERVING, 5.0)
+        assert roster.changed.wait_for(lambda: roster[0].state is ReplicaState.SERVING, 60.0)
     thread.join()
 
 

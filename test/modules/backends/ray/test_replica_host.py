@@ -109,7 +109,7 @@ def test_what_a_driver_that_left_had_asked_is_aborted_and_the_others_go_on(host:
     stays.ask("mine", (3,), seconds=2)
     assert completed(leaves.hear()) == {"leaves/short": [2]}
     leaves.connection.close()
-    until(lambda: stats(stays, 0).requests == 2, 1.5)  # the short one, and the long one that was cut
+    until(lambda: stats(stays, 0).requests == 2)  # the short one, and the long one that was cut
     assert completed(stays.hear()) == {"stays/mine": [4]}
 
 
@@ -121,7 +121,7 @@ def test_a_killed_engine_is_told_to_those_who_are_there_and_those_who_come(host:
     os.kill(pid, signal.SIGKILL)
     expected = [("tail", "toy: started"), ("died", "its engine process ended with exit code -9")]
     assert driver.hear_all() == expected
-    assert host.died.wait(5)
+    assert host.died.wait(60.0)
     assert [message[0] for message in Driver(host, "late").hear_all()] == ["ready", "tail", "died"]
     assert group(pid) == []
 
@@ -162,7 +162,7 @@ def test_an_end_on_purpose_is_told_as_such_and_is_no_death_of_the_engine() -> No
     assert [message[0] for message in driver.hear_all()] == ["ended", "tail", "died"]
     for thread in threading.enumerate():
         if thread.name == "engine":
-            thread.join(10)  # it has told the drivers, and would now start the actor anew
+            thread.join(60.0)  # it has told the drivers, and would now start the actor anew
     assert not host.died.is_set()
 
 
@@ -176,7 +176,7 @@ def test_figures_are_told_to_all(host: ToyHost) -> None:
         stats(driver, 0)  # which also hears what came before
         return any(figures.requests == 1 for figures in driver.figures)
 
-    until(lambda: all(map(told, drivers)), 10)
+    until(lambda: all(map(told, drivers)))
 
 
 def test_its_log_can_be_read(host: ToyHost) -> None:

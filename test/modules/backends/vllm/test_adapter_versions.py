@@ -52,7 +52,7 @@ class Bench:
 
     async def until(self, *there: str) -> None:
         """Wait until these are loaded, and copies of these alone are on the disk."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60.0):
             loaded = self.engine.adapters
             while sorted(loaded.values()) != list(there) or len(list(self.copies.iterdir())) != len(there):
                 await asyncio.sleep(0.001)

@@ -135,10 +135,10 @@ def test_whoever_ends_a_child_waits_until_it_has_ended(temporary: Path, monkeypa
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60.0)
     assert ended == [-signal.SIGKILL] * 3
     assert 0.5 <= time.monotonic() - started < 8
-    until(lambda: group(process.process.pid) == [], 5)
+    until(lambda: group(process.process.pid) == [])
     process.end_and_forget()
 
 
@@ -158,7 +158,7 @@ def test_a_finalizer_may_run_in_the_thread_that_ends_the_child(
     monkeypatch.setattr(process.process, "wait", wait_and_collect)
     ending = threading.Thread(target=process.end, daemon=True)
     ending.start()
-    ending.join(20)
+    ending.join(60.0)
     assert not ending.is_alive()
     assert group(process.process.pid) == []
 
