@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -76,6 +76,7 @@ class Child:
             log_folder.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix=f"torchrl_moe-replica-{index}-"))
         self.log = self.folder / "log" if log_folder is None else log_folder / f"replica-{index}.log"
+        self._driver = os.getpid()
         self._launched: Future[Process] = Future()
         self._cancelled = False
         with contextlib.ExitStack() as stack:
@@ -114,18 +115,20 @@ class Child:
     def _wait_for_fork(
         self, launch: Launch, environment: Mapping[str, str], engine: socket.socket, log: IO[bytes]
     ) -> None:
-        with engine, log:
+        with _not_in_forked_processes(engine), log:
             try:
                 try:
                     process: Process = launch.wait()
                 except CannotFork as error:
                     if self._cancelled:
-                        return
+                        raise
                     process = _spawn(environment, engine, log, str(error))
                 self._launched.set_result(process)
+            except (CannotFork, OSError, subprocess.SubprocessError) as error:
+                self._launched.set_exception(error)
             finally:  # nobody may wait for ever
                 if not self._launched.done():
-                    self._launched.set_exception(CannotFork("the process was given up before it was there"))
+                    self._launched.set_exception(CannotFork("starting the process failed: see the error above"))
 
     @property
     def process(self) -> Process:
@@ -133,8 +136,16 @@ class Child:
 
         Raises:
             CannotFork: it was given up before.
+            OSError: it could not be started.
         """
         return self._launched.result()
+
+    def ending(self) -> str:
+        """Return how it ended, after "replica 0"."""
+        if error := self._launched.exception():
+            return f"could not be started: {type(error).__name__}: {error}"
+        code = self.process.poll()
+        return "closed its socket" if code is None else f"ended with exit code {code}"
 
     def is_alive(self) -> bool:
         """Whether the process runs, or is still to come."""
@@ -143,7 +154,12 @@ class Child:
         return self._launched.exception() is None and self.process.poll() is None
 
     def end(self) -> None:
-        """End the process and its whole group: politely, then for certain. Idempotent; all callers wait for the end."""
+        """End the process and its whole group: politely, then for certain. Idempotent; all callers wait for the end.
+
+        Does nothing in a process that the driver forked: at the end of that, too, Python runs finalizers.
+        """
+        if os.getpid() != self._driver:
+            return
         with self._lock:
             if self._ended:
                 return
@@ -173,7 +189,8 @@ class Child:
     def end_and_forget(self) -> None:
         """End it and remove its folder."""
         self.end()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if os.getpid() == self._driver:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def log_tail(self, lines: int = SHOWN_LOG_LINES) -> str:
         """Return the last errors that the process printed, or its last lines if it printed none."""
@@ -186,6 +203,30 @@ class Child:
         errors = [line for line in text if "Error" in line and "See root cause above" not in line]
         shown = errors or [line for line in text if "WARNING" not in line and "shards:" not in line]
         return "\n".join(shown[-lines:]) or "(its log holds no error)"
+
+
+_held: set[socket.socket] = set()  # the engines' ends of sockets, while the engines are still to come
+
+
+def _close_held() -> None:
+    """As long as a process that the driver forks has an engine's end, that engine's death does not show."""
+    for engine in _held:
+        engine.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_held)
+
+
+@contextlib.contextmanager
+def _not_in_forked_processes(engine: socket.socket) -> Iterator[None]:
+    """Hold a socket in this process only, and close it at the end."""
+    _held.add(engine)
+    try:
+        with engine:
+            yield
+    finally:
+        _held.discard(engine)
 
 
 def _spawn(environment: Mapping[str, str], engine: socket.socket, log: IO[bytes], reason: str) -> Process:

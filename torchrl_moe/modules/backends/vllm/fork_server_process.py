@@ -7,9 +7,8 @@ Started by :class:`~torchrl_moe.modules.backends.vllm.fork_server.ForkServer` as
 engine's messages and touches no device. It ends with its driver, or when the driver closes the control socket, in
 either case after the processes that it forked.
 
-Request, on the control socket: a length with three descriptors (the engine's socket, its log, a status socket), then a
-pickled :class:`ForkRequest`. Answers, on the status socket: ``("forked", pid)`` or ``("refused", reason)``, and when
-the process has ended ``("ended", exit code)``.
+For requests see ``fork_request.py``. Answers, on a request's status socket: ``("forked", pid)`` or
+``("refused", reason)``, and when the process has ended ``("ended", exit code)``.
 """
 
 from __future__ import annotations
@@ -18,46 +17,31 @@ import contextlib
 import gc
 import importlib
 import os
-import pickle
+import resource
 import select
 import selectors
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TypeAlias
 
+from torchrl_moe.modules.backends.vllm.fork_request import Arrived, receive, remove_folders, withdraw
 from torchrl_moe.modules.backends.vllm.lifeline import kill_group
 
-__all__ = ["HEADER", "ForkRequest", "main"]
+__all__ = ["main"]
 
-HEADER = struct.Struct("<Q")
-DESCRIPTORS = 3
 ORPHAN_SECONDS = 15.0  # that engine processes get to end by themselves once their driver is gone
+LOOK_SECONDS = 0.5  # between two looks at the driver while this process imports
+THREAD_SECONDS = 2.0  # that a thread which has been joined takes to leave /proc
 
 Run: TypeAlias = "Callable[[Connection, Callable[[], bool]], None]"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForkRequest:
-    """What a forked process takes over from its driver, as a child of the driver would.
-
-    Args:
-        environment: all of it.
-        folder: the working directory.
-        processors: that it may run on.
-    """
-
-    environment: Mapping[str, str]
-    folder: str
-    processors: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +59,17 @@ class _Server:
         control: requests come in here.
         driver: a pidfd of the driver.
         unsafe: why nothing may be forked; "" if it may.
+        started_in: the entry of ``sys.path`` for the working directory, if there is one.
     """
 
-    def __init__(self, run: Run, control: socket.socket, driver: int, unsafe: str) -> None:
+    def __init__(self, run: Run, control: socket.socket, driver: int, unsafe: str, started_in: str | None) -> None:
         self._run = run
         self._control = control
         self._driver = driver
         self._unsafe = unsafe
+        self._started_in = started_in
         self._children: dict[int, _Child] = {}
+        self._leftovers: set[bytes] = set()  # folders that the driver removes, unless it is gone
         self._orphaned_at: float | None = None
         self._selector = selectors.PollSelector()  # unlike epoll it has no descriptor that a child would share
         self._selector.register(control, selectors.EVENT_READ, self._take_request)
@@ -96,6 +83,8 @@ class _Server:
             if self._orphaned_at is not None and time.monotonic() - self._orphaned_at > ORPHAN_SECONDS:
                 for child in self._children.values():
                     kill_group(child.pid)
+        if self._orphaned_at is not None:
+            remove_folders(self._leftovers)
 
     def _listens(self) -> bool:
         return self._control.fileno() >= 0
@@ -108,72 +97,84 @@ class _Server:
     def _driver_ended(self) -> None:
         self._selector.unregister(self._driver)
         self._orphaned_at = time.monotonic()
+        if self._listens():
+            self._leftovers |= withdraw(self._control)
         self._stop_listening()
 
     def _take_request(self) -> None:
         try:
-            request, descriptors = _receive(self._control)
-        except (EOFError, OSError):  # closed, or the driver died while it wrote
+            arrived = receive(self._control)
+        except (EOFError, OSError):
             self._stop_listening()
             return
-        engine, log, status = descriptors
-        answers = Connection(status)
+        if arrived.request.folder is not None:
+            self._leftovers.add(arrived.request.folder)
         try:
-            if not _hung_up(status):  # else it was cancelled while this process was importing
-                self._fork(request, engine, log, answers)
+            if not _hung_up(arrived.status.fileno()):  # else it was cancelled while this process was importing
+                self._fork(arrived)
         finally:
-            os.close(engine)
-            os.close(log)
+            arrived.close()
 
-    def _fork(self, request: ForkRequest, engine: int, log: int, answers: Connection) -> None:
+    def _fork(self, arrived: Arrived) -> None:
         reason = self._unsafe
         pid = 0
         if not reason:
+            _flush()  # or each process would print it
             try:
                 pid = os.fork()
             except OSError as error:
                 reason = f"fork failed: {error}"
         if reason:
-            _tell(answers, "refused", reason)
+            _tell(arrived.status, "refused", reason)
             return
         if pid == 0:
-            self._become(request, engine, log, answers)
+            self._become(arrived)
         with contextlib.suppress(OSError):  # it has done so itself, or has ended
             os.setpgid(pid, pid)
-        child = _Child(pid, os.pidfd_open(pid), answers)
+        child = _Child(pid, os.pidfd_open(pid), arrived.status)
         self._children[pid] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, partial(self._reap, child))
-        if not _tell(answers, "forked", pid):
+        if not _tell(child.status, "forked", pid):
             kill_group(pid)  # cancelled meanwhile
 
-    def _become(self, request: ForkRequest, engine: int, log: int, answers: Connection) -> None:
+    def _become(self, arrived: Arrived) -> None:
         """Turn the forked process into an engine process; never returns."""
         try:
             os.setpgid(0, 0)
             nothing = os.open(os.devnull, os.O_RDONLY)
-            for file, number in ((nothing, 0), (log, 1), (log, 2)):
+            for file, number in ((nothing, 0), (arrived.log, 1), (arrived.log, 2)):
                 os.dup2(file, number)
-            os.close(nothing)
-            os.close(log)
-            answers.close()
-            self._control.close()
-            for other in self._children.values():
-                other.status.close()
-                os.close(other.pidfd)
-            os.chdir(request.folder)
+            os.fchdir(arrived.folder)
+            self._close_what_is_not_its_own(arrived, nothing)
+            request = arrived.request
             os.sched_setaffinity(0, request.processors)
+            for number, limits in request.limits.items():
+                resource.setrlimit(number, limits)
             os.environ.clear()
-            os.environ.update(request.environment)
+            os.environb.update(request.environment)
             _set_title("Replica")
-            tempfile.tempdir = None  # asked for anew, from the new environment
-            self._run(Connection(engine), partial(_is_readable, self._driver))
+            tempfile.tempdir = None  # the new environment may have another
+            if self._started_in in sys.path:  # Python would have put another there
+                sys.path[sys.path.index(self._started_in)] = _current_folder()
+            self._run(Connection(arrived.engine), partial(_is_readable, self._driver))
         except BaseException:
             traceback.print_exc()
             raise
         finally:
             os._exit(1)
 
+    def _close_what_is_not_its_own(self, arrived: Arrived, nothing: int) -> None:
+        arrived.status.close()
+        self._control.close()
+        for other in self._children.values():
+            other.status.close()
+            os.close(other.pidfd)
+        for descriptor in (nothing, arrived.folder, arrived.log):
+            os.close(descriptor)
+
     def _reap(self, child: _Child) -> None:
+        if self._orphaned_at is not None:  # what it started may hold on to its folder
+            kill_group(child.pid)
         _, status = os.waitpid(child.pid, 0)
         self._selector.unregister(child.pidfd)
         os.close(child.pidfd)
@@ -182,18 +183,16 @@ class _Server:
         child.status.close()
 
 
-def _receive(control: socket.socket) -> tuple[ForkRequest, list[int]]:
-    header, descriptors, _, _ = socket.recv_fds(control, HEADER.size, DESCRIPTORS)
-    if len(header) < HEADER.size or len(descriptors) < DESCRIPTORS:
-        raise EOFError
-    (length,) = HEADER.unpack(header)
-    text = bytearray()
-    while len(text) < length:
-        if not (part := control.recv(length - len(text))):
-            raise EOFError
-        text += part
-    request: ForkRequest = pickle.loads(text)
-    return request, descriptors
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def _tell(answers: Connection, *message: object) -> bool:
@@ -206,14 +205,16 @@ def _tell(answers: Connection, *message: object) -> bool:
 
 
 def _hung_up(descriptor: int) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    return bool(poll.poll(0))
+    return _polls(descriptor, 0)
 
 
 def _is_readable(descriptor: int) -> bool:
+    return _polls(descriptor, select.POLLIN)
+
+
+def _polls(descriptor: int, events: int) -> bool:
     poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
+    poll.register(descriptor, events)
     return bool(poll.poll(0))
 
 
@@ -230,22 +231,56 @@ def _set_title(title: str) -> None:
 
 
 def _threads() -> str:
-    """Return why this process may not fork for its threads' sake: the locks that they hold would stay locked."""
-    count = len(os.listdir("/proc/self/task"))
+    """Return why this process may not fork for its threads' sake: the locks that they hold would stay locked.
+
+    A library that provides for forks ends its threads before one, and starts them again when it needs them: OpenBLAS
+    does, whose threads come with NumPy unless it may have one only. So the threads are counted after a fork.
+    """
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    deadline = time.monotonic() + THREAD_SECONDS
+    while (count := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
     return f"importing left {count - 1} threads running" if count > 1 else ""
+
+
+@contextlib.contextmanager
+def _ends_with_driver(control: socket.socket, driver: int) -> Iterator[None]:
+    """End this process if the driver ends within the block. By a signal: a thread might not be gone before a fork."""
+
+    def look(*_: object) -> None:
+        if _is_readable(driver):
+            remove_folders(withdraw(control))
+            os._exit(1)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.siginterrupt(signal.SIGALRM, False)
+    signal.setitimer(signal.ITIMER_REAL, LOOK_SECONDS, LOOK_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 def main() -> None:
     """Import, then serve to the end."""
     # the driver may be the last of the session: see ``engine_process.main``
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a driver that ignores it would have us lose exit codes
     _set_title("ForkServer")
-    name, control, driver = sys.argv[1], *map(int, sys.argv[2:])
-    module = importlib.import_module(name)
-    unsafe = module.preload() or _threads()
+    name, descriptor, driver = sys.argv[1], *map(int, sys.argv[2:])
+    started_in = None if sys.flags.safe_path else sys.path[0]
+    os.set_inheritable(driver, False)
+    control = socket.socket(fileno=descriptor)
+    control.set_inheritable(False)
+    with _ends_with_driver(control, driver):
+        module = importlib.import_module(name)
+        unsafe = module.preload() or _threads()
     gc.collect()
     gc.freeze()  # a collection in a forked process would copy all pages that objects lie on
-    _Server(module.run, socket.socket(fileno=control), driver, unsafe).serve()
+    _Server(module.run, control, driver, unsafe, started_in).serve()
 
 
 if __name__ == "__main__":

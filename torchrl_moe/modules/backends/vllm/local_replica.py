@@ -321,9 +321,7 @@ class LocalReplica(EngineReplica[Child]):
         return super().is_alive() and self._started().is_alive()
 
     def _ending(self) -> str:
-        code = self._started().process.poll()
-        how = "closed its socket" if code is None else f"ended with exit code {code}"
-        return f"{how}. Its last log lines:\n{self._tail()}"
+        return f"{self._started().ending()}. Its last log lines:\n{self._tail()}"
 
 
 def _error(kind: str, text: str) -> Exception:
