@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs the pinned CPU stack into .venv: `make venv` runs this whenever its inputs, this file among them, have changed.
+# Installs the pinned CPU stack into .venv: `make venv` runs this when its inputs, this file among them, have changed.
 # What a user can mend is one line that says how; any other failure is shown in pip's own words. It can be run again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -33,12 +33,12 @@ install() { try .venv/bin/python -m pip install --quiet --disable-pip-version-ch
 left() { df -h --output=avail "$1" | tail -n 1 | tr -d ' '; }
 
 explain() {
-    local tmp=${TMPDIR:-/tmp}
+    local where=${1:-its package index} tmp=${TMPDIR:-/tmp}
     if [[ $said =~ $disk_full ]]; then
-        fail "the disk is full: make room here for .venv (4 GB in all; $(left .) left) and in $tmp for what pip downloads" \
-            "(1 GB; $(left "$tmp") left; TMPDIR names another place), then run the same command again"
+        fail "the disk is full: make room here for .venv (4 GB in all, $(left .) left) and in $tmp for pip's files" \
+            "(1 GB, $(left "$tmp") left; TMPDIR names another place), then run the same command again"
     elif [[ $said =~ $unreachable ]]; then
-        fail "no network: pip cannot reach ${index:-its package index}: connect, or name a proxy or a mirror" \
+        fail "no network: pip cannot reach $where: connect, or name a proxy or a mirror" \
             "(pip config set global.proxy, global.index-url), then run the same command again"
     fi
     echo "$said" >&2
@@ -63,7 +63,7 @@ install_torch() {
     local index
     for index in "" "$torch_index"; do
         install --no-deps ${index:+--extra-index-url "$index"} "$torch" && return
-        [[ $said == *"No matching distribution"* && ! $said =~ $unreachable ]] || explain
+        [[ $said == *"No matching distribution"* && ! $said =~ $unreachable ]] || explain "$index"
     done
     fail "neither pip's indexes nor $torch_index have $torch for $(.venv/bin/python --version) on $(uname -m):" \
         "remove .venv and try another Python: make venv PYTHON=python3.11"
