@@ -123,7 +123,8 @@ def test_the_engine_may_be_renewed_every_few_steps(first_run: Any, tmp_path: Pat
     from train import Run
 
     run = Run(
-        load_settings([f"out={tmp_path}", *ONE_DIGIT, *SHORT, "train.sync_every=2", "train.steps=4"]), engine=first_run.engine
+        load_settings([f"out={tmp_path}", *ONE_DIGIT, *SHORT, "train.sync_every=2", "train.steps=4"]),
+        engine=first_run.engine,
     )
     try:
         run.train()
@@ -151,7 +152,15 @@ def test_a_killed_run_goes_on_from_its_checkpoint(first_run: Any, tmp_path: Path
 
     # an older run's checkpoint lies about: it is not this one's
     (tmp_path / "checkpoint.pt").write_bytes(b"stale")
-    command = [sys.executable, str(GRPO / "train.py"), f"out={tmp_path}", *ONE_DIGIT, *SHORT, "train.steps=500", "seed=3"]
+    command = [
+        sys.executable,
+        str(GRPO / "train.py"),
+        f"out={tmp_path}",
+        *ONE_DIGIT,
+        *SHORT,
+        "train.steps=500",
+        "seed=3",
+    ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
         wait_for_rows(tmp_path / "metrics.csv", 6, killed)  # the last checkpoint is that of step 4, or of 8
         killed.kill()
