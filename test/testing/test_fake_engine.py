@@ -49,7 +49,7 @@ def test_it_is_a_replica() -> None:
 
 
 def test_a_life_in_the_order_of_the_protocol() -> None:
-    replica = FakeReplica(3, token_seconds=60.0)
+    replica = FakeReplica(3, token_seconds=3600.0)
     replica.start()
     info = replica.wait_ready(1.0)
     assert (info.model, info.layout, info.tensor_parallel_size) == ("fake", LAYOUT, 1)
@@ -66,7 +66,7 @@ def test_a_life_in_the_order_of_the_protocol() -> None:
 
 
 def test_a_future_cannot_be_cancelled_as_a_request_in_an_engine_cannot() -> None:
-    replica = FakeReplica(token_seconds=60.0)
+    replica = FakeReplica(token_seconds=3600.0)
     (future,) = replica.submit([request()])
     assert not future.cancel()
     replica.shutdown()
@@ -227,7 +227,7 @@ def test_an_aborted_request_returns_what_it_had() -> None:
 
 
 def test_an_abort_adds_no_token_of_its_own() -> None:
-    replica = FakeReplica(token_seconds=60.0)
+    replica = FakeReplica(token_seconds=3600.0)
     (future,) = replica.submit([request()])
     replica.abort(["r"])
     assert len(future.result(60.0).outputs[0].token_ids) == 0
@@ -246,7 +246,7 @@ def test_an_injected_refusal_fails_its_request_only() -> None:
 
 
 def test_a_request_id_in_flight_is_refused() -> None:
-    replica = FakeReplica(token_seconds=60.0)
+    replica = FakeReplica(token_seconds=3600.0)
     _, again = replica.submit([request(request_id="a"), request(request_id="a")])
     with pytest.raises(ValueError, match="request id 'a' is in flight already"):
         again.result()
@@ -254,7 +254,7 @@ def test_a_request_id_in_flight_is_refused() -> None:
 
 
 def test_an_injected_death_fails_what_runs_and_all_that_comes() -> None:
-    replica = FakeReplica(1, token_seconds=60.0)
+    replica = FakeReplica(1, token_seconds=3600.0)
     running: Future[Completion]
     (running,) = replica.submit([request()])
     replica.die("out of memory")
@@ -288,7 +288,7 @@ def test_every_future_resolves_when_death_comes_at_any_moment() -> None:
 
 
 def test_a_replica_dies_under_the_request_that_it_is_told_to() -> None:
-    replica = FakeReplica(2, token_seconds=60.0, die_under=lambda r: r.request_id == "poison")
+    replica = FakeReplica(2, token_seconds=3600.0, die_under=lambda r: r.request_id == "poison")
     before, poison, after = replica.submit([request(request_id=name) for name in ("before", "poison", "after")])
     for future in (before, poison, after):
         with pytest.raises(ReplicaDiedError, match=r"^replica 2 died: under 'poison'$"):
@@ -327,7 +327,7 @@ def test_a_start_may_take_its_time_or_fail() -> None:
 
 
 def test_a_shutdown_ends_a_slow_start() -> None:
-    replica = FakeReplica(start_seconds=60.0)
+    replica = FakeReplica(start_seconds=3600.0)
     timer = threading.Timer(0.05, replica.shutdown)
     timer.start()
     with pytest.raises(ReplicaDiedError, match="shut down"):
@@ -378,7 +378,7 @@ def test_wait_lets_requests_finish_first() -> None:
 
 
 def test_wait_gives_up_at_its_deadline_and_takes_nothing_new_until_a_resume() -> None:
-    replica = FakeReplica(token_seconds=60.0)
+    replica = FakeReplica(token_seconds=3600.0)
     replica.submit([request(request_id="slow")])
     with pytest.raises(EngineError, match=r"replica 0 was not idle within 0\.05 s"):
         replica.pause("wait", False, 0.05)
@@ -391,7 +391,7 @@ def test_wait_gives_up_at_its_deadline_and_takes_nothing_new_until_a_resume() ->
 
 
 def test_abort_cuts_requests_and_pauses() -> None:
-    replica = FakeReplica(token_seconds=60.0)
+    replica = FakeReplica(token_seconds=3600.0)
     (running,) = replica.submit([request(request_id="a")])
     replica.pause("abort", False, 1.0)
     assert running.result(60.0).aborted

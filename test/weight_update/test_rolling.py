@@ -31,7 +31,7 @@ def test_a_swap_that_fails_once_is_tried_again(connect: Connect) -> None:
 
 
 def test_a_swap_that_fails_twice_is_for_good(connect: Connect) -> None:
-    engine = FakeFleet(3, token_seconds=60.0)
+    engine = FakeFleet(3, token_seconds=3600.0)
     sender = connect(engine)
     sender.update_weights(weights(1))
     broken = engine.fakes[1]

@@ -18,7 +18,7 @@ import pytest
 
 from support.replicas import ScriptedReplica
 from support.strategies import Says
-from support.waiting import HOUR, in_thread, until
+from support.waiting import HOUR, PATIENCE, in_thread, until
 from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving import dispatch as dispatch_module
@@ -216,7 +216,7 @@ def test_requests_wait_for_a_replica_that_is_coming_back(
     timer = later(0.1, lb.roster.set_state, 1, ReplicaState.SERVING)
     started = time.monotonic()
     assert [completion.metrics.replica for completion in run(lb, "ab", **placement)] == [1, 1]
-    assert 0.08 < time.monotonic() - started < 3.0
+    assert 0.08 < time.monotonic() - started < PATIENCE
     timer.join()
 
 
@@ -293,7 +293,7 @@ def test_the_deadline_ends_the_wait_for_a_replica(serve: Any) -> None:
     started = time.monotonic()
     with pytest.raises(NoReplicaError, match=r"no replica is serving: .*#0 SYNCING"):
         run(lb, "ab", timeout=0.2)
-    assert 0.2 <= time.monotonic() - started < 3.0
+    assert 0.2 <= time.monotonic() - started < PATIENCE
 
 
 def test_the_deadline_ends_the_wait_for_a_version(serve: Any) -> None:
@@ -401,7 +401,7 @@ def test_an_abort_that_the_engine_is_slow_to_answer_does_not_hold_the_caller(
     started = time.monotonic()
     with pytest.raises(GenerationTimeout):
         run(lb, "a", timeout=0.1)
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < PATIENCE
     assert lb.roster[0].inflight == 1  # it is still there: so it counts
     replicas(lb)[0].die()
 
@@ -510,7 +510,7 @@ def test_a_task_cancelled_while_it_waits_for_a_replica_sends_nothing_later(serve
 
     started = time.monotonic()
     asyncio.run(main())
-    assert time.monotonic() - started < 3.0  # the loop's end waits for no thread
+    assert time.monotonic() - started < PATIENCE  # the loop's end waits for no thread
     assert replicas(lb)[0].asked("submit") == []
     run(lb, "a")
 
@@ -531,11 +531,11 @@ def test_a_late_request_of_a_task_is_aborted(serve: Any) -> None:
 def test_the_time_spent_waiting_for_a_replica_counts(serve: Any) -> None:
     lb = serve(1, token_seconds=HOUR)
     lb.roster.set_state(0, ReplicaState.SYNCING)
-    timer = later(0.7, lb.roster.set_state, 0, ReplicaState.SERVING)
+    timer = later(2.0, lb.roster.set_state, 0, ReplicaState.SERVING)
     started = time.monotonic()
     with pytest.raises(GenerationTimeout):
-        asyncio.run(run_async(lb, timeout=1.2))
-    assert time.monotonic() - started < 1.7
+        asyncio.run(run_async(lb, timeout=3.0))
+    assert time.monotonic() - started < 2.0 + 3.0
     timer.join()
 
 
@@ -692,7 +692,7 @@ def test_the_deadline_is_the_calls_whatever_died_meanwhile(serve: Any) -> None:
     started = time.monotonic()
     with pytest.raises(GenerationTimeout, match=r"2 of 2 requests were not finished within 0\.4 s"):
         run(lb, "ab", timeout=0.4)
-    assert 0.4 <= time.monotonic() - started < 3.0
+    assert 0.4 <= time.monotonic() - started < PATIENCE
     timer.join()
     assert sorted(replicas(lb)[1].asked("abort")) == ["a", "b"]
     assert lb.roster.doubts == {1}
@@ -723,7 +723,7 @@ def test_all_dead_is_no_replica_at_the_deadline_if_some_may_come_back(serve: Any
     started = time.monotonic()
     with pytest.raises(NoReplicaError, match="It had begun elsewhere") as caught:
         run(lb, "ab", timeout=0.8)
-    assert 0.8 <= time.monotonic() - started < 3.0
+    assert 0.8 <= time.monotonic() - started < PATIENCE
     assert [None if c is None else c.request_id for c in caught.value.partial] == ["a", None]
     for timer in timers:
         timer.join()

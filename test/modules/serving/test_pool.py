@@ -166,7 +166,7 @@ def test_commands_go_round_replicas_that_only_start(serve: Any) -> None:
     engine = serve(2)
     engine.replicas[0].die()
     engine.roster.mark_dead(0)
-    engine.roster.replace(0, FakeReplica(0, start_seconds=60.0))
+    engine.roster.replace(0, FakeReplica(0, start_seconds=3600.0))
     engine.pause()
     engine.resume()
     engine.replicas[0].stats = engine.roster[0].replica.stats = lambda timeout: pytest.fail("asked")

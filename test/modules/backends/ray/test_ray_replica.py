@@ -116,7 +116,7 @@ def test_a_refusal_finds_its_request_and_names_are_not_split_twice(two: tuple[Ra
 
 def test_who_leaves_fails_what_he_waits_for_and_the_other_goes_on(two: tuple[RayReplica, RayReplica]) -> None:
     stays, leaves = two
-    (future,) = leaves.submit([ids_request("x", sampling_params={"seconds": 60})])
+    (future,) = leaves.submit([ids_request("x", sampling_params={"seconds": 3600})])
     leaves.disconnect()
     leaves.disconnect()
     with pytest.raises(ReplicaDiedError, match="replica 6: this driver has left"):
@@ -128,7 +128,7 @@ def test_who_leaves_fails_what_he_waits_for_and_the_other_goes_on(two: tuple[Ray
 
 def test_a_shutdown_is_for_all_drivers(two: tuple[RayReplica, RayReplica], host: ToyHost) -> None:
     ends, hears = two
-    (future,) = hears.submit([ids_request("x", sampling_params={"seconds": 60})])
+    (future,) = hears.submit([ids_request("x", sampling_params={"seconds": 3600})])
     ends.shutdown()
     with pytest.raises(ReplicaDiedError, match="replica 6 died: its engine process ended with exit code"):
         future.result(60.0)

@@ -104,7 +104,7 @@ def test_each_driver_hears_its_own_and_whoever_comes_later_hears_that_the_engine
 def test_what_a_driver_that_left_had_asked_is_aborted_and_the_others_go_on(host: ToyHost) -> None:
     stays, leaves = Driver(host, "stays"), Driver(host, "leaves")
     assert [driver.hear()[0] for driver in (stays, leaves)] == ["ready", "ready"]
-    leaves.ask("long", seconds=60)
+    leaves.ask("long", seconds=3600)
     leaves.ask("short")
     stays.ask("mine", (3,), seconds=2)
     assert completed(leaves.hear()) == {"leaves/short": [2]}
@@ -142,7 +142,7 @@ def test_the_end_closes_the_door_and_leaves_no_process_and_no_folder() -> None:
     host = ToyHost(sleeper=True)
     driver = Driver(host, "d")
     assert driver.hear()[0] == "ready"
-    driver.ask("open", seconds=60)
+    driver.ask("open", seconds=3600)
     pid, folder = host._child.process.pid, Path(host._child.folder)
     assert len(group(pid)) == 2
     host.end()

@@ -137,7 +137,7 @@ def test_whoever_ends_a_child_waits_until_it_has_ended(temporary: Path, monkeypa
     for thread in threads:
         thread.join(60.0)
     assert ended == [-signal.SIGKILL] * 3
-    assert 0.5 <= time.monotonic() - started < 8
+    assert time.monotonic() - started >= 0.5
     until(lambda: group(process.process.pid) == [])
     process.end_and_forget()
 

