@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -9,15 +10,28 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+<<<<<<< HEAD
 from support.processes import group, toy_environment, use_toy_engine
 from support.waiting import until
 from torchrl_moe.modules.backends.vllm import child, wire
 from torchrl_moe.modules.backends.vllm.child import Child
+=======
+from modules.backends.vllm.processes import group, toy_environment, toy_replica, use_toy_engine
+from support.forkable import GONE, Forks
+from torchrl_moe._errors import ReplicaDiedError
+from torchrl_moe.modules.backends.vllm import child, fork_server, wire
+from torchrl_moe.modules.backends.vllm.child import Child
+from torchrl_moe.modules.backends.vllm.fork_server import CannotFork
+from support.waiting import until
+>>>>>>> fork
 
 
 @pytest.fixture
@@ -212,3 +226,144 @@ def test_the_user_may_choose_the_place_of_vllms_sockets(temporary: Path, monkeyp
     ours, theirs = (environment["VLLM_RPC_BASE_PATH"] for environment in environments)
     assert Path(ours).parent == temporary
     assert theirs == "theirs"
+
+
+# -- forked or not ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Forks]:
+    """Servers that are ended after the test; no other is asked or closed."""
+    monkeypatch.setattr(child, "MODULE", "support.forkable")
+    monkeypatch.setattr(fork_server, "_servers", OrderedDict())
+    forks = Forks(tmp_path_factory.mktemp("forks"))
+    yield forks
+    for server in fork_server._servers.values():
+        server.end()
+
+
+def test_a_child_is_not_forked_if_nobody_wants_it_and_its_log_says_why(temporary: Path, forks: Forks) -> None:
+    starts = [
+        Child(0, forks.environment(), fork=False),
+        Child(1, forks.environment(VLLM_WORKER_MULTIPROC_METHOD="spawn")),
+    ]
+    silent, told = starts
+    try:
+        for one in starts:
+            one.connection.send(("report",))
+            report = one.connection.recv()
+            assert (report["ppid"], report["pgid"]) == (os.getpid(), one.process.pid)
+            assert report["environment"][child.FOLDER_VARIABLE] == str(one.folder)
+        assert silent.log.read_text() == "running\n"
+        assert told.log.read_text() == (
+            "torchrl_moe: this replica imports vLLM itself: VLLM_WORKER_MULTIPROC_METHOD=spawn is set\nrunning\n"
+        )
+        assert fork_server._servers == {}
+    finally:
+        for one in starts:
+            one.end_and_forget()
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_child_whose_server_cannot_import_starts_by_itself_and_its_log_says_why(
+    temporary: Path, forks: Forks
+) -> None:
+    one = Child(0, forks.environment(VLLM_TEST_PRELOAD="raise"))
+    try:
+        one.connection.send(("report",))
+        assert one.connection.recv()["ppid"] == os.getpid()
+        text = one.log.read_text()
+        assert text.startswith("torchrl_moe: this replica imports vLLM itself: the fork server ended: ")
+        assert text.endswith("ImportError: no such engine\nrunning\n")
+    finally:
+        one.end_and_forget()
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_forked_child_is_there_once_its_server_has_imported_and_one_that_was_given_up_never(
+    temporary: Path, forks: Forks
+) -> None:
+    go = forks.folder / "go"
+    environment = forks.environment(VLLM_TEST_PRELOAD=f"wait {go}")
+    wanted, unwanted = Child(0, environment), Child(1, environment)
+    assert wanted.is_alive()
+    assert unwanted.is_alive()
+    unwanted.end_and_forget()  # at once: nothing will be imported until there is the file
+    assert not unwanted.is_alive()
+    with pytest.raises(CannotFork):
+        _ = unwanted.process
+    assert unwanted.ending().startswith("could not be started")
+    assert not go.exists()
+    go.touch()
+    try:
+        (server,) = fork_server._servers.values()
+        wanted.connection.send(("report",))
+        assert wanted.connection.recv()["ppid"] == server.pid
+        assert [process.pid for process in psutil.Process(server.pid).children()] == [wanted.process.pid]
+        check_that_forked_processes_disturb_nobody(wanted)
+        wanted.connection.close()
+        until(lambda: not wanted.is_alive(), 60)
+        assert wanted.ending() == f"ended with exit code {GONE}"
+    finally:
+        wanted.end_and_forget()
+    assert list(temporary.iterdir()) == []
+
+
+def check_that_forked_processes_disturb_nobody(one: Child) -> None:
+    """Run the child's finalizer in a process that this one forks, as Python does at the end of that."""
+    if not (pid := os.fork()):
+        try:
+            one.end_and_forget()
+        finally:
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert one.log.exists()
+    one.connection.send(("run", "1 + 1"))
+    assert one.connection.recv() == 2
+
+
+def test_a_process_that_is_forked_while_a_child_starts_does_not_hide_the_childs_death(
+    temporary: Path, forks: Forks
+) -> None:
+    go = forks.folder / "go"
+    one = Child(0, forks.environment(VLLM_TEST_PRELOAD=f"wait {go}"))
+    if not (pid := os.fork()):  # a worker of a DataLoader, say
+        time.sleep(600)
+        os._exit(0)
+    try:
+        go.touch()
+        one.process.kill()
+        with pytest.raises((EOFError, ConnectionResetError)):
+            one.connection.recv()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        one.end_and_forget()
+
+
+def test_a_replica_whose_process_cannot_be_started_says_so_at_once(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusal:
+        def wait(self) -> None:
+            raise CannotFork("of the tests")
+
+        def fork(self, *_: Any) -> Refusal:
+            return self
+
+    def no_memory(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(child, "fork_server", lambda *_: Refusal())
+    monkeypatch.setattr(child, "_spawn", no_memory)
+    replica = toy_replica()
+    replica.start()
+    try:
+        with pytest.raises(
+            ReplicaDiedError, match=r"replica 0 could not be started: OSError: .*Cannot allocate memory"
+        ):
+            replica.wait_ready(60)
+        assert not replica.is_alive()
+    finally:
+        replica.shutdown()
+    assert list(temporary.iterdir()) == []
