@@ -18,20 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
-<<<<<<< HEAD
-from support.processes import group, toy_environment, use_toy_engine
-from support.waiting import until
-from torchrl_moe.modules.backends.vllm import child, wire
-from torchrl_moe.modules.backends.vllm.child import Child
-=======
-from modules.backends.vllm.processes import group, toy_environment, toy_replica, use_toy_engine
 from support.forkable import GONE, Forks
+from support.processes import group, toy_environment, toy_replica, use_toy_engine
+from support.waiting import until
 from torchrl_moe._errors import ReplicaDiedError
 from torchrl_moe.modules.backends.vllm import child, fork_server, wire
 from torchrl_moe.modules.backends.vllm.child import Child
 from torchrl_moe.modules.backends.vllm.fork_server import CannotFork
-from support.waiting import until
->>>>>>> fork
 
 
 @pytest.fixture
