@@ -45,7 +45,7 @@ def test_no_legend_covers_what_is_drawn(draw: Callable[[], Any], background: str
     for axes, legend in legends:
         box, panel, title = (part.get_window_extent(renderer) for part in (legend, axes.patch, axes.title))
         assert panel.y1 <= box.y0 and box.y1 <= title.y0 + 1
-        assert 0 <= box.x0 and box.x1 <= figure.bbox.x1
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
 
 
 def test_a_panel_without_labels_has_a_title_only() -> None:
