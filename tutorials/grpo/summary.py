@@ -36,8 +36,8 @@ def summary(rows: Sequence[Row], held_out: float) -> Table:
     table.add_row(
         f"mean rollout reward, first and last {EDGE} steps", f"{mean(reward[:EDGE]):.2f} -> {mean(reward[-EDGE:]):.2f}"
     )
-    start = column(rows, "held_out_reward")[:1]
-    table.add_row("held-out problems, greedy, start and end", f"{f'{start[0]:.2f} -> ' if start else ''}{held_out:.2f}")
+    start = "".join(f"{value:.2f} -> " for value in column(rows, "held_out_reward")[:1])
+    table.add_row("held-out problems, greedy, start and end", f"{start}{held_out:.2f}")
     for phase in PHASES:
         table.add_row(f"seconds per step, {phase}", f"{mean(column(rows, f'seconds_{phase}')):.3f}")
     _add_mismatch(table, rows)

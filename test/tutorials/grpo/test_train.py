@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from engines import SMALL, EngineShelf
 from tensordict import set_list_to_stack
 
-from support.engines import EngineShelf, start_engine
+from torchrl_moe.modules import AsyncVLLM
 
 ROOT = Path(__file__).parents[3]
 GRPO = ROOT / "tutorials" / "grpo"
 DLOGP_BOUND = 1e-4
 RISE = 0.1  # healthy runs rise by 0.2 and more, those with shuffled advantages by less than 0.05
-# settings.ONE_DIGIT is put before these: float32, so that every fault shows against agreement to rounding
 SHORT = ("rollout.answers=64", "train.steps=16", "eval.every=8", "train.checkpoint_every=4")
 
 
@@ -36,14 +36,21 @@ def scripts() -> Iterator[None]:
     sys.path.remove(str(GRPO))
 
 
+def short(out: Path, *overrides: str) -> list[str]:
+    """A short run in which trainer and engine agree to rounding, so that every fault shows."""
+    from settings import ONE_DIGIT
+
+    return [f"out={out}", *ONE_DIGIT, *SHORT, *overrides]
+
+
 @pytest.fixture(scope="module")
 def first_run(shelf: EngineShelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A finished short run; its engine serves the runs after it."""
-    from settings import ONE_DIGIT, load_settings
+    from settings import load_settings
     from train import Run
 
     shelf.clear()
-    run = Run(load_settings([f"out={tmp_path_factory.mktemp('run')}", *ONE_DIGIT, *SHORT]))
+    run = Run(load_settings(short(tmp_path_factory.mktemp("run"))))
     try:
         run.train()
         run.finish()
@@ -102,10 +109,10 @@ def test_the_exported_model_is_the_trained_one(first_run: Any) -> None:
     ],
 )
 def test_a_fault_on_purpose_is_noticed(first_run: Any, tmp_path: Path, control: str, steps: int, noticed: str) -> None:
-    from settings import ONE_DIGIT, load_settings
+    from settings import load_settings
     from train import Run
 
-    settings = load_settings([f"out={tmp_path}", *ONE_DIGIT, *SHORT, f"control={control}", f"train.steps={steps}"])
+    settings = load_settings(short(tmp_path, f"control={control}", f"train.steps={steps}"))
     run = Run(settings, engine=first_run.engine)
     try:
         run.train()
@@ -119,13 +126,10 @@ def test_a_fault_on_purpose_is_noticed(first_run: Any, tmp_path: Path, control: 
 
 @pytest.mark.engine
 def test_the_engine_may_be_renewed_every_few_steps(first_run: Any, tmp_path: Path) -> None:
-    from settings import ONE_DIGIT, load_settings
+    from settings import load_settings
     from train import Run
 
-    run = Run(
-        load_settings([f"out={tmp_path}", *ONE_DIGIT, *SHORT, "train.sync_every=2", "train.steps=4"]),
-        engine=first_run.engine,
-    )
+    run = Run(load_settings(short(tmp_path, "train.sync_every=2", "train.steps=4")), engine=first_run.engine)
     try:
         run.train()
     finally:
@@ -147,20 +151,12 @@ def wait_for_rows(metrics: Path, count: int, run: subprocess.Popen[bytes]) -> No
 
 @pytest.mark.engine
 def test_a_killed_run_goes_on_from_its_checkpoint(first_run: Any, tmp_path: Path) -> None:
-    from settings import ONE_DIGIT, load_settings
+    from settings import load_settings
     from train import Run
 
     # an older run's checkpoint lies about: it is not this one's
     (tmp_path / "checkpoint.pt").write_bytes(b"stale")
-    command = [
-        sys.executable,
-        str(GRPO / "train.py"),
-        f"out={tmp_path}",
-        *ONE_DIGIT,
-        *SHORT,
-        "train.steps=500",
-        "seed=3",
-    ]
+    command = [sys.executable, str(GRPO / "train.py"), *short(tmp_path, "train.steps=500", "seed=3")]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
         wait_for_rows(tmp_path / "metrics.csv", 6, killed)  # the last checkpoint is that of step 4, or of 8
         killed.kill()
@@ -186,7 +182,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(first_run: Any, tmp_path: Path
 def test_the_exported_model_loads_in_the_engine(first_run: Any, no_engine: EngineShelf) -> None:
     first_run.engine.shutdown()  # the last test that needs it: one engine at a time
     folder = first_run.folder.path / "model"
-    with start_engine(folder, max_model_len=64) as engine:
+    with AsyncVLLM.from_pretrained(folder, **SMALL | {"max_model_len": 64}) as engine:
         completion = engine.generate(prompt_token_ids=[2, 7, 14, 8, 17, 3], use_tqdm=False)
     assert completion.outputs[0].routed_experts.shape[1:] == (2, 2)
 
