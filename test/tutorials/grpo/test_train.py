@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from engines import SMALL, EngineShelf
 from tensordict import set_list_to_stack
 
+from support.engines import SMALL, EngineShelf
 from torchrl_moe.modules import AsyncVLLM
 
 ROOT = Path(__file__).parents[3]
@@ -182,7 +182,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(first_run: Any, tmp_path: Path
 def test_the_exported_model_loads_in_the_engine(first_run: Any, no_engine: EngineShelf) -> None:
     first_run.engine.shutdown()  # the last test that needs it: one engine at a time
     folder = first_run.folder.path / "model"
-    with AsyncVLLM.from_pretrained(folder, **SMALL | {"max_model_len": 64}) as engine:
+    with start_engine(folder, max_model_len=64) as engine:
         completion = engine.generate(prompt_token_ids=[2, 7, 14, 8, 17, 3], use_tqdm=False)
     assert completion.outputs[0].routed_experts.shape[1:] == (2, 2)
 
