@@ -14,8 +14,7 @@ import pytest
 import torch
 from tensordict import set_list_to_stack
 
-from support.engines import SMALL, EngineShelf
-from torchrl_moe.modules import AsyncVLLM
+from support.engines import EngineShelf, start_engine
 
 ROOT = Path(__file__).parents[3]
 GRPO = ROOT / "tutorials" / "grpo"
