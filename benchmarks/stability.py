@@ -92,12 +92,12 @@ class Bench:
 
     def warm(self, seed: int) -> Path:
         """Warm one model up and save it; every run of the seed starts from it."""
-        from settings import load_settings
+        from settings import ONE_DIGIT, load_settings
         from train import make_model
         from warmup import warm_up
 
-        settings = load_settings([f"seed={seed}", *MODEL])
-        task = ArithmeticTask(digits=settings.task.digits, held_out=settings.task.held_out, seed=seed)
+        settings = load_settings([f"seed={seed}", *ONE_DIGIT, *MODEL])
+        task = ArithmeticTask(**settings.task, seed=seed)
         torch.manual_seed(seed)
         model, tokenizer = make_model(settings)
         reached = warm_up(model, task.train, tokenizer, settings.warmup, seed)
@@ -122,13 +122,13 @@ class Bench:
 
     def run(self, path: Path, seed: int, sync_every: int, arm: str) -> Outcome:
         """Train once; a run that its own numbers end is an outcome like any."""
-        from settings import load_settings
+        from settings import ONE_DIGIT, load_settings
         from train import Run
 
         name = f"{arm}-every-{sync_every}-seed-{seed}"
         sizes = (f"train.steps={self.steps}", f"train.checkpoint_every={self.steps}", f"eval.every={self.steps}")
         arguments = (f"out={self.folder / name}", f"model.path={path}", f"seed={seed}", f"replay={arm}")
-        settings = load_settings([*arguments, *sizes, *TRAINING, f"train.sync_every={sync_every}"])
+        settings = load_settings([*ONE_DIGIT, *arguments, *sizes, *TRAINING, f"train.sync_every={sync_every}"])
         run = Run(settings, engine=self.engine(path))
         broke = False
         try:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from clusters import ClusterHolder
-    from engines import EngineShelf, EngineSpec
+    from support.clusters import ClusterHolder
+    from support.engines import EngineShelf, EngineSpec
     from torchrl_moe.modules import AsyncVLLM
 
 
@@ -38,7 +38,7 @@ def _engine_order(item: pytest.Item) -> str:
 
 
 def _spec(request: pytest.FixtureRequest) -> EngineSpec:
-    from engines import EngineSpec
+    from support.engines import EngineSpec
 
     marker = request.node.get_closest_marker("engine")
     assert marker is not None, "mark the test: @pytest.mark.engine(family, num_replicas=..., **engine_arguments)"
@@ -59,7 +59,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineShelf]:
     """The holder of the shared engine and of the models' folders."""
-    from engines import EngineShelf
+    from support.engines import EngineShelf
 
     shelf = EngineShelf(tmp_path_factory.mktemp)
     yield shelf
@@ -69,7 +69,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineShelf]:
 @pytest.fixture(scope="session")
 def clusters() -> Iterator[ClusterHolder]:
     """The holder of the Ray cluster that tests share."""
-    from clusters import ClusterHolder
+    from support.clusters import ClusterHolder
 
     holder = ClusterHolder()
     yield holder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engines import EngineShelf
+from support.engines import EngineShelf
 
 ROOT = Path(__file__).parents[1]
 

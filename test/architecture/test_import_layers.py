@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from architecture.sources import PACKAGE, Source, imports, package_sources, snippet
+from support.sources import PACKAGE, Source, imports, package_sources, snippet
 
 BELOW: dict[str, set[str]] = {
     "cli": {"collectors"},

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from architecture.sources import PACKAGE, ROOT
+from support.sources import PACKAGE, ROOT
 
 HEAVY = ("ray", "transformers", "vllm")
 LIGHT = {

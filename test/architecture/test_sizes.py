@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from architecture.sources import Function, Source, functions, package_sources, parameters, snippet
+from support.sources import Function, Source, functions, package_sources, parameters, snippet
 
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 400, 60, 8
 

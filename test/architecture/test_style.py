@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from architecture.sources import Source, functions, package_sources, parameters, snippet
+from support.sources import Source, functions, package_sources, parameters, snippet
 
-ENGINE_PROCESS: set[str] = set()
-"""Files whose code runs in a process of its own, where the environment is theirs to write."""
+ENGINE_PROCESS = {"torchrl_moe/_compat.py", "torchrl_moe/modules/backends/vllm/fork_server_process.py"}
+"""Files that write the environment, in an engine process only: what vLLM reads from there has no other switch."""
 
 Checker = Callable[[Source], Iterator[str]]
 

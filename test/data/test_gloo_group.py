@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from support.waiting import until
 from torchrl_moe._errors import SyncTimeout
 from torchrl_moe.data.gloo_group import GlooGroup, join_rendezvous, open_rendezvous, own_address
-from waiting import until
 
 TIMEOUT = 20.0
 LOOPBACK = "127.0.0.1"

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from objectives.rollouts import VOCABULARY, BigramActor, GivenActor, ragged, samples
+from support.rollouts import VOCABULARY, BigramActor, GivenActor, ragged, samples
 from torchrl_moe.objectives.actors import check_actor, score_reference, score_tokens
 
 ATTENTION = ("masks", "all_attention_mask")

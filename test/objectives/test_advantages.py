@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.objectives.llm import MCAdvantage
 
-from objectives.rollouts import BigramActor, sample
+from support.rollouts import BigramActor, sample
 from torchrl_moe.objectives import DrGRPOAdvantage, GRPOLoss, ReinforcePlusPlusAdvantage, RLOOAdvantage
 
 RETURNS = (1.0, 0.0, 0.0, 3.0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
-from objectives.rollouts import PAD, dense, ragged, sample, samples
+from support.rollouts import PAD, dense, ragged, sample, samples
 from torchrl_moe.objectives.batch import Masking, TokenBatch, TokenReader
 
 FULL = ("tokens", "full")

@@ -7,8 +7,8 @@ import math
 import pytest
 from torch import Tensor
 
-from objectives.naive import Answer, check_against, token_mean
-from objectives.rollouts import by_hand, total
+from support.naive import Answer, check_against, token_mean
+from support.rollouts import by_hand, total
 from torchrl_moe.objectives import CISPOLoss
 
 

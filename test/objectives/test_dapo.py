@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from objectives.naive import Answer, check_against, clip, token_mean
-from objectives.rollouts import by_hand
+from support.naive import Answer, check_against, clip, token_mean
+from support.rollouts import by_hand
 from torchrl_moe.objectives import DAPO, GRPOLoss
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from objectives.naive import Answer, check_against, token_mean
-from objectives.rollouts import by_hand
+from support.naive import Answer, check_against, token_mean
+from support.rollouts import by_hand
 from torchrl_moe.objectives import DPPOLoss
 
 

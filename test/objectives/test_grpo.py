@@ -17,8 +17,8 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.objectives import LossModule
 
-from objectives.naive import Answer, check_against, clip, token_mean
-from objectives.rollouts import (
+from support.naive import Answer, check_against, clip, token_mean
+from support.rollouts import (
     VOCABULARY,
     BigramActor,
     GivenActor,

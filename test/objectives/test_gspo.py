@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from objectives.naive import Answer, check_against, clip, prompt_mean
-from objectives.rollouts import BigramActor, by_hand, ragged, samples, total
+from support.naive import Answer, check_against, clip, prompt_mean
+from support.rollouts import BigramActor, by_hand, ragged, samples, total
 from torchrl_moe.objectives import GSPOLoss, Thresholds
 
 

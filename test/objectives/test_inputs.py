@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from objectives.rollouts import dense, ragged, samples
+from support.rollouts import dense, ragged, samples
 from torchrl_moe.objectives.inputs import LossInputs, LossKeys
 
 PLAIN = LossInputs(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDictBase, lazy_stack
 
-from objectives.rollouts import BigramActor, dense, numbers, ragged, samples, total
+from support.rollouts import BigramActor, dense, numbers, ragged, samples, total
 from torchrl_moe.objectives import CISPOLoss, DPPOLoss, GRPOLoss, GSPOLoss, SAPOLoss, Thresholds
 
 WIDE = Thresholds(icepop=(0.7, 1.4), seq_mis=1.5, geo=(0.8, 1.3), k3=0.2, opsm=0.05, staleness_mask=3)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from objectives.rollouts import BigramActor, dense, ragged, sample, samples
+from support.rollouts import BigramActor, dense, ragged, sample, samples
 from torchrl_moe.objectives import CollapseThresholds, MismatchKeys, MismatchMetrics
 
 NAN, L, LN4 = float("nan"), math.log(1.5), math.log(4)
@@ -257,7 +257,7 @@ def test_agreement_that_was_not_measured_is_absent() -> None:
 
 
 def test_it_reads_what_the_scoring_wrapper_writes() -> None:
-    from modules.replay.cases import random_routes
+    from support.routes import random_routes
     from torchrl_moe.modules import TransformersWrapper
     from torchrl_moe.testing import make_tiny_moe
 

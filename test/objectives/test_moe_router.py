@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
-from objectives.rollouts import PAD, VOCABULARY, BigramActor, dense, ragged, samples
+from support.rollouts import PAD, VOCABULARY, BigramActor, dense, ragged, samples
 from torchrl_moe.objectives import MoERouterLoss, MoERouterLossOutput
 
 NAN = float("nan")

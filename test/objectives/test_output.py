@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from objectives.rollouts import BigramActor
+from support.rollouts import BigramActor
 from torchrl_moe.objectives import GRPOLoss, GRPOLossOutput
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from objectives.rollouts import by_hand, ragged, samples
+from support.rollouts import by_hand, ragged, samples
 from torchrl_moe.objectives import GRPOLoss, Thresholds
 from torchrl_moe.objectives.inputs import LossInputs, LossKeys
 from torchrl_moe.objectives.ratios import PolicyRatios, Proximal, policy_ratios
@@ -84,7 +84,7 @@ def test_what_is_not_known() -> None:
 @pytest.mark.parametrize("replay", ["none", "R3"])
 def test_the_actor_scores_its_own_proximal_policy(replay: Any) -> None:
     """The recipe of the docs, on a real MoE and a ragged batch: before a step r is 1, and the weight is prox/μ."""
-    from modules.replay.cases import random_routes
+    from support.routes import random_routes
     from torchrl_moe.modules import TransformersWrapper
     from torchrl_moe.testing import make_tiny_moe
 

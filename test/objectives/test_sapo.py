@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from objectives.naive import Answer, check_against, prompt_mean
-from objectives.rollouts import by_hand
+from support.naive import Answer, check_against, prompt_mean
+from support.rollouts import by_hand
 from torchrl_moe.objectives import SAPOLoss
 
 

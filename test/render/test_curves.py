@@ -51,6 +51,13 @@ def test_four_panels_show_the_columns() -> None:
     assert np.allclose(tops, [0.1, 0.3, 0.6, 1.0])  # stacked
 
 
+def test_the_live_router_is_shown_where_it_was_measured() -> None:
+    mismatch = training_figure([row(0, dlogp_live=0.25), row(1, dlogp_live="")]).axes[1]
+    assert lines(mismatch)["mean, live router"] == ([0], [0.25])
+    assert lines(mismatch)["mean, replayed"] == ([0, 1], [1e-6] * 2)
+    assert set(lines(mismatch)) == {"mean, live router", "mean, replayed", "max, replayed"}
+
+
 @pytest.mark.parametrize("empty", ["", None])
 def test_empty_cells_are_left_out(empty: Any) -> None:
     rows = [row(step, held_out_reward=empty, dlogp_mean=empty) for step in range(3)]

@@ -104,9 +104,18 @@ def test_the_split_is_disjoint_and_whole_and_the_same_for_a_seed(digits: int, he
     assert set(ArithmeticTask(digits=2, held_out=500, seed=4).test) != set(task.test)
 
 
+def test_numbers_are_doubled_at_a_fixed_width() -> None:
+    task = ArithmeticTask(operation="double", digits=3, held_out=100)
+    problems = dict(task.train + task.test)
+    assert (len(task.train), len(task.test), len(problems)) == (900, 100, 1000)
+    assert (problems["2*047="], problems["2*500="], problems["2*999="]) == ("0094", "1000", "1998")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"operation": "halve"}, "operation must be one of sum, double, got 'halve'"),
+        ({"operation": "double", "held_out": 10}, r"held_out must be in 1\.\.9, got 10"),
         ({"digits": 0}, "digits must be at least 1, got 0"),
         ({"digits": -1}, "digits must be at least 1, got -1"),
         ({"held_out": 0}, r"held_out must be in 1\.\.99, got 0"),
@@ -114,7 +123,7 @@ def test_the_split_is_disjoint_and_whole_and_the_same_for_a_seed(digits: int, he
         ({"digits": 2, "held_out": 10_000}, r"held_out must be in 1\.\.9999"),
     ],
 )
-def test_a_task_that_cannot_be_is_refused(arguments: dict[str, int], message: str) -> None:
+def test_a_task_that_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ArithmeticTask(**arguments)
 

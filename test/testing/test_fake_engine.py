@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from support.waiting import until
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.data import RoutedExperts, RoutingLayout
 from torchrl_moe.modules.backends.replica import Completion, Replica, Request, Vitals
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
-from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -38,7 +38,7 @@ def answer(replica: FakeReplica, ids: Any = PROMPT, **params: Any) -> Any:
 
 def complete(replica: FakeReplica, ids: Any = PROMPT, **params: Any) -> Completion:
     (future,) = replica.submit([request(ids, **params)])
-    return future.result(5.0)
+    return future.result(60.0)
 
 
 # -- the protocol -----------------------------------------------------------------------------------------------------
@@ -49,24 +49,24 @@ def test_it_is_a_replica() -> None:
 
 
 def test_a_life_in_the_order_of_the_protocol() -> None:
-    replica = FakeReplica(3, token_seconds=60.0)
+    replica = FakeReplica(3, token_seconds=3600.0)
     replica.start()
     info = replica.wait_ready(1.0)
     assert (info.model, info.layout, info.tensor_parallel_size) == ("fake", LAYOUT, 1)
     assert replica.is_alive()
     first, second = replica.submit([request(request_id="a"), request(request_id="b")])
     replica.abort(["a", "unknown"])
-    assert first.result(5.0).outputs[0].finish_reason == "abort"
+    assert first.result(60.0).outputs[0].finish_reason == "abort"
     assert first.result().metrics.replica == 3
     replica.shutdown()
     replica.shutdown()
     assert not replica.is_alive()
     with pytest.raises(ReplicaDiedError, match="replica 3 died: shut down"):
-        second.result(5.0)
+        second.result(60.0)
 
 
 def test_a_future_cannot_be_cancelled_as_a_request_in_an_engine_cannot() -> None:
-    replica = FakeReplica(token_seconds=60.0)
+    replica = FakeReplica(token_seconds=3600.0)
     (future,) = replica.submit([request()])
     assert not future.cancel()
     replica.shutdown()
@@ -198,7 +198,7 @@ def test_tokens_take_their_time() -> None:
     started = time.monotonic()
     (future,) = replica.submit([request(max_tokens=5)])
     assert not future.done()
-    total = future.result(5.0).metrics.total_seconds
+    total = future.result(60.0).metrics.total_seconds
     assert 0.1 <= total <= time.monotonic() - started
 
 
@@ -219,7 +219,7 @@ def test_an_aborted_request_returns_what_it_had() -> None:
     (future,) = replica.submit([request(max_tokens=1000)])
     time.sleep(0.2)
     replica.abort(["r"])
-    (output,) = future.result(5.0).outputs
+    (output,) = future.result(60.0).outputs
     assert future.result().aborted
     assert 1 <= (count := len(output.token_ids)) < 1000
     assert output.token_ids.tolist() == answer(FakeReplica(), max_tokens=count)[0]
@@ -227,10 +227,10 @@ def test_an_aborted_request_returns_what_it_had() -> None:
 
 
 def test_an_abort_adds_no_token_of_its_own() -> None:
-    replica = FakeReplica(token_seconds=60.0)
+    replica = FakeReplica(token_seconds=3600.0)
     (future,) = replica.submit([request()])
     replica.abort(["r"])
-    assert len(future.result(5.0).outputs[0].token_ids) == 0
+    assert len(future.result(60.0).outputs[0].token_ids) == 0
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_an_injected_refusal_fails_its_request_only() -> None:
 
 
 def test_a_request_id_in_flight_is_refused() -> None:
-    replica = FakeReplica(token_seconds=60.0)
+    replica = FakeReplica(token_seconds=3600.0)
     _, again = replica.submit([request(request_id="a"), request(request_id="a")])
     with pytest.raises(ValueError, match="request id 'a' is in flight already"):
         again.result()
@@ -254,7 +254,7 @@ def test_a_request_id_in_flight_is_refused() -> None:
 
 
 def test_an_injected_death_fails_what_runs_and_all_that_comes() -> None:
-    replica = FakeReplica(1, token_seconds=60.0)
+    replica = FakeReplica(1, token_seconds=3600.0)
     running: Future[Completion]
     (running,) = replica.submit([request()])
     replica.die("out of memory")
@@ -262,7 +262,7 @@ def test_an_injected_death_fails_what_runs_and_all_that_comes() -> None:
     (later,) = replica.submit([request()])
     for future in (running, later):
         with pytest.raises(ReplicaDiedError, match=r"^replica 1 died: out of memory$"):
-            future.result(5.0)
+            future.result(60.0)
     for use in (
         lambda: replica.call("tokenizer", 1.0),
         lambda: replica.stats(1.0),
@@ -288,11 +288,11 @@ def test_every_future_resolves_when_death_comes_at_any_moment() -> None:
 
 
 def test_a_replica_dies_under_the_request_that_it_is_told_to() -> None:
-    replica = FakeReplica(2, token_seconds=60.0, die_under=lambda r: r.request_id == "poison")
+    replica = FakeReplica(2, token_seconds=3600.0, die_under=lambda r: r.request_id == "poison")
     before, poison, after = replica.submit([request(request_id=name) for name in ("before", "poison", "after")])
     for future in (before, poison, after):
         with pytest.raises(ReplicaDiedError, match=r"^replica 2 died: under 'poison'$"):
-            future.result(5.0)
+            future.result(60.0)
     assert not replica.is_alive()
 
 
@@ -311,7 +311,7 @@ def test_a_stalled_replica_makes_no_token_and_answers_nothing_until_it_dies() ->
         replica.call("tokenizer", 5.0)
     for future in (running, new):
         with pytest.raises(ReplicaDiedError):
-            future.result(5.0)
+            future.result(60.0)
     timer.join()
 
 
@@ -327,7 +327,7 @@ def test_a_start_may_take_its_time_or_fail() -> None:
 
 
 def test_a_shutdown_ends_a_slow_start() -> None:
-    replica = FakeReplica(start_seconds=60.0)
+    replica = FakeReplica(start_seconds=3600.0)
     timer = threading.Timer(0.05, replica.shutdown)
     timer.start()
     with pytest.raises(ReplicaDiedError, match="shut down"):
@@ -353,8 +353,8 @@ def test_keep_freezes_requests_until_resume() -> None:
     time.sleep(0.4)
     assert (running.done(), new.done()) == (False, False)
     replica.resume(1.0)
-    assert running.result(5.0).outputs[0].token_ids.tolist() == answer(FakeReplica(), max_tokens=300)[0]
-    assert len(new.result(5.0).outputs[0].token_ids) == 8
+    assert running.result(60.0).outputs[0].token_ids.tolist() == answer(FakeReplica(), max_tokens=300)[0]
+    assert len(new.result(60.0).outputs[0].token_ids) == 8
 
 
 def test_a_paused_replica_without_delays_waits_too() -> None:
@@ -363,22 +363,22 @@ def test_a_paused_replica_without_delays_waits_too() -> None:
     (future,) = replica.submit([request()])
     assert not future.done()
     replica.resume(1.0)
-    assert len(future.result(5.0).outputs[0].token_ids) == 8
+    assert len(future.result(60.0).outputs[0].token_ids) == 8
 
 
 def test_wait_lets_requests_finish_first() -> None:
     replica = FakeReplica(token_seconds=0.01)
     (running,) = replica.submit([request()])
     replica.pause("wait", False, 5.0)
-    assert len(running.result(5.0).outputs[0].token_ids) == 8
+    assert len(running.result(60.0).outputs[0].token_ids) == 8
     (new,) = replica.submit([request()])
     assert not new.done()
     replica.resume(1.0)
-    new.result(5.0)
+    new.result(60.0)
 
 
 def test_wait_gives_up_at_its_deadline_and_takes_nothing_new_until_a_resume() -> None:
-    replica = FakeReplica(token_seconds=60.0)
+    replica = FakeReplica(token_seconds=3600.0)
     replica.submit([request(request_id="slow")])
     with pytest.raises(EngineError, match=r"replica 0 was not idle within 0\.05 s"):
         replica.pause("wait", False, 0.05)
@@ -386,20 +386,20 @@ def test_wait_gives_up_at_its_deadline_and_takes_nothing_new_until_a_resume() ->
     (new,) = replica.submit([request(request_id="fast")])
     assert not new.done()
     replica.resume(1.0)
-    assert new.result(5.0).request_id == "fast"
+    assert new.result(60.0).request_id == "fast"
     replica.shutdown()
 
 
 def test_abort_cuts_requests_and_pauses() -> None:
-    replica = FakeReplica(token_seconds=60.0)
+    replica = FakeReplica(token_seconds=3600.0)
     (running,) = replica.submit([request(request_id="a")])
     replica.pause("abort", False, 1.0)
-    assert running.result(5.0).aborted
+    assert running.result(60.0).aborted
     replica.token_seconds = 0.0
     (new,) = replica.submit([request(request_id="b")])
     assert not new.done()
     replica.abort(["b"])  # a paused request can be aborted
-    assert new.result(5.0).aborted
+    assert new.result(60.0).aborted
 
 
 def test_commands_by_name_are_those_of_the_methods() -> None:
@@ -411,7 +411,7 @@ def test_commands_by_name_are_those_of_the_methods() -> None:
     assert replica.call("stats", 1.0).running == 1
     assert replica.call("reset_prefix_cache", 1.0) is False
     replica.call("resume", 1.0)
-    future.result(5.0)
+    future.result(60.0)
     with pytest.raises(EngineError, match="the fake engine has no command 'metadata'"):
         replica.call("metadata", 1.0)
 

@@ -13,6 +13,8 @@ from torchrl_moe._errors import DigestMismatch, EngineError, ManifestMismatch, R
 from torchrl_moe.data.weight_store import WeightStoreWriter
 from torchrl_moe.modules.backends.replica import Replica, SwapReport
 from torchrl_moe.testing.fake_weights import FakeFleet, FakeWeightReplica, SoftError, Stall
+from torchrl_moe.weight_update.transports.gloo import GlooTransport
+from torchrl_moe.weight_update.transports.transport import StageOptions
 
 STAGE: dict[str, Any] = {"stage": "auto", "verify": "digest", "threads": 1, "manifest": None}
 SWAP: dict[str, Any] = {"pause": "keep", "clear_cache": False, "canary": None}
@@ -62,9 +64,23 @@ def test_errors_are_raised_reported_or_never_come(replica: FakeWeightReplica) ->
         replica.call("metadata", 1.0)
 
 
-def test_it_has_one_transport_and_wants_it_opened() -> None:
-    with pytest.raises(EngineError, match="the fake engine has no transport 'gloo'"):
-        FakeWeightReplica().call("init_weights", 1.0, transport="gloo", options={})
+def test_its_workers_receive_over_gloo_until_it_ends(tmp_path: Path) -> None:
+    replica, transport = FakeWeightReplica(workers=2, expected=None), GlooTransport(tmp_path)
+    assert replica.wait_ready(1.0).tensor_parallel_size == 2
+    manifest = WeightStoreWriter(tmp_path).publish([("any", torch.ones(5))], 3)
+    assert transport.stage(replica, manifest, StageOptions(), 20.0).digest == manifest.digest
+    assert replica.told("stage_weights")["verify"] == "digest"
+    assert len(replica.receivers) == 2
+    assert replica.call("swap_weights", 1.0, version=3, **SWAP).error is None
+    assert (replica.version, replica.weights["any"].tolist()) == (3, [1.0] * 5)
+    replica.shutdown()
+    assert replica.receivers == []
+    transport.close()
+
+
+def test_it_has_no_gpu_and_wants_its_transport_opened() -> None:
+    with pytest.raises(EngineError, match="the fake engine has no transport 'nccl'"):
+        FakeWeightReplica().call("init_weights", 1.0, transport="nccl", options={})
     with pytest.raises(EngineError, match="the weight transport is not initialised"):
         FakeWeightReplica().call("stage_weights", 1.0, version=1, **STAGE)
 

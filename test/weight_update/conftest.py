@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from support.weights import Connect
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.sender import WeightSender
-from weight_update.fleet import Connect
 
 
 @pytest.fixture

@@ -10,15 +10,16 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from support.weights import Connect, always, weights
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.policies.unstack import model_metadata
 from torchrl_moe.testing import make_tiny_moe
+from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.adapter_files import adapter_files
 from torchrl_moe.weight_update.adapter_publishing import AdapterPublisher
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
 from torchrl_moe.weight_update.publishing import Published
-from weight_update.fleet import Connect, Fleet, always, weights
 
 peft = pytest.importorskip("peft")
 KINDS = model_metadata(make_tiny_moe("qwen3_moe"))
@@ -46,7 +47,7 @@ def train(model: Any) -> None:
 
 
 def test_all_replicas_get_the_adapter_as_it_is_now_and_the_report_says_so(connect: Connect, model: Any) -> None:
-    engine = Fleet(2, expected=KINDS)
+    engine = FakeFleet(2, expected=KINDS)
     sender = connect(engine, lora="adapter")
     sender.register_model(model)
     for version in (1, 2, 3):
@@ -64,7 +65,7 @@ def test_all_replicas_get_the_adapter_as_it_is_now_and_the_report_says_so(connec
 
 
 def test_steps_by_themselves_and_another_model_work_too(connect: Connect, model: Any) -> None:
-    engine = Fleet(1, expected=KINDS)
+    engine = FakeFleet(1, expected=KINDS)
     sender = connect(engine, lora="adapter")
     version = sender.publish(model, wait=False)
     train(model)  # it was written at once
@@ -76,7 +77,7 @@ def test_steps_by_themselves_and_another_model_work_too(connect: Connect, model:
 
 
 def test_a_restarted_replica_gets_the_newest_adapter(connect: Connect, model: Any) -> None:
-    engine = Fleet(2, expected=KINDS)
+    engine = FakeFleet(2, expected=KINDS)
     sender = connect(engine, lora="adapter")
     sender.register_model(model)
     sender.update_weights()
@@ -87,7 +88,7 @@ def test_a_restarted_replica_gets_the_newest_adapter(connect: Connect, model: An
 
 
 def test_a_replica_that_refuses_keeps_its_adapter_and_serves(connect: Connect, model: Any) -> None:
-    engine = Fleet(2, expected=KINDS)
+    engine = FakeFleet(2, expected=KINDS)
     sender = connect(engine, lora="adapter")
     sender.register_model(model)
     sender.update_weights()
@@ -98,14 +99,14 @@ def test_a_replica_that_refuses_keeps_its_adapter_and_serves(connect: Connect, m
 
 
 def test_an_engine_without_lora_says_so_at_once(connect: Connect) -> None:
-    engine = Fleet(1)
+    engine = FakeFleet(1)
     engine.fakes[0].fail["init_weights"] = always(ValueError("pass enable_lora=True"))
     with pytest.raises(ValueError, match="pass enable_lora=True"):
         connect(engine, lora="adapter")
 
 
 def test_what_has_no_adapter_is_refused(connect: Connect) -> None:
-    sender = connect(Fleet(1, expected=KINDS), lora="adapter")
+    sender = connect(FakeFleet(1, expected=KINDS), lora="adapter")
     with pytest.raises(ValueError, match="got Qwen3MoeForCausalLM without one"):
         sender.register_model(make_tiny_moe("qwen3_moe"))
     with pytest.raises(RuntimeError, match="no model; call register_model"):
@@ -116,7 +117,7 @@ def test_what_has_no_adapter_is_refused(connect: Connect) -> None:
 
 def test_an_adapter_of_another_model_is_refused_whenever_that_is_known(connect: Connect, model: Any) -> None:
     name = "model.layers.1.self_attn.q_proj.weight"
-    engine = Fleet(1, expected={name: (torch.float32, torch.Size([8, 64]))})
+    engine = FakeFleet(1, expected={name: (torch.float32, torch.Size([8, 64]))})
     words = r"adapter of model\.layers\.1\.self_attn\.q_proj is for .* shape \[\d+, 64\], the engine's is \[8, 64\]"
     early, late = VLLMWeightSyncScheme(lora="adapter").create_sender(), connect(engine, lora="adapter")
     early.register_model(model)
@@ -131,7 +132,7 @@ def test_an_adapter_of_another_model_is_refused_whenever_that_is_known(connect: 
 
 
 def test_a_base_that_is_stored_in_another_way_is_no_matter(connect: Connect, model: Any) -> None:
-    engine = Fleet(1, expected={"model.layers.1.self_attn.q_proj.qweight": (torch.int32, torch.Size([8, 64]))})
+    engine = FakeFleet(1, expected={"model.layers.1.self_attn.q_proj.qweight": (torch.int32, torch.Size([8, 64]))})
     sender = connect(engine, lora="adapter")
     sender.register_model(model)
     sender.init_all_workers_group(model_metadata(model), vllm_engine=engine)  # as TorchRL's trainers do

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torchrl.weight_update.llm.vllm_double_buffer import VLLMDoubleBufferSyncScheme as TorchRLScheme
 
+from support.weights import always, value_in, weights
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.data.weight_store import WeightStoreReader
 from torchrl_moe.testing import make_tiny_moe
-from torchrl_moe.testing.fake_weights import SoftError
+from torchrl_moe.testing.fake_weights import FakeFleet, SoftError
 from torchrl_moe.weight_update import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, get_model_metadata
-from weight_update.fleet import Fleet, always, weights
 
 
 def test_torchrls_lines_work_as_they_are(tmp_path: Path) -> None:
     """The example of TorchRL's own class, sender here and receiver there."""
     model = make_tiny_moe("mixtral", num_hidden_layers=1)
-    engine = Fleet(2, expected=get_model_metadata(model))
+    engine = FakeFleet(2, expected=get_model_metadata(model))
     scheme = VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path / "weights"), num_threads=2, strategy="tensordict")
     sender = scheme.create_sender()
     sender.register_model(model)
@@ -54,17 +54,17 @@ def test_the_arguments_are_torchrls(tmp_path: Path) -> None:
 def test_engines_may_see_the_directory_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "trainer").mkdir()
     (tmp_path / "mounted").symlink_to(tmp_path / "trainer")
-    engine = Fleet(1)
+    engine = FakeFleet(1)
     scheme = VLLMDoubleBufferSyncScheme(tmp_path / "trainer", tmp_path / "mounted")
     scheme.create_sender().publish(weights(3))
     assert scheme.create_receiver(engine).poll_and_apply()
     assert engine.fakes[0].reader is not None
     assert engine.fakes[0].reader.folder == tmp_path / "mounted"
-    assert engine.holds(0) == 3.0
+    assert value_in(engine, 0) == 3.0
 
 
 def test_a_sender_that_knows_the_engine_brings_weights_to_it(tmp_path: Path) -> None:
-    engine, sender = Fleet(2), VLLMDoubleBufferSyncScheme(tmp_path).create_sender()
+    engine, sender = FakeFleet(2), VLLMDoubleBufferSyncScheme(tmp_path).create_sender()
     sender.init_all_workers_group(None, vllm_engine=engine)
     assert len(sender.update_weights(weights(2)).replicas) == 2
     assert engine.versions == [1, 1]
@@ -72,12 +72,12 @@ def test_a_sender_that_knows_the_engine_brings_weights_to_it(tmp_path: Path) -> 
 
 
 def test_a_restarted_replica_is_brought_to_the_newest_version_of_the_directory(tmp_path: Path) -> None:
-    engine, scheme = Fleet(2), VLLMDoubleBufferSyncScheme(tmp_path)
+    engine, scheme = FakeFleet(2), VLLMDoubleBufferSyncScheme(tmp_path)
     sender, receiver = scheme.create_sender(), scheme.create_receiver(engine)
     assert engine.weight_sync == receiver.bring
     engine.restart(0)
     receiver.bring(0)
-    assert (engine.states, engine.holds(0)) == (["SERVING"] * 2, None)  # its checkpoint, as the other
+    assert (engine.states, value_in(engine, 0)) == (["SERVING"] * 2, None)  # its checkpoint, as the other
     sender.publish(weights(1))
     receiver.poll_and_apply()
     sender.publish(weights(2))
@@ -85,12 +85,12 @@ def test_a_restarted_replica_is_brought_to_the_newest_version_of_the_directory(t
     with pytest.raises(WeightSyncError, match="replica 1 was not brought to version 2: not now"):
         receiver.bring(1)
     receiver.bring(1)
-    assert (engine.states, engine.holds(0), engine.holds(1)) == (["SERVING"] * 2, 1.0, 2.0)
+    assert (engine.states, value_in(engine, 0), value_in(engine, 1)) == (["SERVING"] * 2, 1.0, 2.0)
     sender.shutdown()
 
 
 def test_a_receiver_leaves_an_engine_to_the_sender_that_knows_it(tmp_path: Path) -> None:
-    engine, scheme = Fleet(1), VLLMDoubleBufferSyncScheme(tmp_path)
+    engine, scheme = FakeFleet(1), VLLMDoubleBufferSyncScheme(tmp_path)
     sender = scheme.create_sender()
     sender.init_all_workers_group(None, vllm_engine=engine)
     scheme.create_receiver(engine)
@@ -100,7 +100,7 @@ def test_a_receiver_leaves_an_engine_to_the_sender_that_knows_it(tmp_path: Path)
 
 
 def test_a_trainer_that_was_restarted_counts_on_from_its_directory(tmp_path: Path) -> None:
-    engine = Fleet(2)
+    engine = FakeFleet(2)
     receiver = VLLMDoubleBufferSyncScheme(tmp_path).create_receiver(engine)
     for number in (1, 2, 3):  # each a process of its own
         sender = VLLMDoubleBufferSyncScheme(tmp_path).create_sender()
@@ -108,16 +108,16 @@ def test_a_trainer_that_was_restarted_counts_on_from_its_directory(tmp_path: Pat
         sender.wait_published()
         sender.shutdown()
         assert receiver.poll_and_apply()
-        assert [engine.holds(index) for index in (0, 1)] == [number] * 2
+        assert [value_in(engine, index) for index in (0, 1)] == [number] * 2
     assert engine.versions == [3, 3]
 
 
 def test_before_anything_was_published_there_is_nothing_to_apply(tmp_path: Path) -> None:
-    assert VLLMDoubleBufferSyncScheme(tmp_path / "none").create_receiver(Fleet(1)).poll_and_apply() is False
+    assert VLLMDoubleBufferSyncScheme(tmp_path / "none").create_receiver(FakeFleet(1)).poll_and_apply() is False
 
 
 def test_too_few_replicas_are_an_error_and_only_the_late_ones_are_asked_again(tmp_path: Path) -> None:
-    engine, scheme = Fleet(3), VLLMDoubleBufferSyncScheme(tmp_path)
+    engine, scheme = FakeFleet(3), VLLMDoubleBufferSyncScheme(tmp_path)
     sender, receiver = scheme.create_sender(), scheme.create_receiver(engine)
     sender.publish(weights())
     for index in (0, 1):
@@ -140,7 +140,7 @@ def test_too_few_replicas_are_an_error_and_only_the_late_ones_are_asked_again(tm
         (lambda folder: VLLMDoubleBufferSyncScheme(folder, num_threads=0), "prefetch must be at least 1 thread, got 0"),
         (lambda folder: VLLMDoubleBufferSyncScheme(folder).create_receiver("x"), "vllm_engine must be an AsyncVLLM"),
         (
-            lambda folder: VLLMDoubleBufferSyncScheme(folder).create_receiver(Fleet(1)).apply_weights({"a": 1}),
+            lambda folder: VLLMDoubleBufferSyncScheme(folder).create_receiver(FakeFleet(1)).apply_weights({"a": 1}),
             "the receiver takes what the sender published, in place; pass nothing",
         ),
     ],
@@ -178,7 +178,7 @@ def test_what_a_looking_reader_gets_is_always_whole(tmp_path: Path) -> None:
     for number in range(2, 100):
         sender.publish(weights(number))
     stop.set()
-    thread.join(10.0)
+    thread.join(60.0)
     assert not any(torn)
     assert torn or errors
     sender.shutdown()

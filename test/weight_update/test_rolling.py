@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from modules.serving.calls import listening
+from support.services import listening
+from support.waiting import until
+from support.weights import Connect, always, soft, value_in, weights
 from torchrl_moe._errors import EngineError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.lease import Lease
 from torchrl_moe.modules.serving.states import ReplicaState
-from torchrl_moe.testing.fake_weights import SoftError, Stall
+from torchrl_moe.testing.fake_weights import FakeFleet, SoftError, Stall
 from torchrl_moe.weight_update.sender import WeightSender
-from waiting import until
-from weight_update.fleet import Connect, Fleet, always, soft, weights
 
 # -- failures of the swap ---------------------------------------------------------------------------------------------
 
 
 def test_a_swap_that_fails_once_is_tried_again(connect: Connect) -> None:
-    engine = Fleet(2)
+    engine = FakeFleet(2)
     sender = connect(engine)
     engine.fakes[0].fail["swap_weights"] = soft(0)
     report = sender.update_weights(weights(3))
@@ -31,7 +31,7 @@ def test_a_swap_that_fails_once_is_tried_again(connect: Connect) -> None:
 
 
 def test_a_swap_that_fails_twice_is_for_good(connect: Connect) -> None:
-    engine = Fleet(3, token_seconds=60.0)
+    engine = FakeFleet(3, token_seconds=3600.0)
     sender = connect(engine)
     sender.update_weights(weights(1))
     broken = engine.fakes[1]
@@ -50,7 +50,7 @@ def test_a_swap_that_fails_twice_is_for_good(connect: Connect) -> None:
         frozen.start()
         until(lambda: engine.roster[1].inflight == 1)
         report = sender.update_weights(weights(2))
-        frozen.join(5.0)
+        frozen.join(60.0)
     assert not frozen.is_alive()
     assert len(failures) == 1  # frozen in it, and not left to wait
     assert report.failed == {1: "it went wrong"}
@@ -66,7 +66,7 @@ def test_a_swap_that_fails_twice_is_for_good(connect: Connect) -> None:
 
 
 def test_a_replica_that_does_not_answer_is_not_asked_again(connect: Connect) -> None:
-    engine = Fleet(2)
+    engine = FakeFleet(2)
     engine.fakes[1].fail["swap_weights"] = always(EngineError("replica 1 did not answer 'swap_weights' within 5 s"))
     report = connect(engine).update_weights(weights())
     assert report.failed == {1: "replica 1 did not answer 'swap_weights' within 5 s"}
@@ -77,7 +77,7 @@ def test_a_replica_that_does_not_answer_is_not_asked_again(connect: Connect) -> 
 
 @pytest.mark.parametrize("noted", [False, True])
 def test_a_replica_that_dies_is_dead_whoever_notes_it_first(connect: Connect, noted: bool) -> None:
-    engine = Fleet(3)
+    engine = FakeFleet(3)
 
     def die(_: int) -> Exception:
         engine.fakes[0].die()
@@ -96,7 +96,7 @@ def test_a_replica_that_dies_is_dead_whoever_notes_it_first(connect: Connect, no
 
 
 def test_who_came_after_the_staging_is_not_swapped(connect: Connect) -> None:
-    engine = Fleet(2)
+    engine = FakeFleet(2)
     sender = connect(engine)
     version = sender.publish(weights())
     staged = sender.prefetch(version)
@@ -121,7 +121,7 @@ def test_who_came_after_the_staging_is_not_swapped(connect: Connect) -> None:
 def test_what_becomes_of_one_that_died_does_not_touch_the_one_in_its_place(
     connect: Connect, ending: Exception | None, words: str
 ) -> None:
-    engine = Fleet(2)
+    engine = FakeFleet(2)
     sender = connect(engine)
 
     def restart(_: int) -> Exception | None:
@@ -135,7 +135,7 @@ def test_what_becomes_of_one_that_died_does_not_touch_the_one_in_its_place(
     assert engine.fakes[0].is_alive()
 
 
-def drain(engine: Fleet, sender: WeightSender) -> tuple[Lease, threading.Thread]:
+def drain(engine: FakeFleet, sender: WeightSender) -> tuple[Lease, threading.Thread]:
     """Begin an update that waits for a request on replica 0."""
     lease = engine.load_balancer.acquire_at(0, None)
     updating = threading.Thread(target=sender.update_weights, args=(weights(),))
@@ -145,17 +145,17 @@ def drain(engine: Fleet, sender: WeightSender) -> tuple[Lease, threading.Thread]
 
 
 def test_one_that_is_restarted_while_it_drains_is_left_to_who_restarts_it(connect: Connect) -> None:
-    engine = Fleet(2)
+    engine = FakeFleet(2)
     lease, updating = drain(engine, connect(engine, mode="drain"))
     engine.restart(0)
-    updating.join(2.0)
+    updating.join(60.0)
     assert not updating.is_alive()
     assert (engine.states, engine.versions) == (["STARTING", "SERVING"], [0, 1])
     lease.release()
 
 
 def test_a_replica_that_another_sender_has_is_not_taken_from_it(connect: Connect) -> None:
-    engine = Fleet(2)
+    engine = FakeFleet(2)
     sender = connect(engine, mode="drain")
     lease = engine.load_balancer.acquire_at(0, None)
     reports: list[Any] = []
@@ -164,14 +164,14 @@ def test_a_replica_that_another_sender_has_is_not_taken_from_it(connect: Connect
     until(lambda: engine.roster[0].state is ReplicaState.DRAINING)
     engine.roster.set_state(0, ReplicaState.SYNCING)
     lease.release()
-    updating.join(2.0)
+    updating.join(60.0)
     assert reports[0].failed == {0: "the replica is SYNCING"}
     assert engine.states == ["SYNCING", "SERVING"]
 
 
 def test_one_that_waits_for_an_update_gets_it(connect: Connect) -> None:
     """The only one, restarted after its sender was shut down: nobody serves, and nobody else will bring it."""
-    engine = Fleet(1)
+    engine = FakeFleet(1)
     first = connect(engine)
     first.update_weights(weights(1))
     first.shutdown()
@@ -180,12 +180,12 @@ def test_one_that_waits_for_an_update_gets_it(connect: Connect) -> None:
     engine.roster.set_recovery(0, Recovery.UPDATE)
     report = connect(engine).update_weights(weights(2))
     assert (report.version, report.failed) == (2, {})  # and not 1 again
-    assert (engine.states, engine.versions, engine.holds(0)) == (["SERVING"], [2], 2.0)
+    assert (engine.states, engine.versions, value_in(engine, 0)) == (["SERVING"], [2], 2.0)
     assert engine.roster[0].recovery is Recovery.SUPERVISOR
 
 
 def test_one_that_was_not_asked_to_prepare_is_named(connect: Connect) -> None:
-    engine = Fleet(2)
+    engine = FakeFleet(2)
     sender = connect(engine)
     version = sender.publish(weights())
     report = sender.apply(version, sender.prefetch(version, [0]), replicas=[0, 1])
@@ -210,7 +210,7 @@ def test_one_that_was_not_asked_to_prepare_is_named(connect: Connect) -> None:
 def test_min_serving_decides_between_a_report_and_an_error(
     connect: Connect, replicas: int, broken: int, min_serving: int | None, enough: bool
 ) -> None:
-    engine = Fleet(replicas)
+    engine = FakeFleet(replicas)
     sender = connect(engine, min_serving=min_serving)
     for replica in engine.fakes[:broken]:
         replica.fail["swap_weights"] = soft(0, 1)
@@ -229,7 +229,7 @@ def test_min_serving_decides_between_a_report_and_an_error(
 
 
 def test_drain_waits_for_requests_in_flight_and_sends_new_ones_elsewhere(connect: Connect) -> None:
-    engine = Fleet(2, token_seconds=0.02)
+    engine = FakeFleet(2, token_seconds=0.02)
     sender = connect(engine, mode="drain")
     asking = threading.Thread(target=lambda: engine.generate([1], {"max_tokens": 10}, actor_index=0, use_tqdm=False))
     asking.start()
@@ -245,14 +245,14 @@ def test_drain_waits_for_requests_in_flight_and_sends_new_ones_elsewhere(connect
     until(lambda: engine.roster[0].state is ReplicaState.DRAINING)
     (other,) = engine.generate([[2]], {"max_tokens": 1}, use_tqdm=False)
     assert other.metrics.replica == 1
-    updating.join(5.0)
-    asking.join(5.0)
+    updating.join(60.0)
+    asking.join(60.0)
     assert seen == [0]
     assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
 
 
 def test_a_drain_that_takes_too_long_leaves_the_old_version_serving(connect: Connect) -> None:
-    engine = Fleet(2)
+    engine = FakeFleet(2)
     sender = connect(engine, mode="drain", timeout_seconds=0.1)
     lease = engine.load_balancer.acquire_at(0, None)
     report = sender.update_weights(weights())
@@ -265,10 +265,10 @@ def test_a_drain_that_takes_too_long_leaves_the_old_version_serving(connect: Con
 
 
 def test_a_replica_that_dies_while_it_drains_is_not_waited_for(connect: Connect) -> None:
-    engine = Fleet(2)
+    engine = FakeFleet(2)
     lease, updating = drain(engine, connect(engine, mode="drain"))
     engine.roster.mark_dead(0)
-    updating.join(2.0)
+    updating.join(60.0)
     assert not updating.is_alive()
     assert (engine.states, engine.versions) == (["DEAD", "SERVING"], [0, 1])
     lease.release()
@@ -277,7 +277,7 @@ def test_a_replica_that_dies_while_it_drains_is_not_waited_for(connect: Connect)
 # -- a few at a time --------------------------------------------------------------------------------------------------
 
 
-def most_away(engine: Fleet) -> int:
+def most_away(engine: FakeFleet) -> int:
     """How many replicas were SYNCING at the same time."""
     return max(states.count("SYNCING") for command, _, states in engine.log if command == "swap_weights")
 
@@ -295,12 +295,12 @@ def most_away(engine: Fleet) -> int:
 def test_no_more_are_away_than_rolling_and_min_serving_allow(
     connect: Connect, choices: dict[str, Any], most: int
 ) -> None:
-    engine = Fleet(4)
+    engine = FakeFleet(4)
     sender = connect(engine, **choices)
     together = threading.Barrier(most)
 
     def meet(_: int) -> None:
-        together.wait(10.0)
+        together.wait(60.0)
 
     for replica in engine.fakes:
         replica.fail["swap_weights"] = meet
@@ -313,7 +313,7 @@ def test_no_more_are_away_than_rolling_and_min_serving_allow(
 
 
 def test_replicas_that_are_lost_do_not_keep_the_others_from_their_turn(connect: Connect) -> None:
-    engine = Fleet(3)
+    engine = FakeFleet(3)
     sender = connect(engine, min_serving=2, rolling=2)
     engine.roster.mark_dead(2)
     assert sender.update_weights(weights()).failed == {2: "the replica is DEAD"}
@@ -321,7 +321,7 @@ def test_replicas_that_are_lost_do_not_keep_the_others_from_their_turn(connect: 
 
 
 def test_a_stalled_replica_is_named_and_the_others_go_on(connect: Connect) -> None:
-    engine = Fleet(3)
+    engine = FakeFleet(3)
     sender = connect(engine, timeout_seconds=0.2)
     engine.fakes[0].fail["stage_weights"] = always(Stall())
     engine.fakes[1].fail["swap_weights"] = always(Stall())
@@ -336,7 +336,7 @@ def test_a_stalled_replica_is_named_and_the_others_go_on(connect: Connect) -> No
 
 
 def test_an_error_that_nobody_expected_leaves_no_replica_syncing(connect: Connect) -> None:
-    engine = Fleet(2)
+    engine = FakeFleet(2)
     sender = connect(engine)
     engine.fakes[0].fail["swap_weights"] = always(KeyError("a bug"))
     with pytest.raises(KeyError, match="a bug"):
@@ -347,7 +347,7 @@ def test_an_error_that_nobody_expected_leaves_no_replica_syncing(connect: Connec
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_swap_whose_old_weights_survive_changes_nothing(connect: Connect, late: bool) -> None:
-    engine = Fleet(2, late=[1] if late else [])
+    engine = FakeFleet(2, late=[1] if late else [])
     sender = connect(engine, min_serving=0)
     engine.fakes[1].fail["swap_weights"] = always(SoftError("the canary sings another song", restored=True))
     version = sender.publish(weights())
@@ -359,7 +359,9 @@ def test_a_swap_whose_old_weights_survive_changes_nothing(connect: Connect, late
 
 
 def test_the_mode_says_how_requests_are_paused_and_the_stage_is_passed_on(connect: Connect) -> None:
-    engine = Fleet(1)
+    engine = FakeFleet(1)
     connect(engine, mode="abort_resume", stage="shadow", prefetch=3, verify="off").update_weights(weights())
-    assert engine.fakes[0].options["pause"] == "abort"
-    assert engine.fakes[0].staging == {"stage": "shadow", "verify": "off", "threads": 3}
+    (fake,) = engine.fakes
+    assert fake.told("swap_weights")["pause"] == "abort"
+    staging = {"version": 1, "stage": "shadow", "verify": "off", "threads": 3, "manifest": None}
+    assert fake.told("stage_weights") == staging

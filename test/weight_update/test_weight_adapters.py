@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from engines import ADAPTED, EngineShelf
-from reference import Reference
+from support.engines import ADAPTED, EngineShelf
+from support.reference import TOLERANCE, Reference
+from support.waiting import until
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.sender import WeightSender
-from waiting import until
 
-TOLERANCE = 1e-5
 IDS = [(7 * place + 3) % 256 for place in range(280)]  # more than a block of the prefix cache
 SHORT = IDS[:9]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -47,13 +46,6 @@ def ask(engine: AsyncVLLM, ids: list[int] = IDS, tokens: int = 12) -> Completion
     return completion
 
 
-def distance(completion: Completion, reference: Reference) -> float:
-    """The largest difference between what the engine says of its answer and what the trainer's model does."""
-    (output,), prompt = completion.outputs, completion.prompt_token_ids.tolist()
-    wanted = reference([*prompt, *output.token_ids.tolist()], routes=output.routed_experts)[0][len(prompt) :]
-    return float((torch.tensor(output.logprobs) - wanted).abs().max())
-
-
 def loaded(engine: AsyncVLLM) -> set[int]:
     ((numbers,),) = engine.collective_rpc("list_loras")
     return {number for number in numbers if number >= 1 << 30}
@@ -74,20 +66,20 @@ def test_an_engine_computes_with_each_adapter_what_peft_does(engine: AsyncVLLM, 
     before = engine.roster[0].version
     for step in range(1, 4):
         train(model)
-        assert distance(ask(engine), reference) > 100 * TOLERANCE  # the change is one that shows
+        assert reference.distance(ask(engine)) > 100 * TOLERANCE  # the change is one that shows
         report = sender.update_weights()
         print(report)
         completion = ask(engine)
         assert completion.num_cached_tokens == 0  # all that is cached is of other adapters
-        assert distance(completion, reference) <= TOLERANCE
+        assert reference.distance(completion) <= TOLERANCE
         assert set(completion.outputs[0].policy_versions.tolist()) == {before + step}
         again = ask(engine)
         assert again.num_cached_tokens > 0
-        assert distance(again, reference) <= TOLERANCE
+        assert reference.distance(again) <= TOLERANCE
     assert (report.failed, report.replicas[0].stage, report.replicas[0].paused) == ({}, "adapter", 0.0)
     until(lambda: len(loaded(engine)) == 1, 30.0, look_every=0.05)
     sender.shutdown()
-    assert distance(ask(engine), reference) <= TOLERANCE  # it stays when its store is gone
+    assert reference.distance(ask(engine)) <= TOLERANCE  # it stays when its store is gone
 
 
 @pytest.mark.engine("qwen3_moe", **ADAPTED)
@@ -107,11 +99,11 @@ def test_a_request_under_way_keeps_its_adapter(engine: AsyncVLLM, shelf: EngineS
     assert asking.is_alive()  # nothing waited for it
     after = ask(engine)
     asking.join(60.0)
-    assert distance(after, reference) <= TOLERANCE
+    assert reference.distance(after) <= TOLERANCE
     assert set(after.outputs[0].policy_versions.tolist()) == {version + 1}
-    assert distance(answers[0], reference) > 100 * TOLERANCE
+    assert reference.distance(answers[0]) > 100 * TOLERANCE
     model.load_state_dict(old)
-    assert distance(answers[0], reference) <= TOLERANCE
+    assert reference.distance(answers[0]) <= TOLERANCE
     assert set(answers[0].outputs[0].policy_versions.tolist()) == {version}
     sender.shutdown()
 

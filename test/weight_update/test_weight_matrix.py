@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from engines import SMALL, EngineShelf
+from support.engines import EngineShelf, start_engine
+from support.reference import TOLERANCE
+from support.versions import SECONDS, Versions, ask, let_run, random_ids
 from torchrl_moe._errors import EngineError, SyncTimeout, WeightSyncError
 from torchrl_moe.data.gloo_group import GlooGroup
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.weight_update.transports.transport import StageOptions
-from weight_update.in_flight import SECONDS, TOLERANCE, Versions, ask, let_run, random_ids
 
 Make = Callable[..., Versions]
 
@@ -120,7 +121,7 @@ def test_a_replica_killed_in_the_middle_of_a_broadcast_leaves_the_other_its_vers
     no_engine: EngineShelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = no_engine.folder("qwen3_moe")
-    with AsyncVLLM.from_pretrained(folder, 2, **SMALL) as engine:
+    with start_engine(folder, 2) as engine:
         versions = Versions(engine, no_engine, "qwen3_moe", tmp_path, "gloo")
         versions.update(1)
         killed, other = versions.replicas

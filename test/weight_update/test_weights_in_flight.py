@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines import EngineShelf
+from support.engines import EngineShelf
+from support.reference import TOLERANCE
+from support.versions import Versions, ask, let_run, random_ids
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion, Request
-from weight_update.in_flight import TOLERANCE, Versions, ask, let_run, random_ids
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_what_swaps_cut_goes_on_by_itself_and_every_token_is_exact(versions: Ver
     for version in (first + 1, first + 2):
         assert versions.changed(version - 1, version) > 100 * TOLERANCE
     futures = replica.submit([*asked, ask("short", random_ids(90, 12), max_tokens=3, n=3), guided])
-    futures[-2].result(30)
+    futures[-2].result(60.0)
     for manifest in prepared:
         let_run(replica, futures[-1:])
         versions.swap(manifest, "abort")

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_moe.render.legends import legend_above
+
 __all__ = ["log_ratio_figure"]
 
 
@@ -42,7 +44,7 @@ def log_ratio_figure(log_ratios: Mapping[str, Any], tau: float = 2.0, bins: int 
         axes.axvline(bound, linestyle=":", color="grey")
     if widest:
         axes.set_yscale("log")
-    axes.set(title=title, xlabel="log-prob, trainer - engine", ylabel="share of tokens")
+    axes.set(xlabel="log-prob, trainer - engine", ylabel="share of tokens")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    legend_above(axes, title)
     return figure

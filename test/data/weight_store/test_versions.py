@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.weight_store.children import exit_code_of
+from support.processes import exit_code_of
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.data.weight_store import VersionsWriter, WeightStoreReader
 from torchrl_moe.data.weight_store.versions import LEASE_SECONDS, leased
@@ -278,7 +278,7 @@ def test_a_reader_never_sees_a_torn_version_while_another_thread_publishes(tmp_p
         writer.publish(tensors(a=version // 2, b=version).items(), version)
     stop.set()
     for thread in threads:
-        thread.join(10.0)
+        thread.join(60.0)
     assert failures == []
     assert size(tmp_path) < 60_000
 

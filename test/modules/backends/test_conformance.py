@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from modules.backends.ray.actors import pids, ray_service, toy_actors
-from modules.backends.vllm.processes import ids_request, toy_replica, use_toy_engine
+from support.actors import pids, ray_service, toy_actors
+from support.processes import ids_request, toy_replica, use_toy_engine
+from support.waiting import until
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.replica import Completion, Replica, Request
 from torchrl_moe.testing.fake_engine import FakeReplica
-from waiting import until
 
 SECONDS = 60.0
 LONG_IDS = tuple([65] * 600)  # more than a vLLM of the tests takes

@@ -15,8 +15,8 @@ from torch import Tensor
 from torchrl.modules.llm.policies import Tokens
 from transformers import AutoModelForCausalLM
 
-from engines import SMALL, EngineShelf
-from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
+from support.engines import EngineShelf, start_engine
+from torchrl_moe.modules import TransformersWrapper, vLLMWrapper
 from torchrl_moe.objectives import MismatchMetrics
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 
@@ -30,7 +30,7 @@ def rollouts(no_engine: EngineShelf, tmp_path: Path) -> tuple[Path, TensorDictBa
     path = save_tiny_moe(tmp_path, "qwen3_moe", dtype=torch.bfloat16, **DEEP)
     prompts = torch.randint(0, 256, (PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
     sampling = {"max_new_tokens": NEW, "temperature": 1.0, "ignore_eos": True}
-    with AsyncVLLM.from_pretrained(path, **{**SMALL, "dtype": "bfloat16"}) as engine, set_list_to_stack(True):
+    with start_engine(path, dtype="bfloat16") as engine, set_list_to_stack(True):
         policy = vLLMWrapper(engine, input_mode="tokens", generate_kwargs=sampling)
         return path, policy(lazy_stack([TensorDict(tokens=Tokens(prompt=row)) for row in prompts]))
 

@@ -14,12 +14,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.modules.llm.policies import Tokens
 
-from engines import EngineShelf
-from reference import Reference, route_mismatches
+from support.engines import EngineShelf
+from support.reference import TOLERANCE, Reference, route_mismatches
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
 from torchrl_moe.testing.tiny_moe import TINY_MOE_FAMILIES
 
-TOLERANCE = 1e-5
 TEMPERATURE = 0.7
 NEW = 12
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
-from modules.replay.cases import random_routes
+from support.routes import random_routes
 from torchrl_moe._errors import ReplayError
 from torchrl_moe.modules import RouterReplay, TransformersWrapper, probe_replay
 from torchrl_moe.modules.policies.probe import Mismatch, ReplayProbe

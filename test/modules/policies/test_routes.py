@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from modules.replay.cases import experts_seen, random_routes
+from support.routes import experts_seen, random_routes
 from torchrl_moe._errors import ReplayError, RouteShapeError, RouteValueError, RoutingError
 from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.modules.policies.routes import read_routes

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import pickle
-import tempfile
 import threading
-import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from modules.replay.cases import gradients
-from modules.replay.families import build
+from support.families import build
+from support.gradients import gradients
+from support.ranks import run_as_ranks
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.testing import make_tiny_moe
 
@@ -339,39 +337,22 @@ def shard(model: Any, how: str) -> None:
     fully_shard(model, reshard_after_forward=how == "resharded root")
 
 
-def run_rank(rank: int, store: str, how: str, answers: Any) -> None:
-    try:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-        model = make_tiny_moe(num_hidden_layers=2, tie_word_embeddings=how == "tied")
-        shard(model, how)
-        scoring = scored(model)
-        loss = loss_of(scoring, rank_ids(rank))
-        loss.backward()
-        grads = {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters() if p.grad is not None}
-        answers.put((loss.item(), grads))
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        answers.put(traceback.format_exc())
-        raise
+def score_sharded(how: str) -> tuple[float, dict[str, Any]]:
+    """This rank's loss, and the gradients of both."""
+    model = make_tiny_moe(num_hidden_layers=2, tie_word_embeddings=how == "tied")
+    shard(model, how)
+    loss = loss_of(scored(model), rank_ids(dist.get_rank()))
+    loss.backward()
+    grads = {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), grads
 
 
 @pytest.mark.parametrize("how", ["plain", "resharded root", "a head of its own", "tied"])
 def test_fsdp2(how: str) -> None:
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=run_rank, args=(r, f"{folder}/store", how, answers)) for r in range(2)]
-        for rank in ranks:
-            rank.start()
-        got = [answers.get(timeout=120) for _ in ranks]
-        for rank in ranks:
-            rank.join(60)
-    assert not [answer for answer in got if isinstance(answer, str)], got
+    got = run_as_ranks(score_sharded, how)
     model = make_tiny_moe(num_hidden_layers=2, tie_word_embeddings=how == "tied")
     losses = [loss_of(scored(model), rank_ids(rank)) for rank in range(2)]
     (sum(losses) / 2).backward()
-    assert sorted(loss for loss, _ in got) == pytest.approx(sorted(loss.item() for loss in losses), rel=1e-6)
+    assert [loss for loss, _ in got] == pytest.approx([loss.item() for loss in losses], rel=1e-6)
     for name, grad in gradients(model).items():
         torch.testing.assert_close(torch.from_numpy(got[0][1][name]), grad, atol=1e-6, rtol=1e-4, msg=name)

@@ -22,8 +22,8 @@ from torchrl.envs import StepCounter, Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv, DatasetChatEnv
 from torchrl.objectives.llm import MCAdvantage
 
-from engines import EngineShelf
-from reference import Reference, route_mismatches
+from support.engines import EngineShelf
+from support.reference import Reference, route_mismatches
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM

@@ -21,8 +21,9 @@ from torchrl.modules.llm.policies import TransformersWrapper as TorchRLWrapper
 from torchrl.modules.llm.policies import vLLMWrapper as TorchRLvLLMWrapper
 from torchrl.objectives.llm import GRPOLoss as TorchRLLoss
 
-from modules.replay.cases import FAMILIES, experts_seen, gradients, random_routes
-from modules.replay.families import build
+from support.families import build
+from support.gradients import gradients
+from support.routes import FAMILIES, experts_seen, random_routes
 from torchrl_moe._errors import ReplayError, RouteShapeError, UnsupportedRouterError
 from torchrl_moe.data import RoutedExperts, RoutingLayout
 from torchrl_moe.modules import RouterReplay, TransformersWrapper, vLLMWrapper

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from modules.replay.rows import SCORES, SITES, U, bound, changed, own
+from support.bindings import SCORES, SITES, U, bound, changed, own
 from torchrl_moe._errors import ReplayError
 from torchrl_moe.modules.replay.binding import Binding, Recording
 from torchrl_moe.modules.replay.discovery import RouterSite

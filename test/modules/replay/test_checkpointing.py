@@ -16,16 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from modules.replay.cases import (
-    FAMILIES,
-    U,
-    assert_same,
-    gradients,
-    loss_of,
-    pair,
-    random_routes,
-    tokens,
-)
+from support.gradients import assert_same, gradients, loss_of
+from support.routes import FAMILIES, U, pair, random_routes, tokens
 from torchrl_moe._errors import ReplayError
 from torchrl_moe.modules.replay.checkpointing import wrap_checkpoints
 from torchrl_moe.modules.replay.router_replay import RouterReplay

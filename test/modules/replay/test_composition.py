@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,18 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from modules.replay.cases import (
-    assert_same,
-    backward,
-    experts_seen,
-    gradients,
-    loss_of,
-    pair,
-    random_routes,
-    recorded,
-    tokens,
-)
-from ranks import run_as_ranks
+from support.gradients import assert_same, backward, gradients, loss_of
+from support.ranks import run_as_ranks
+from support.routes import experts_seen, pair, random_routes, recorded, tokens
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing import make_tiny_moe
 
@@ -117,10 +105,16 @@ def test_compiled_layers_may_be_checkpointed() -> None:
     assert_near(grads, wanted_grads)
 
 
-# FSDP2, two ranks: this file is the program of each
+# FSDP2, two ranks
 
 
-def train_sharded(replay_first: bool) -> None:
+def train_sharded() -> None:
+    """Whether the replay was there before the model was sharded, or comes after."""
+    for replay_first in (True, False):
+        train_one_sharded(replay_first)
+
+
+def train_one_sharded(replay_first: bool) -> None:
     """Each rank has a batch and routes of its own; gradients are those of the two losses' mean."""
     from torch.distributed.fsdp import fully_shard
 
@@ -146,14 +140,5 @@ def train_sharded(replay_first: bool) -> None:
     replay.remove()
 
 
-def test_replay_under_fsdp2_equals_one_process_exactly(tmp_path: Path) -> None:
-    run_as_ranks(__file__, tmp_path / "store", 300)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(os.environ["RANK"]), world_size=2)
-    for replay_first in (True, False):
-        train_sharded(replay_first)
-    dist.destroy_process_group()
-    os._exit(0)  # gloo's threads may outlive the interpreter, which then aborts at its end
+def test_replay_under_fsdp2_equals_one_process_exactly() -> None:
+    run_as_ranks(train_sharded)

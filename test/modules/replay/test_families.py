@@ -14,20 +14,11 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from modules.replay import compatibility
-from modules.replay.cases import (
-    U,
-    assert_same,
-    backward,
-    experts_seen,
-    gradients,
-    loss_of,
-    random_routes,
-    recorded,
-    tokens,
-)
-from modules.replay.families import EXCLUDED, FAMILIES, REFUSED, E, K, build, model_type
-from modules.replay.gating import reference_routing, router_weight
+from support import compatibility
+from support.families import EXCLUDED, FAMILIES, REFUSED, E, K, build, model_type
+from support.gating import reference_routing, router_weight
+from support.gradients import assert_same, backward, gradients, loss_of
+from support.routes import U, experts_seen, random_routes, recorded, tokens
 from torchrl_moe._errors import RouteValueError, UnsupportedRouterError
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import Tensor, nn
 
-from modules.replay.cases import FAMILIES, ToyLayer, ToyMoE, backward, tokens
+from support.gradients import backward
+from support.routes import FAMILIES, tokens
+from support.toy_moe import ToyLayer, ToyMoE
 from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.modules.replay.freezing import freeze_routers
 from torchrl_moe.modules.replay.router_replay import RouterReplay

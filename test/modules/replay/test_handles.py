@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modules.replay.cases import FAMILIES, assert_same, experts_seen, gradients, pair, random_routes, recorded, tokens
+from support.gradients import assert_same, gradients
+from support.routes import FAMILIES, experts_seen, pair, random_routes, recorded, tokens
 from torchrl_moe._errors import ReplayError
 from torchrl_moe.modules.replay.handles import has_owner
 from torchrl_moe.modules.replay.router_replay import RouterReplay

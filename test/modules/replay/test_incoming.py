@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from modules.replay.cases import ToyMoE, ToyRouter, tokens
-from modules.replay.rows import ROUTES, SCORES, SITES, U, bound, changed, own
+from support.bindings import ROUTES, SCORES, SITES, U, bound, changed, own
+from support.routes import tokens
+from support.toy_moe import ToyMoE, ToyRouter
 from torchrl_moe._errors import RouteShapeError, RouteValueError, RoutingError
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.modules.replay.discovery import RouterSite

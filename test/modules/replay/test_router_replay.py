@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modules.replay.cases import (
-    FAMILIES,
+from support.gradients import assert_same, backward, gradients, loss_of
+from support.routes import FAMILIES, U, experts_seen, pair, random_routes, recorded, tokens
+from support.toy_moe import (
     DeafRouter,
     GroupedRouter,
     MaskingRouter,
@@ -24,16 +25,6 @@ from modules.replay.cases import (
     ThresholdRouter,
     ToyMoE,
     TwiceRouter,
-    U,
-    assert_same,
-    backward,
-    experts_seen,
-    gradients,
-    loss_of,
-    pair,
-    random_routes,
-    recorded,
-    tokens,
 )
 from torchrl_moe._errors import ReplayError, RouteShapeError, RouteValueError, UnsupportedRouterError
 from torchrl_moe.modules import RouterReplay

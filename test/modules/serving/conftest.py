@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from modules.serving.fleets import RestartingService
+from support.services import RestartingService
+from support.waiting import until
 from torchrl_moe.testing import FakeAsyncVLLM
-from waiting import until
 
 
 @pytest.fixture

@@ -9,14 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from support.clock import Clock
 from torchrl_moe.modules.serving.admission import PRIORITY_SECONDS, Admission, Ticket
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def queue(limit: int | None, *priorities: int) -> tuple[Admission, list[Ticket], list[int]]:

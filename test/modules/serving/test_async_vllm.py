@@ -18,24 +18,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
 
+from support.engines import EngineShelf, start_engine
+from support.replicas import ScriptedReplica
+from support.waiting import until
 from torchrl_moe._errors import EngineError, GenerationTimeout, ReplicaDiedError
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.modules import AsyncVLLM, make_async_vllm_engine
-from torchrl_moe.modules.backends.replica import ReplicaInfo
 from torchrl_moe.modules.backends.vllm import local_replica
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.testing.fake_engine import FakeReplica
-from waiting import until
-
-if TYPE_CHECKING:
-    from engines import EngineShelf
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,46 +41,22 @@ ROOT = Path(__file__).parents[3]
 # -- built and started, with scripted replicas in place of processes --------------------------------------------------
 
 
-class Scripted(FakeReplica):
-    """Takes what a local replica takes; ``script`` is what ``wait_ready`` of each index does."""
-
-    made: list[Scripted]
-    script: dict[int, Any]
-
-    def __init__(self, index: int, arguments: dict[str, Any], environment: dict[str, str], log_folder: Any) -> None:
-        super().__init__(index)
-        self.log_folder = log_folder
-        self.arguments = arguments
-        self.environment = environment
-        self.log: list[str] = []
-        self.timeout = 0.0
-        Scripted.made.append(self)
-
-    def start(self) -> None:
-        self.log.append("start")
-
-    def wait_ready(self, timeout: float) -> ReplicaInfo:
-        self.log.append("ready")
-        self.timeout = timeout
-        act = Scripted.script.get(self.index)
-        if isinstance(act, BaseException):
-            raise act
-        if act is not None:
-            act()
-        return super().wait_ready(timeout)
-
-    def shutdown(self) -> None:
-        self.log.append("shutdown")
-        super().shutdown()
-
-
 @pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Scripted]]:
-    Scripted.made, Scripted.script = [], {}
-    monkeypatch.setattr(local_replica, "LocalReplica", Scripted)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """``made``: the replicas, with the arguments of a local one; ``script``: what being ready is, by index."""
+    scripted = SimpleNamespace(made=[], script={})
+
+    def make(index: int, arguments: dict[str, Any], environment: dict[str, str], log_folder: Any) -> ScriptedReplica:
+        ready = {"ready": scripted.script[index]} if index in scripted.script else {}
+        replica = ScriptedReplica(index, script=ready)
+        vars(replica).update(arguments=arguments, environment=environment, log_folder=log_folder)
+        scripted.made.append(replica)
+        return replica
+
+    monkeypatch.setattr(local_replica, "LocalReplica", make)
     monkeypatch.delenv("TORCHRL_VLLM_TIMEOUT_SECONDS", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    return Scripted
+    return scripted
 
 
 @pytest.fixture
@@ -94,17 +68,17 @@ def model(tmp_path: Path) -> Path:
 
 def test_replicas_start_together_and_serve_when_all_are_ready(scripted: Any) -> None:
     order: list[str] = []
-    scripted.script = {0: lambda: order.extend(replica.log[0] for replica in scripted.made)}
+    scripted.script = {0: lambda: order.extend(replica.life[0] for replica in scripted.made)}
     with AsyncVLLM({"model": "m"}, 3) as engine:
         assert not engine.is_running
-        assert [replica.log for replica in scripted.made] == [[], [], []]
+        assert [replica.life for replica in scripted.made] == [[], [], []]
         assert engine.start() is engine
         assert order == ["start"] * 3  # all before the first was waited for
         assert engine.is_running
         assert [entry.state.name for entry in engine.roster] == ["SERVING"] * 3
         assert repr(engine).startswith("AsyncVLLM('fake', 3 replicas)\n  #0 SERVING, v0, 0 in flight")
         assert engine.generate("hi", {"max_tokens": 2}, use_tqdm=False).prompt == "hi"
-    assert [replica.log for replica in scripted.made] == [["start", "ready", "shutdown"]] * 3
+    assert [replica.life for replica in scripted.made] == [["start", "ready", "shutdown"]] * 3
 
 
 def test_launching_twice_warns_and_does_nothing(scripted: Any) -> None:
@@ -112,7 +86,7 @@ def test_launching_twice_warns_and_does_nothing(scripted: Any) -> None:
         with pytest.warns(UserWarning, match=r"the service is already running; start\(\) does nothing") as caught:
             assert engine.start() is engine
         assert caught[0].filename == __file__
-        assert scripted.made[0].log == ["start", "ready"]
+        assert scripted.made[0].life == ["start", "ready"]
 
 
 def test_a_service_that_was_shut_down_does_not_start_again(scripted: Any) -> None:
@@ -157,7 +131,7 @@ def test_a_start_that_fails_ends_every_replica_and_passes_the_error_on(scripted:
     with pytest.raises(type(error)) as caught:
         engine.start()
     assert caught.value is error
-    assert [replica.log[-1] for replica in scripted.made] == ["shutdown"] * 3
+    assert [replica.life[-1] for replica in scripted.made] == ["shutdown"] * 3
     assert not engine.is_running
     with pytest.raises(RuntimeError, match="shut down"):
         engine.start()
@@ -171,21 +145,21 @@ def test_a_start_that_takes_too_long_names_the_limit_and_its_variable(
     words = r"(?s)replica 0 was not ready.*had 2\.5 s: raise timeout_seconds, or the .*TORCHRL_VLLM_TIMEOUT_SECONDS"
     with pytest.raises(EngineError, match=words):
         AsyncVLLM.launch({"model": "m"})
-    assert scripted.made[0].log[-1] == "shutdown"
+    assert scripted.made[0].life[-1] == "shutdown"
 
 
 def test_the_limit_is_for_all_replicas_together(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted.script = {0: lambda: time.sleep(0.2)}
     with AsyncVLLM({"model": "m"}, 2).start(timeout_seconds=5.0):
-        first, second = (replica.timeout for replica in scripted.made)
+        first, second = (replica.asked("ready")[0] for replica in scripted.made)
         assert 4.0 < first <= 5.0
         assert second <= first - 0.2
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "77")
     with AsyncVLLM.launch({"model": "m"}):
-        assert 70 < scripted.made[-1].timeout <= 77
+        assert 70 < scripted.made[-1].asked("ready")[0] <= 77
     monkeypatch.delenv("TORCHRL_VLLM_TIMEOUT_SECONDS")
     with AsyncVLLM.launch({"model": "m"}):
-        assert 590 < scripted.made[-1].timeout <= 600
+        assert 590 < scripted.made[-1].asked("ready")[0] <= 600
 
 
 def test_a_limit_that_is_no_number_is_refused_before_anything_starts(
@@ -194,7 +168,7 @@ def test_a_limit_that_is_no_number_is_refused_before_anything_starts(
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "soon")
     with pytest.raises(ValueError, match="TORCHRL_VLLM_TIMEOUT_SECONDS must be a number of seconds, got 'soon'"):
         AsyncVLLM.launch({"model": "m"})
-    assert scripted.made[0].log == []
+    assert scripted.made[0].life == []
 
 
 def test_arguments_reach_every_replica(scripted: Any, model: Path) -> None:
@@ -238,20 +212,20 @@ def test_a_replica_that_died_is_made_anew_with_noise_of_its_own(scripted: Any, m
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with AsyncVLLM.launch({"model": "m", "seed": 7}, 2, faults=FaultPolicy(first_delay=0.0)) as engine:
         scripted.made[1].die()
-        until(lambda: engine.roster[1].restarts == 1 and engine.roster[1].state.name == "SERVING", 10.0)
+        until(lambda: engine.roster[1].restarts == 1 and engine.roster[1].state.name == "SERVING")
         _, old, new = scripted.made
-        assert old.log == ["start", "ready", "shutdown"]
-        assert new.log == ["start", "ready"]
+        assert old.life == ["start", "ready", "shutdown"]
+        assert new.life == ["start", "ready"]
         assert (new.index, new.arguments) == (1, {"model": "m", "seed": 9})
         assert new.environment == old.environment
         assert new.environment["CUDA_VISIBLE_DEVICES"] == "5"
-    assert new.log[-1] == "shutdown"
+    assert new.life[-1] == "shutdown"
 
 
 def test_without_restarts_a_dead_replica_stays_dead(scripted: Any) -> None:
     with AsyncVLLM.launch({"model": "m"}, 2, faults=FaultPolicy(restart=False)) as engine:
         scripted.made[1].die()
-        until(lambda: engine.roster[1].state.name == "DEAD", 10.0)
+        until(lambda: engine.roster[1].state.name == "DEAD")
         time.sleep(0.1)
         assert len(scripted.made) == 2
 
@@ -425,7 +399,7 @@ def counts(engine: AsyncVLLM) -> dict[str, Any]:
 
 
 def until_idle(engine: AsyncVLLM) -> None:
-    until(lambda: all(row["running"] + row["waiting"] + row["inflight"] == 0 for row in engine.stats()), 10.0)
+    until(lambda: all(row["running"] + row["waiting"] + row["inflight"] == 0 for row in engine.stats()))
 
 
 @pytest.mark.engine("qwen3_moe")
@@ -624,10 +598,10 @@ def test_pause_wait_lets_requests_finish_and_holds_new_ones(engine: AsyncVLLM) -
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(generate, engine, [IDS] * 8, 200)
         # what the engine does not have yet is held
-        until(lambda: call.done() or engine.stats()[0]["running"] == 8, 10.0)
+        until(lambda: call.done() or engine.stats()[0]["running"] == 8)
         engine.pause("wait")
         try:
-            completions = call.result(5.0)
+            completions = call.result(60.0)
         except TimeoutError:
             engine.resume()  # or the call would never end
             raise
@@ -718,8 +692,8 @@ def test_figures_are_pushed_while_requests_run_and_say_when_they_are_over(engine
     assert max(stats.tokens_per_second for stats in busy) > 0
     assert max(stats.cache_usage for stats in busy) > 0
     assert all(stats.waiting == 0 for stats in busy)
-    until(lambda: entry.replica.last_stats.requests == before["requests"] + 2, 10.0)
-    until(lambda: entry.replica.last_stats.tokens_per_second == 0, 10.0)
+    until(lambda: entry.replica.last_stats.requests == before["requests"] + 2)
+    until(lambda: entry.replica.last_stats.tokens_per_second == 0)
     last = entry.replica.last_stats
     assert (last.running, last.cache_usage) == (0, 0.0)
     assert last.cache_queries - before["cache_queries"] == 400
@@ -926,15 +900,13 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Engine processes that start now are told by their environment, whoever adopts them; none is left at the end."""
     monkeypatch.setenv("TORCHRL_MOE_TEST", str(os.getpid()))
     yield
-    until(lambda: engine_processes() == set(), 10.0)
+    until(lambda: engine_processes() == set())
 
 
 @pytest.mark.engine
 def test_too_little_memory_is_one_error_in_vllms_words(no_engine: EngineShelf, marked: None) -> None:
-    from engines import SMALL
-
     with pytest.raises(ReplicaDiedError, match=r"(?s)replica 0 did not start: .*(KV cache|memory)") as caught:
-        AsyncVLLM.from_pretrained(no_engine.folder("qwen3_moe"), **{**SMALL, "kv_cache_memory_bytes": 1 << 10})
+        start_engine(no_engine.folder("qwen3_moe"), kv_cache_memory_bytes=1 << 10)
     assert "No available memory" in str(caught.value) or "larger than the available KV cache memory" in str(
         caught.value
     )
@@ -944,12 +916,10 @@ def test_too_little_memory_is_one_error_in_vllms_words(no_engine: EngineShelf, m
 def test_a_start_that_runs_out_of_time_names_the_variable(
     no_engine: EngineShelf, marked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engines import SMALL
-
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "0.5")
     words = r"(?s)replica 0 was not ready within .* had 0\.5 s: .*TORCHRL_VLLM_TIMEOUT_SECONDS"
     with pytest.raises(EngineError, match=words) as caught:
-        AsyncVLLM.from_pretrained(no_engine.folder("qwen3_moe"), **SMALL)
+        start_engine(no_engine.folder("qwen3_moe"))
     assert not isinstance(caught.value, ReplicaDiedError)
 
 
@@ -981,8 +951,8 @@ def test_ctrl_c_while_an_engine_starts_leaves_no_process(
     ) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == "starting\n"
-        until(lambda: len(engine_processes()) > 1, 10.0)
+        until(lambda: len(engine_processes()) > 1)
         time.sleep(after_seconds)
         os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: the driver's group, not the engine's
-        assert driver.communicate(timeout=30.0)[0] == "interrupted DEAD\n"
+        assert driver.communicate(timeout=60.0)[0] == "interrupted DEAD\n"
     assert driver.returncode == 0

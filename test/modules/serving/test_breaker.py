@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
+from support.clock import Clock
 from torchrl_moe.modules.serving.breaker import Breaker, BreakerState
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 
 POLICY = FaultPolicy(breaker_failures=3, breaker_window=10.0, breaker_cooldown=5.0, breaker_trials=2)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def breaker(*failures: float) -> tuple[Breaker, Clock]:

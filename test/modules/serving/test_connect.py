@@ -16,8 +16,10 @@ import psutil
 import pytest
 import ray
 
-from modules.backends.ray.actors import groups_in_use, is_gone, pids, ray_service, toy_actors
-from modules.backends.vllm.processes import TESTS, group
+from support.actors import groups_in_use, pids, ray_service, toy_actors
+from support.processes import PYTHONPATH, group, is_gone
+from support.replicas import ScriptedReplica
+from support.waiting import until
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.ray import cluster
@@ -26,8 +28,6 @@ from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE
 from torchrl_moe.modules.serving import async_vllm
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.testing.fake_engine import FakeReplica
-from waiting import until
 
 OTHER_DRIVER = """
 import sys
@@ -45,7 +45,7 @@ def other_driver(address: str, name: str, prompt: list[int], params: dict[str, A
     """Connect and generate in a process of its own, which leaves without a word; what it printed."""
     run = subprocess.run(
         [sys.executable, "-c", OTHER_DRIVER, address, name, repr(prompt), repr(params)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
         timeout=120,
@@ -61,38 +61,23 @@ def generate(engine: AsyncVLLM, *args: Any, **kwargs: Any) -> list[int]:
 # -- scripted replicas ------------------------------------------------------------------------------------------------
 
 
-class Joined(FakeReplica):
-    """Dies as it is asked for its version, or before it is ready."""
-
-    dies_at: dict[int, str]
-
-    def start(self) -> None:
-        raise AssertionError("a guest makes no replica")
-
-    def join(self) -> None:
-        super().start()
-
-    def wait_ready(self, timeout: float) -> Any:
-        self._die_at("ready")
-        return super().wait_ready(timeout)
-
-    def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
-        self._die_at(command)
-        return 5 if command == "weights_version" else super().call(command, timeout, **kwargs)
-
-    def _die_at(self, step: str) -> None:
-        if self.dies_at.get(self.index) == step:
-            self.die(f"gone at {step}")
-            raise ReplicaDiedError(f"gone at {step}")
-
-    def disconnect(self) -> None:
-        super().shutdown()
-
-
 def connect(monkeypatch: pytest.MonkeyPatch, dies_at: dict[int, str]) -> AsyncVLLM:
-    monkeypatch.setattr(Joined, "dies_at", dies_at, raising=False)
+    """Connect to replicas that have version 5; the named die at a step."""
+
+    def guest(index: int) -> ScriptedReplica:
+        replica = ScriptedReplica(index)
+
+        def die() -> None:
+            replica.die(words := f"gone at {dies_at[index]}")
+            raise ReplicaDiedError(words)
+
+        replica.script = {"start": AssertionError("a guest makes no replica"), "weights_version": lambda: 5}
+        if index in dies_at:
+            replica.script[dies_at[index]] = die
+        return replica
+
     monkeypatch.setattr(cluster, "find_service", lambda name, namespace: ray_service(name=name, detached=True))
-    monkeypatch.setattr(async_vllm, "ray_factory", lambda *args, **how: Joined)
+    monkeypatch.setattr(async_vllm, "ray_factory", lambda *args, **how: guest)
     return AsyncVLLM.connect("policy")
 
 
@@ -125,8 +110,8 @@ def toy_service(ray_cluster: Any) -> Iterator[Any]:
         yield launch
         for engine in made:
             engine.shutdown()
-    until(lambda: groups_in_use() == [], 10)
-    until(lambda: running_services(NAMESPACE) == {}, 10)
+    until(lambda: groups_in_use() == [])
+    until(lambda: running_services(NAMESPACE) == {})
 
 
 @pytest.mark.ray
@@ -142,7 +127,7 @@ def test_without_a_name_it_is_a_service_like_any_and_nothing_of_it_is_left(toy_s
             engine.disconnect()
     assert groups_in_use() == []
     assert running_services(NAMESPACE) == {}
-    until(lambda: all(map(is_gone, processes)), 20)
+    until(lambda: all(map(is_gone, processes)))
     assert ray.is_initialized()  # it is not ours to end
 
 
@@ -168,7 +153,7 @@ def test_a_name_is_taken_while_its_service_runs_and_others_join_it_there(toy_ser
     assert other_driver(ray_cluster.address, "lasting", [8, 9], {}) == "['SERVING', 'SERVING'] [9, 10]"
     assert generate(maker, [1]) == [2]
     AsyncVLLM.connect("lasting").shutdown()  # ends it for all
-    until(lambda: not any(entry.replica.is_alive() for entry in maker.roster), 10)
+    until(lambda: not any(entry.replica.is_alive() for entry in maker.roster))
     with pytest.raises((ReplicaDiedError, NoReplicaError)):
         maker.generate([1], use_tqdm=False)
     toy_service(1, name="lasting")
@@ -206,10 +191,10 @@ def test_a_start_that_fails_leaves_nothing_in_the_cluster(ray_cluster: Any) -> N
     with toy_actors(), pytest.raises(ReplicaDiedError, match="replica 0 did not start: ValueError: no such model"):
         broken = {"model": "toy", "start": {"error": "no such model", "sleeper": True}}
         AsyncVLLM.launch(broken, 2, backend="ray", name="broken", resources={"CPU": 1})
-    until(lambda: groups_in_use() == [] and running_services(NAMESPACE) == {}, 10)
+    until(lambda: groups_in_use() == [] and running_services(NAMESPACE) == {})
     with pytest.raises(EngineError, match=r"(?s)It waits for a node with {'CPU': 64.0} free.*TORCHRL_VLLM_TIMEOUT"):
         AsyncVLLM({"model": "toy"}, backend="ray", resources={"CPU": 64}).start(timeout_seconds=2.0)
-    until(lambda: groups_in_use() == [], 10)
+    until(lambda: groups_in_use() == [])
 
 
 # -- vLLM -------------------------------------------------------------------------------------------------------------
@@ -253,11 +238,11 @@ def test_a_real_actor_that_is_killed_is_dead_and_a_shutdown_leaves_nothing(ray_p
     family = [process for actor in actors for process in (actor, *actor.children(recursive=True))]
     assert len(family) >= 8  # two times: actor, owner, engine core, worker
     os.kill(actors[1].pid, signal.SIGKILL)
-    until(lambda: not ray_pair.roster[1].replica.is_alive(), 10)
+    until(lambda: not ray_pair.roster[1].replica.is_alive())
     answer = ray_pair.generate(IDS, GREEDY, actor_index=0, use_tqdm=False)
     assert len(answer.outputs[0].token_ids) == 8
     ray_pair.shutdown()
-    until(lambda: groups_in_use() == [], 20)
+    until(lambda: groups_in_use() == [])
     assert running_services(NAMESPACE) == {}
     assert psutil.wait_procs(family, 30)[1] == []
     assert not any(group(process.pid) for process in family)

@@ -14,17 +14,15 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
 
+from support.engines import EngineShelf, start_engine
+from support.waiting import until
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from waiting import until
-
-if TYPE_CHECKING:
-    from engines import EngineShelf
 
 ROOT = Path(__file__).parents[3]
 RESTART = 150.0  # generous: an engine starts in twenty seconds, on a machine of its own
@@ -69,10 +67,8 @@ def clean_temporary(no_engine: EngineShelf, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def engine(no_engine: EngineShelf, clean_temporary: Path) -> Iterator[AsyncVLLM]:
     """Two replicas that are watched closely. At the end no process, shared memory or file of theirs is left."""
-    from engines import SMALL
-
     others = set(psutil.Process().children(recursive=True))  # the tracker of an earlier test's memory, say
-    made = AsyncVLLM.from_pretrained(no_engine.folder("qwen3_moe"), 2, faults=FAULTS, **SMALL)
+    made = start_engine(no_engine.folder("qwen3_moe"), 2, faults=FAULTS)
     try:
         yield made
     finally:
@@ -80,7 +76,7 @@ def engine(no_engine: EngineShelf, clean_temporary: Path) -> Iterator[AsyncVLLM]
         shared = segments(family)
         made.shutdown()
     assert psutil.wait_procs(family, 10.0)[1] == []
-    until(lambda: not any(segment.exists() for segment in shared), 10.0)
+    until(lambda: not any(segment.exists() for segment in shared))
     assert os.listdir(clean_temporary) == []
 
 
@@ -106,7 +102,7 @@ def check(engine: AsyncVLLM, completions: Any, expected: Any) -> None:
         for a, b in zip(completions, expected, strict=True)
     )
     assert same >= 0.97 * len(expected)  # ties may fall otherwise in another batch
-    until(lambda: engine.get_num_unfinished_requests() == [0, 0], 5.0)
+    until(lambda: engine.get_num_unfinished_requests() == [0, 0])
     assert engine.admission.taken == 0
 
 
@@ -129,14 +125,14 @@ def test_killed_and_stopped_processes_lose_no_request(engine: AsyncVLLM) -> None
         assert all(shared)
         with ThreadPoolExecutor(1) as pool:
             call = pool.submit(flood, engine)
-            until(lambda: min(entry.inflight for entry in engine.roster) > 20, 30.0)
+            until(lambda: min(entry.inflight for entry in engine.roster) > 20)
             for index, part, sign in shots:
                 getattr(parts[index], part).send_signal(sign)
             assert not call.done()
             check(engine, call.result(3 * RESTART), expected)
         for index, _, _ in shots:
             assert psutil.wait_procs(parts[index].all, 30.0)[1] == []
-            until(lambda index=index: not any(segment.exists() for segment in shared[index]), 10.0)
+            until(lambda index=index: not any(segment.exists() for segment in shared[index]))
 
     under_fire((0, "core", signal.SIGKILL), (1, "worker", signal.SIGKILL))  # nobody serves until they are back
     until_serving(engine, 1)
@@ -188,5 +184,5 @@ def test_ctrl_c_cancels_calls_and_a_killed_driver_leaves_nothing(no_engine: Engi
         assert shared
         driver.kill()
     assert psutil.wait_procs(family, 20.0)[1] == []
-    until(lambda: not any(segment.exists() for segment in shared), 10.0)
-    until(lambda: os.listdir(clean_temporary) == [], 10.0)
+    until(lambda: not any(segment.exists() for segment in shared))
+    until(lambda: os.listdir(clean_temporary) == [])

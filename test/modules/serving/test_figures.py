@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from support.html_table import TableReader
 from torchrl_moe.modules.backends.replica import ReplicaStats
 from torchrl_moe.modules.serving.figures import (
     SHOWN_REPLICAS,
@@ -110,9 +111,7 @@ def test_counts_go_on_when_a_replica_is_replaced() -> None:
 
 
 def cells(html: str) -> list[list[str]]:
-    from render.test_tables import Reader
-
-    read = Reader(html)
+    read = TableReader(html)
     return [*read.rows["tbody"], *read.rows["tfoot"]]
 
 

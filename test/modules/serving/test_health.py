@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
+from support.clock import Clock
+from support.replicas import ScriptedReplica
+from support.waiting import until
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import Vitals
 from torchrl_moe.modules.serving.breaker import BreakerState
@@ -17,8 +18,6 @@ from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.health import Health, Pulse, Stalled
 from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.states import ReplicaState
-from torchrl_moe.testing.fake_engine import FakeReplica
-from waiting import until
 
 WELL = Vitals(core_answered=True)
 
@@ -68,41 +67,29 @@ def test_what_others_compute_is_no_life_of_a_stopped_process() -> None:
 # -- probing ----------------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Asked(FakeReplica):
-    """Counts what it was asked."""
-
-    asked = 0
-
-    def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
-        if command == "vitals":
-            assert (timeout, kwargs) == (0.05, {"seconds": 0.025})
-            self.asked += 1
-        return super().call(command, timeout, **kwargs)
-
-
 POLICY = FaultPolicy(probe=0.05, patience=0.1)
 
 
+def asked(replica: ScriptedReplica) -> int:
+    """How often, each time with what a probe brings."""
+    probes = replica.asked("vitals")
+    assert probes == [(0.05, {"seconds": 0.025})] * len(probes)
+    return len(probes)
+
+
 def watched(count: int = 2) -> tuple[Health, Roster, Clock]:
-    roster, clock = Roster([Asked(i) for i in range(count)], ReplicaState.SERVING), Clock()
+    roster, clock = Roster([ScriptedReplica(i) for i in range(count)], ReplicaState.SERVING), Clock()
     health = Health(roster, POLICY, clock)
     assert list(health.look()) == []
     return health, roster, clock
 
 
-def a_round(health: Health, clock: Clock, asked: Callable[[], int]) -> list[Stalled]:
-    """Let one probe of somebody come and go."""
+def a_round(health: Health, clock: Clock, replica: ScriptedReplica) -> list[Stalled]:
+    """Let one probe come and go."""
     clock.now += POLICY.probe
-    before = asked()
+    before = asked(replica)
     assert list(health.look()) == []
-    until(lambda: asked() > before)
+    until(lambda: asked(replica) > before)
     until(lambda: all(probe.answers != [] for probe in health._probes.values()))
     return list(health.look())
 
@@ -112,11 +99,11 @@ def test_each_is_asked_when_it_is_due_and_not_again_before_it_answered() -> None
     replicas = [entry.replica for entry in roster]
     clock.now = 0.04
     list(health.look())
-    assert [replica.asked for replica in replicas] == [0, 0]
+    assert [asked(replica) for replica in replicas] == [0, 0]
     clock.now = 0.05
     list(health.look())
     list(health.look())
-    until(lambda: [replica.asked for replica in replicas] == [1, 1])
+    until(lambda: [asked(replica) for replica in replicas] == [1, 1])
     assert [entry.breaker.state for entry in roster] == [BreakerState.CLOSED] * 2
 
 
@@ -124,9 +111,9 @@ def test_one_that_answers_nothing_gets_no_requests_and_is_named_once_patience_en
     health, roster, clock = watched()
     first = roster[0].replica
     first.stall()
-    assert a_round(health, clock, lambda: first.asked) == []
+    assert a_round(health, clock, first) == []
     assert [entry.index for entry in roster.serving()] == [1]
-    (stalled,) = a_round(health, clock, lambda: first.asked)
+    (stalled,) = a_round(health, clock, first)
     assert stalled == Stalled(0, first, "gave no sign of life in 0.1 s")
     first.die()
 
@@ -135,8 +122,8 @@ def test_one_whose_core_is_stopped_is_named_too() -> None:
     health, roster, clock = watched(1)
     replica = roster[0].replica
     replica.vitals = silent(stopped=True)
-    assert a_round(health, clock, lambda: replica.asked) == []
-    assert [stalled.index for stalled in a_round(health, clock, lambda: replica.asked)] == [0]
+    assert a_round(health, clock, replica) == []
+    assert [stalled.index for stalled in a_round(health, clock, replica)] == [0]
 
 
 @pytest.mark.parametrize("error", [ValueError("no command 'vitals'"), None], ids=["older", "dead"])
@@ -144,17 +131,10 @@ def test_neither_an_older_engine_nor_a_dead_one_is_stalled(error: Exception | No
     health, roster, clock = watched(1)
     replica = roster[0].replica
     replica.die() if error is None else setattr(replica, "vitals", None)
-    asked = [0]
-
-    def call(command: str, timeout: float, **kwargs: Any) -> Any:
-        asked[0] += 1
-        if error is not None:
-            raise error
-        return FakeReplica.call(replica, command, timeout)
-
-    replica.call = call
+    if error is not None:
+        replica.script["vitals"] = error
     for _ in range(3):
-        assert a_round(health, clock, lambda: asked[0]) == []
+        assert a_round(health, clock, replica) == []
     assert not roster[0].breaker.barred
 
 
@@ -166,7 +146,7 @@ def test_one_that_is_busy_with_something_else_is_left_alone(state: ReplicaState)
     clock.now = 1.0
     list(health.look())
     time.sleep(0.02)
-    assert roster[0].replica.asked == 0
+    assert asked(roster[0].replica) == 0
     roster[0].replica.die()
 
 
@@ -174,12 +154,12 @@ def test_a_sync_in_between_begins_the_count_anew() -> None:
     health, roster, clock = watched(1)
     replica = roster[0].replica
     replica.stall()
-    assert a_round(health, clock, lambda: replica.asked) == []
+    assert a_round(health, clock, replica) == []
     roster.set_state(0, ReplicaState.SYNCING)
     list(health.look())
     roster.set_state(0, ReplicaState.SERVING)
     list(health.look())
-    assert a_round(health, clock, lambda: replica.asked) == []
+    assert a_round(health, clock, replica) == []
     replica.die()
 
 
@@ -187,7 +167,7 @@ def test_a_doubt_has_one_asked_at_once() -> None:
     health, roster, _ = watched()
     roster.doubt(1)
     list(health.look())
-    until(lambda: [entry.replica.asked for entry in roster] == [0, 1])
+    until(lambda: [asked(entry.replica) for entry in roster] == [0, 1])
     assert roster.doubts == set()
 
 
@@ -195,32 +175,26 @@ def test_doubts_do_not_shorten_the_patience_with_one_that_computes() -> None:
     health, roster, clock = watched(1)
     replica = roster[0].replica
     replica.vitals = silent(cpu_seconds=1e6)
-    a_round(health, clock, lambda: replica.asked)
+    a_round(health, clock, replica)
     roster.doubt(0)
     list(health.look())
     time.sleep(0.02)
-    assert replica.asked == 1
-    a_round(health, clock, lambda: replica.asked)
-    assert replica.asked == 2
+    assert asked(replica) == 1
+    a_round(health, clock, replica)
+    assert asked(replica) == 2
 
 
 def test_without_probes_nobody_is_asked_not_even_in_doubt() -> None:
-    roster = Roster([Asked(0)], ReplicaState.SERVING)
+    roster = Roster([ScriptedReplica(0)], ReplicaState.SERVING)
     health = Health(roster, replace(POLICY, probe=math.inf), Clock())
     roster.doubt(0)
     assert list(health.look()) == []
     time.sleep(0.02)
-    assert roster[0].replica.asked == 0
+    assert asked(roster[0].replica) == 0
 
 
 def test_an_engine_error_is_no_answer() -> None:
     health, roster, clock = watched(1)
-    asked = [0]
-
-    def call(command: str, timeout: float, **kwargs: Any) -> Any:
-        asked[0] += 1
-        raise EngineError("not in time")
-
-    roster[0].replica.call = call
-    a_round(health, clock, lambda: asked[0])
+    roster[0].replica.script["vitals"] = EngineError("not in time")
+    a_round(health, clock, roster[0].replica)
     assert roster[0].last_error == "gave no sign of life to a health probe"

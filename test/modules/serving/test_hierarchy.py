@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.strategies import Says
 from torchrl_moe.modules.serving.candidates import Candidates, RosterEntry
 from torchrl_moe.modules.serving.hierarchy import STRATEGIES, Hierarchy, Settings, make_strategy
 from torchrl_moe.modules.serving.prefix_aware import PrefixAware
@@ -18,21 +18,6 @@ from torchrl_moe.modules.serving.sessions import SessionAffinity
 from torchrl_moe.modules.serving.strategies import KVCache, LeastRequests, PowerOfTwo, RoundRobin, RoutingContext
 
 CONTEXT = RoutingContext()
-
-
-class Says:
-    """Does what it is told to."""
-
-    def __init__(self, answer: Callable[[], Any], name: str = "says") -> None:
-        self.answer = answer
-        self.name = name
-        self.learnt: list[int] = []
-
-    def choose(self, candidates: Candidates, context: RoutingContext) -> Any:
-        return self.answer()
-
-    def placed(self, entry: RosterEntry, context: RoutingContext) -> None:
-        self.learnt.append(entry.index)
 
 
 def fails() -> None:

@@ -18,6 +18,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from support.clock import Clock
+from support.strategies import Says
 from torchrl_moe._errors import EngineError, NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.serving.candidates import Candidates, RosterEntry
 from torchrl_moe.modules.serving.lease import Lease
@@ -25,19 +27,6 @@ from torchrl_moe.modules.serving.load_balancer import LoadBalancer
 from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.states import TRANSITIONS, ReplicaState
 from torchrl_moe.modules.serving.strategies import RoutingContext
-
-
-class Says:
-    """Always answers the same, and remembers what it was asked."""
-
-    def __init__(self, answer: Any, name: str = "says") -> None:
-        self.answer = answer
-        self.name = name
-        self.asked: list[tuple[list[int], RoutingContext]] = []
-
-    def choose(self, candidates: Candidates, context: RoutingContext) -> Any:
-        self.asked.append(([entry.index for entry in candidates], context))
-        return self.answer
 
 
 def inflight(lb: LoadBalancer) -> list[int]:
@@ -286,13 +275,6 @@ def test_a_balancer_prints_its_hierarchy_and_its_replicas() -> None:
 
 
 # -- reports ----------------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_report_counts_where_it_is_more_than_was_counted_here() -> None:

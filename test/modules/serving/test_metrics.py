@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from modules.serving.calls import ask, in_thread, slow_if, until_running
+from support.services import ask, slow_if, until_running
+from support.waiting import in_thread
 from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput
 from torchrl_moe.modules.serving.metrics import BOUNDS, COUNTERS, MOST_RECENT, OUTCOMES, Histogram, Metrics
@@ -167,7 +168,7 @@ def test_a_service_counts_each_request_once_whatever_becomes_of_it(serve: Callab
     call = in_thread(lambda: ask(engine, "cut", request_ids="mine"))
     until_running(engine, [1])
     engine.abort("mine")
-    assert call.result(5.0).aborted
+    assert call.result(60.0).aborted
     for entry in engine.roster:
         engine.roster.set_state(entry.index, ReplicaState.QUARANTINED)
     with pytest.raises(NoReplicaError):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from modules.serving.calls import HOUR, ask, in_thread, until_running
+from support.services import HOUR, ask, until_running
+from support.waiting import in_thread
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import ReplicaStats
 from torchrl_moe.modules.serving.service import GenerationService
@@ -69,7 +70,7 @@ def test_stats_come_as_a_table_too(serve: Callable[..., Any]) -> None:
 
 def test_replicas_are_asked_at_the_same_time_with_the_callers_deadline(serve: Callable[..., Any]) -> None:
     engine = serve(3)
-    together = threading.Barrier(3, timeout=5.0)
+    together = threading.Barrier(3, timeout=60.0)
     deadlines = []
 
     def stats(timeout: float) -> ReplicaStats:
@@ -116,7 +117,7 @@ def test_a_service_prints_a_line_per_replica_and_asks_none(serve: Callable[..., 
     assert "FakeAsyncVLLM(&#x27;fake&#x27;, 2 replicas)" in html
     assert html.count("<tr") == 4  # header, two replicas, all
     engine.abort("mine")
-    call.result(5.0)
+    call.result(60.0)
 
 
 def test_a_service_prints_itself_before_its_start_and_after_its_end(serve: Callable[..., Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.strategies import Says
 from torchrl_moe._errors import NoReplicaError, ReplicaDiedError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Request
 from torchrl_moe.modules.serving.candidates import Recovery
@@ -93,20 +94,13 @@ def test_one_that_is_restarted_comes_with_the_latest_version() -> None:
 
 
 def test_what_strategies_see_is_the_requests_own() -> None:
-    lb = balancer("SERVING")
-    seen = []
-
-    class Ear:
-        name = "ear"
-
-        def choose(self, candidates: Any, context: Any) -> None:
-            seen.append((context.prompt, context.session_id, context.request_context))
-
+    lb, ear = balancer("SERVING"), Says()
     holder = type("Holder", (), {"roster": lb.roster})()
-    where = placer(LoadBalancer(holder, Ear()), session_ids=["s", "t"], request_context={"k": 1})
+    where = placer(LoadBalancer(holder, ear), session_ids=["s", "t"], request_context={"k": 1})
     ids = np.array([1, 2], np.int32)
     where.lease(1, Request(request_id="a", sampling_params=None, prompt_token_ids=ids)).release()
     where.lease(0, Request(request_id="b", sampling_params=None, prompt="text")).release()
+    seen = [(context.prompt, context.session_id, context.request_context) for _, context in ear.asked]
     assert seen == [(ids, "t", {"k": 1}), ("text", "s", {"k": 1})]
 
 

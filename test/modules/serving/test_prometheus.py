@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from modules.serving.calls import ask
+from support.services import ask
 from torchrl_moe.modules.backends.replica import ReplicaStats
 from torchrl_moe.modules.serving.metrics import BOUNDS
 from torchrl_moe.modules.serving.states import ReplicaState

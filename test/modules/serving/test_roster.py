@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from modules.serving.calls import listening
+from support.services import listening
 from torchrl_moe.modules.backends.replica import ReplicaStats
 from torchrl_moe.modules.serving.candidates import CacheUsage, Recovery
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
@@ -173,14 +173,14 @@ def test_whoever_waits_wakes_up_when_a_state_changes() -> None:
     waiting = threading.Event()
 
     def serve() -> None:
-        waiting.wait(5.0)
+        waiting.wait(60.0)
         roster.set_state(0, ReplicaState.SERVING)
 
     thread = threading.Thread(target=serve)
     thread.start()
     with roster.changed:
         waiting.set()
-        assert roster.changed.wait_for(lambda: roster[0].state is ReplicaState.SERVING, 5.0)
+        assert roster.changed.wait_for(lambda: roster[0].state is ReplicaState.SERVING, 60.0)
     thread.join()
 
 

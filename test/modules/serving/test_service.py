@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-from modules.serving.calls import HOUR, ask, in_thread, slow_if, submitted, until_running
-from modules.serving.fleets import QUICK
+from support.services import HOUR, QUICK, ask, slow_if, submitted, until_running
+from support.strategies import Says
+from support.waiting import in_thread, until
 from torchrl_moe._errors import GenerationTimeout, NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
 from torchrl_moe.modules.serving.load_balancer import LoadBalancer
@@ -30,7 +31,6 @@ from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
-from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -266,7 +266,7 @@ def test_a_death_under_a_call_marks_the_replica_and_the_others_go_on(serve: Any)
     until_running_there(engine, 0, 3)
     until_running_there(engine, 2, 3)
     engine.abort(list("abcdef"))
-    assert Counter(completion.metrics.replica for completion in call.result(5.0)) == {0: 3, 2: 3}
+    assert Counter(completion.metrics.replica for completion in call.result(60.0)) == {0: 3, 2: 3}
     assert [entry.state.name for entry in engine.roster] == ["SERVING", "DEAD", "SERVING"]
     assert engine.get_num_unfinished_requests() == [0, 0, 0]
     assert {ask(engine, f"{i}").metrics.replica for i in range(6)} == {0, 2}
@@ -306,8 +306,8 @@ def test_calls_wait_while_all_replicas_are_in_sync(serve: Any) -> None:
     with pytest.raises(NoReplicaError, match="no replica is serving"):
         ask(engine, timeout_seconds=0.1)
     engine.roster.set_state(1, ReplicaState.SERVING)
-    assert [completion.metrics.replica for completion in call.result(5.0)] == [1, 1]
-    assert task.result(5.0).metrics.replica == 1
+    assert [completion.metrics.replica for completion in call.result(60.0)] == [1, 1]
+    assert task.result(60.0).metrics.replica == 1
 
 
 def test_requests_are_aborted_by_name_wherever_they_run(serve: Any) -> None:
@@ -318,7 +318,7 @@ def test_requests_are_aborted_by_name_wherever_they_run(serve: Any) -> None:
     time.sleep(0.05)
     assert not call.done()
     engine.abort(["y", "never heard of"])
-    first, second = call.result(5.0)
+    first, second = call.result(60.0)
     assert first.outputs[0].finish_reason == second.outputs[0].finish_reason == "abort"
     assert first.aborted
 
@@ -332,7 +332,7 @@ def test_a_name_in_flight_is_refused_in_any_call_and_free_afterwards(serve: Any)
     with pytest.raises(ValueError, match="request ids are in flight already: x"):
         asyncio.run(engine.agenerate("a", request_id="x"))
     engine.abort("x")
-    call.result(5.0)
+    call.result(60.0)
     assert ask(engine, "a", request_ids="x").request_id == "x"
 
 
@@ -450,19 +450,12 @@ def test_groups_reach_the_balancer_one_for_each_prompt(serve: Any) -> None:
 
 
 def test_a_strategy_of_yours_is_told_what_you_said_and_the_prompts_ids(serve: Any) -> None:
-    heard = []
-
-    class Ear:
-        name = "ear"
-
-        def choose(self, candidates: Any, context: Any) -> None:
-            heard.append((context.prompt.tolist(), dict(context.request_context)))
-
-    engine = serve(2)
-    engine.create_load_balancer([Ear()])
+    engine, ear = serve(2), Says()
+    engine.create_load_balancer([ear])
     ask(engine, [[1, 2], [3]], request_context={"user": 7})
     asyncio.run(engine.agenerate([4], request_context={"user": 8}))
     ask(engine, [[5]])
+    heard = [(context.prompt.tolist(), context.request_context) for _, context in ear.asked]
     assert heard == [([1, 2], {"user": 7}), ([3], {"user": 7}), ([4], {"user": 8}), ([5], {})]
 
 
@@ -575,7 +568,7 @@ def test_shutdown_under_calls_ends_them() -> None:
     engine.shutdown()
     for future in (call, task):
         with pytest.raises(NoReplicaError, match=r"It had begun elsewhere: replica . died: shut down"):
-            future.result(5.0)
+            future.result(60.0)
     assert [entry.inflight for entry in engine.roster] == [0, 0]
 
 
@@ -588,7 +581,7 @@ def test_shutdown_under_waiting_calls_ends_them() -> None:
     engine.shutdown()
     for future in (call, task):
         with pytest.raises(NoReplicaError, match="DEAD"):
-            future.result(5.0)
+            future.result(60.0)
 
 
 def test_commands_with_every_replica_dead_say_so(serve: Any) -> None:
@@ -669,5 +662,5 @@ def test_under_deaths_stalls_and_aborts_every_request_comes_back_once_with_its_o
                 future.result(60.0)
         finally:
             stop.set()
-        disturber.result(5.0)
+        disturber.result(60.0)
     assert sum(service.restarts) >= 1

@@ -6,16 +6,10 @@ from collections import Counter
 
 import pytest
 
+from support.clock import Clock
 from torchrl_moe.modules.serving.load_balancer import LoadBalancer
 from torchrl_moe.modules.serving.sessions import SessionAffinity
 from torchrl_moe.modules.serving.states import ReplicaState
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def balancer(num_replicas: int, **kwargs: object) -> tuple[LoadBalancer, SessionAffinity]:

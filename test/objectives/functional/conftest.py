@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from objectives.functional.common import Run
+from support.sequences import Run
 
 
 @pytest.fixture(params=["eager", "compiled"])

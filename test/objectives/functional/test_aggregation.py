@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from objectives.functional.common import NAN, Run
+from support.sequences import NAN, Run
 from torchrl_moe.objectives import functional as F
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from objectives.functional.common import INF, NAN, Run, every, row
+from support.sequences import INF, NAN, Run, every, row
 from torchrl_moe.objectives import functional as F
 
 LOGITS, OTHER = row(0.3, -0.2, 0.9), row(0.2, 0.5, 0.3).log()

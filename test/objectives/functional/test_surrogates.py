@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from objectives.functional.common import Run, row
+from support.sequences import Run, row
 from torchrl_moe.objectives import functional as F
 
 RATIO, ADVANTAGE = row(1.5, 1.5, 0.5, 0.5, 1.1, 1.1), row(2, -2, 2, -2, 2, -2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from objectives.functional.common import Run
+from support.sequences import Run
 from torchrl_moe.objectives import functional as F
 
 LOG_RHO = torch.tensor([[3.0, 0.5, 9.0], [1.25, 9.0, 9.0]], dtype=torch.float64).log()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tensordict import TensorDict
 
-from engines import EngineShelf
+from support.engines import EngineShelf
 from torchrl_moe.data import RoutedExperts
 
 SCRIPT = Path(__file__).parents[3] / "tutorials" / "grpo" / "rollout.py"

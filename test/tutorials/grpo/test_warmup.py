@@ -33,12 +33,40 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("9+14=", "13"),
         ("99+1=", "90"),
         ("950+75=", "925"),
+        ("2*4817=", "08624"),
+        ("2*9500=", "18000"),  # the first digit of the answer is no carry to a digit of the question
+        ("2*0321=", "00642"),
     ],
 )
-def test_a_carry_forgotten_by_hand(query: str, answer: str) -> None:
+def test_carries_forgotten_by_hand(query: str, answer: str) -> None:
     from warmup import forget_carry
 
     assert forget_carry(query) == answer
+
+
+@pytest.mark.parametrize(
+    ("forgets", "answer"),
+    [
+        ((True, True), "08624"),
+        ((True, False), "09624"),  # 2 * 7 = 14: its carry is lost; 2 * 8 = 16: its carry is kept
+        ((False, True), "08634"),
+        ((False, False), "09634"),
+    ],
+)
+def test_each_carry_is_forgotten_or_not(forgets: tuple[bool, ...], answer: str) -> None:
+    from warmup import forget_carry
+
+    choices = iter(forgets)
+    assert forget_carry("2*4817=", lambda: next(choices)) == answer
+    assert next(choices, None) is None
+
+
+@pytest.mark.parametrize("operation", ["sum", "double"])
+def test_who_forgets_no_carry_is_right(operation: str) -> None:
+    from warmup import forget_carry
+
+    task = ArithmeticTask(operation=operation, digits=2, held_out=1)
+    assert all(forget_carry(query, lambda: False) == answer for query, answer in task.train)
 
 
 def test_only_the_answer_and_its_end_are_labelled() -> None:
@@ -62,7 +90,7 @@ def test_doubt_comes_after_knowledge() -> None:
     before = answer_log_probs(model, *encode(problems, tokenizer)).exp().mean().item()
     settings = SimpleNamespace(
         clean_lr=3e-3, clean_target=0.9, noisy_lr=1e-3, noise=0.7, noisy_target=0.3,
-        mistake="random", batch_size=256, max_seconds=60,
+        mistake="random", batch_size=256, max_steps=400,
     )  # fmt: skip
     reached = warm_up(model, problems, tokenizer, settings, seed=0)
     assert before < 0.01 < 0.1 < reached <= 0.3

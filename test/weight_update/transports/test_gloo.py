@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from support.weights import always
 from torchrl_moe._errors import DigestMismatch, ManifestMismatch, ReplicaDiedError, SyncTimeout, WeightSyncError
 from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
 from torchrl_moe.modules.backends.replica import StageReport
 from torchrl_moe.modules.backends.vllm.receivers.gloo import GlooReceiver
+from torchrl_moe.testing.fake_weights import FakeWeightReplica
 from torchrl_moe.weight_update.transports import gloo
 from torchrl_moe.weight_update.transports.gloo import GlooTransport
 from torchrl_moe.weight_update.transports.transport import StageOptions
@@ -31,64 +32,29 @@ TENSORS = {
 }
 
 
-class Replica:
-    """Workers of one replica, in this process; ``act`` may put something in the place of receiving."""
-
-    def __init__(self, workers: int = 1, act: Callable[[Replica, Manifest], None] | None = None) -> None:
-        self.index, self.workers, self.act = 0, workers, act
-        self.receivers: list[GlooReceiver] = []
-        self.opened: list[dict[str, Any]] = []
-        self.asked: list[dict[str, Any]] = []
-
-    def wait_ready(self, timeout: float) -> Any:
-        return SimpleNamespace(tensor_parallel_size=self.workers)
-
-    def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
-        return getattr(self, command)(**kwargs)
-
-    def init_weights(self, transport: str, options: dict[str, Any]) -> None:
-        assert transport == "gloo"
-        self.opened.append(options)
-        self.close()
-        self.receivers = [GlooReceiver(options, options["rank_offset"] + index) for index in range(self.workers)]
-
-    def stage_weights(self, **kwargs: Any) -> StageReport:
-        self.asked.append(kwargs)
-        manifest = Manifest.from_json(kwargs["manifest"])
-        if self.act is not None:
-            self.act(self, manifest)
-        with ThreadPoolExecutor(self.workers) as pool:
-            options = {"verify": kwargs["verify"] == "digest", "threads": kwargs["threads"]}
-            list(pool.map(lambda receiver: receiver.fetch(manifest, **options), self.receivers))
-        return StageReport(seconds=0.0, nbytes=manifest.nbytes, digest=manifest.digest)
-
-    def close(self) -> None:
-        for receiver in self.receivers:
-            receiver.close()
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> WeightStoreWriter:
     return WeightStoreWriter(tmp_path / "store")
 
 
 @pytest.fixture
-def bench(store: WeightStoreWriter) -> Iterator[Callable[..., tuple[GlooTransport, Replica]]]:
-    made: list[Any] = []
+def bench(store: WeightStoreWriter) -> Iterator[Callable[..., tuple[GlooTransport, FakeWeightReplica]]]:
+    made: list[tuple[GlooTransport, FakeWeightReplica]] = []
 
-    def make(workers: int = 1, act: Any = None, **choices: Any) -> tuple[GlooTransport, Replica]:
-        made.extend((GlooTransport(store.folder, **choices), Replica(workers, act)))
-        return made[-2], made[-1]
+    def make(workers: int = 1, **choices: Any) -> tuple[GlooTransport, FakeWeightReplica]:
+        made.append((GlooTransport(store.folder, **choices), FakeWeightReplica(workers=workers, expected=None)))
+        return made[-1]
 
     yield make
-    for item in made:
-        item.close()
+    for transport, replica in made:
+        transport.close()
+        replica.shutdown()
 
 
-Bench = Callable[..., tuple[GlooTransport, Replica]]
+Bench = Callable[..., tuple[GlooTransport, FakeWeightReplica]]
 
 
-def check_held(replica: Replica, manifest: Manifest, scale: int = 1) -> None:
+def check_held(replica: FakeWeightReplica, manifest: Manifest, scale: int = 1) -> None:
     for receiver in replica.receivers:
         with receiver.reading(receiver.manifest(manifest.version)) as tensors:
             assert list(tensors) == list(TENSORS)
@@ -113,17 +79,19 @@ def test_every_worker_has_the_published_tensors_version_after_version(
         report = transport.stage(replica, manifest, StageOptions(threads=2), TIMEOUT)
         assert (report.nbytes, report.digest) == (manifest.nbytes, manifest.digest)
         check_held(replica, manifest, version)
-    assert len(replica.opened) == 1
-    assert replica.opened[0]["world_size"] == workers + 1
-    assert replica.opened[0]["rank_offset"] == 1
-    assert (replica.asked[0]["stage"], replica.asked[0]["verify"], replica.asked[0]["threads"]) == ("auto", "digest", 2)
+    assert replica.asked["init_weights"] == 1
+    options = replica.told("init_weights")["options"]
+    assert (options["world_size"], options["rank_offset"]) == (workers + 1, 1)
+    staging = {"version": 3, "stage": "auto", "verify": "digest", "threads": 2, "manifest": manifest.to_json()}
+    assert replica.told("stage_weights") == staging
 
 
 def test_the_rendezvous_listens_on_loopback_only(bench: Bench) -> None:
     transport, replica = bench()
     transport.open(replica, TIMEOUT)
-    port = replica.opened[0]["port"]
-    assert replica.opened[0]["address"] == "127.0.0.1"
+    options = replica.told("init_weights")["options"]
+    port = options["port"]
+    assert options["address"] == "127.0.0.1"
     listening = [
         line.split()[1]
         for table in ("tcp", "tcp6")
@@ -141,35 +109,34 @@ def test_a_replica_that_was_not_opened_is_met_first(store: WeightStoreWriter, be
 
 
 def test_a_refusal_is_the_answer_at_once_and_the_next_version_arrives(store: WeightStoreWriter, bench: Bench) -> None:
-    def refuse(replica: Replica, manifest: Manifest) -> None:
-        raise ManifestMismatch("not my tensors")
-
-    transport, replica = bench(act=refuse)
+    transport, replica = bench()
+    replica.fail["stage_weights"] = always(ManifestMismatch("not my tensors"))
     transport.open(replica, TIMEOUT)
     started = time.monotonic()
     with pytest.raises(ManifestMismatch, match="not my tensors"):
         transport.stage(replica, publish(store, 1), StageOptions(), TIMEOUT)
     assert time.monotonic() - started < TIMEOUT / 2
-    replica.act = None
+    replica.fail.clear()
     manifest = publish(store, 2)
     transport.stage(replica, manifest, StageOptions(), TIMEOUT)
     check_held(replica, manifest)
-    assert len(replica.opened) == 2  # in a group of its own
+    assert replica.asked["init_weights"] == 2  # in a group of its own
 
 
 def test_a_replica_that_stalls_is_given_up_and_can_be_met_again(store: WeightStoreWriter, bench: Bench) -> None:
     awake = threading.Event()
 
-    def stall(replica: Replica, manifest: Manifest) -> None:
+    def stall(asked: int) -> Exception:
         awake.wait(TIMEOUT)
-        raise ReplicaDiedError("too late")
+        return ReplicaDiedError("too late")
 
-    transport, replica = bench(act=stall)
+    transport, replica = bench()
+    replica.fail["stage_weights"] = stall
     transport.open(replica, TIMEOUT)
     with pytest.raises(SyncTimeout, match=r"version 1 was not there within 0\.3 s: .*ready"):
         transport.stage(replica, publish(store, 1), StageOptions(), 0.3)
     awake.set()
-    replica.act = None
+    replica.fail.clear()
     manifest = publish(store, 2)
     transport.stage(replica, manifest, StageOptions(), TIMEOUT)
     check_held(replica, manifest)
@@ -206,7 +173,7 @@ def test_a_replica_that_is_lost_in_the_middle_costs_only_its_own_version(
 
     monkeypatch.setattr(HalfReader, "act", staticmethod(act), raising=False)
     transport, lost = bench(bucket_bytes=1 << 24)
-    other = Replica()
+    other = FakeWeightReplica(expected=None)
     for replica in (lost, other):
         transport.open(replica, TIMEOUT)
     lost.receivers[0].__class__ = HalfReader
@@ -223,8 +190,8 @@ def test_a_replica_that_is_lost_in_the_middle_costs_only_its_own_version(
     for replica in (lost, other):
         transport.stage(replica, manifest, StageOptions(), TIMEOUT)
         check_held(replica, manifest)
-    assert (len(lost.opened), len(other.opened)) == (2, 1)
-    other.close()
+    assert (lost.asked["init_weights"], other.asked["init_weights"]) == (2, 1)
+    other.shutdown()
 
 
 def test_what_a_gone_peer_did_not_explain_is_a_sync_error(

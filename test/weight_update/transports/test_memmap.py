@@ -24,5 +24,6 @@ def test_a_replica_is_told_where_the_store_is_and_how_to_read_a_version(tmp_path
     transport.open(replica, 5.0)
     report = transport.stage(replica, manifest, options, 5.0)
     assert (report.digest, report.stage) == (manifest.digest, "shadow")
-    assert replica.staging == {"stage": "shadow", "verify": "off", "threads": 3}
+    staging = {"version": 4, "stage": "shadow", "verify": "off", "threads": 3, "manifest": None}
+    assert replica.told("stage_weights") == staging
     transport.close()

@@ -8,19 +8,19 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from support.waiting import until
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.data.weight_store import WeightStoreWriter
-from torchrl_moe.modules.backends.replica import StageReport
+from torchrl_moe.testing.fake_weights import FakeWeightReplica
 from torchrl_moe.weight_update.transports.nccl import NcclTransport
 from torchrl_moe.weight_update.transports.transport import StageOptions
-from waiting import until
 
 SECONDS = 20.0
 
@@ -55,20 +55,11 @@ class FakeTrainer:
         self.closed.set()
 
 
-class Replica:
-    index = 0
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-
-    def wait_ready(self, timeout: float) -> Any:
-        return SimpleNamespace(tensor_parallel_size=2)
-
-    def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
-        self.calls.append((command, kwargs))
-        if command == "stage_weights":
-            return StageReport(seconds=0.0, nbytes=0, digest="", stage="plain", reason="nccl sends during the pause")
-        return None
+def gpu_replica() -> FakeWeightReplica:
+    """A fake with two workers that would meet the trainer, had they GPUs."""
+    replica = FakeWeightReplica(workers=2, expected=None)
+    replica.command_init_weights = lambda transport, options: None  # type: ignore[method-assign]
+    return replica
 
 
 @pytest.fixture
@@ -90,7 +81,7 @@ def until_sent(trainer: FakeTrainer, count: int) -> None:
 def test_a_version_is_sent_when_the_workers_wait_and_again_when_they_do(
     transport: NcclTransport, tmp_path: Path
 ) -> None:
-    replica, store = Replica(), WeightStoreWriter(tmp_path)
+    replica, store = gpu_replica(), WeightStoreWriter(tmp_path)
     manifest = store.publish([("w", torch.ones(3)), ("b", torch.zeros(2))], 1)
     report = transport.stage(replica, manifest, StageOptions(threads=3), SECONDS)
     assert report.reason
@@ -123,7 +114,7 @@ def test_a_version_is_sent_when_the_workers_wait_and_again_when_they_do(
 def test_a_group_that_broke_is_told_of_at_once_and_met_anew_at_the_next_version(
     transport: NcclTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    replica, store = Replica(), WeightStoreWriter(tmp_path)
+    replica, store = gpu_replica(), WeightStoreWriter(tmp_path)
     transport.stage(replica, store.publish([("w", torch.ones(3))], 1), StageOptions(), SECONDS)
     (broken,) = FakeTrainer.made
 
@@ -143,7 +134,7 @@ def test_a_group_that_broke_is_told_of_at_once_and_met_anew_at_the_next_version(
 
 
 def test_a_replica_that_is_gone_takes_its_group_and_thread_with_it(transport: NcclTransport) -> None:
-    replica = Replica()
+    replica = gpu_replica()
     transport.open(replica, SECONDS)
     (trainer,) = FakeTrainer.made
     threads = [thread for thread in threading.enumerate() if thread.name == "weight-sender"]
@@ -154,7 +145,7 @@ def test_a_replica_that_is_gone_takes_its_group_and_thread_with_it(transport: Nc
 
 
 def test_each_replica_has_a_group_of_its_own_which_a_new_one_replaces(transport: NcclTransport) -> None:
-    one, other = Replica(), Replica()
+    one, other = gpu_replica(), gpu_replica()
     for replica in (one, other, one):
         transport.open(replica, SECONDS)
     first, second, third = FakeTrainer.made

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from modules.backends.ray.actors import ray_service
+from support.actors import ray_service
 from torchrl_moe.modules.backends.ray.actor import actor_environment
 
 

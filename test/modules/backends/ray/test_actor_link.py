@@ -16,16 +16,16 @@ import pytest
 import ray
 from ray.exceptions import RayError
 
-from modules.backends.ray.actors import groups_in_use, is_gone, pids, ray_service, toy_actors
-from modules.backends.ray.fake_cluster import FakeActor, FakeCluster
-from modules.backends.vllm.processes import TESTS, group, ids_request
+from support.actors import groups_in_use, pids, ray_service, toy_actors
+from support.fake_cluster import FakeActor, FakeCluster
+from support.processes import PYTHONPATH, group, ids_request, is_gone
+from support.waiting import PATIENCE, until
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.ray import actor_link
 from torchrl_moe.modules.backends.ray.actor_link import ActorLink
 from torchrl_moe.modules.backends.ray.cluster import running_services
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE, RayService
-from waiting import until
 
 START = 60.0
 
@@ -104,9 +104,9 @@ def nothing_left(ray_cluster: Any) -> Iterator[None]:
     """Each test leaves the cluster empty: no placement group, no name, all CPUs free."""
     with toy_actors():
         yield
-    until(lambda: groups_in_use() == [], 10)
-    until(lambda: running_services(NAMESPACE) == {}, 10)
-    until(lambda: ray.available_resources().get("CPU") == 4.0, 10)
+    until(lambda: groups_in_use() == [])
+    until(lambda: running_services(NAMESPACE) == {})
+    until(lambda: ray.available_resources().get("CPU") == 4.0)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def in_cluster(nothing_left: None) -> Iterator[Any]:
 
 def answer(replica: RayReplica) -> list[int]:
     (future,) = replica.submit([ids_request("answer", (1, 2))])
-    return future.result(20).outputs[0].token_ids.tolist()
+    return future.result(60.0).outputs[0].token_ids.tolist()
 
 
 # -- placing ----------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_what_no_node_has_is_named_and_the_wait_for_it_can_be_ended(in_cluster: 
     assert "2 node(s) have {'CPU': 2.0}; {'CPU': 2.0}; free in all are {'CPU': 4.0}. No node is large enough" in message
     began = time.monotonic()
     replica.shutdown()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < PATIENCE
 
 
 @pytest.mark.ray
@@ -173,12 +173,12 @@ def test_an_engine_that_does_not_start_says_why(in_cluster: Any) -> None:
     replica = in_cluster(service, ready=False)
     with pytest.raises(ReplicaDiedError, match=r"(?s)replica 0 did not start: ValueError: no such model\n.*in the log"):
         replica.wait_ready(START)
-    until(lambda: groups_in_use() == [], 10)  # before anybody shuts it down
+    until(lambda: groups_in_use() == [])  # before anybody shuts it down
 
 
 @pytest.mark.ray
 def test_a_start_that_takes_too_long_shows_the_log(in_cluster: Any) -> None:
-    replica = in_cluster(ray_service(name="slow", seconds=60, print="still loading"), ready=False)
+    replica = in_cluster(ray_service(name="slow", seconds=3600, print="still loading"), ready=False)
     until(lambda: replica._child.log_tail() == "still loading", START)
     with pytest.raises(EngineError, match=r"(?s)replica 0 was not ready within 0 s\. Its log so far:\nstill loading"):
         replica.wait_ready(0.1)
@@ -202,12 +202,12 @@ def test_a_killed_actor_is_dead_in_rays_words_and_leaves_nothing(in_cluster: Any
     replica = in_cluster(ray_service(name="killed", sleeper=True))
     actor, engine = pids(replica)
     assert len(group(engine)) == 2
-    (future,) = replica.submit([ids_request("x", sampling_params={"seconds": 60})])
+    (future,) = replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
     os.kill(actor, signal.SIGKILL)
     with pytest.raises(ReplicaDiedError, match="replica 0 was lost: The actor is dead because its worker process"):
-        future.result(20)
-    until(lambda: not group(engine), 10)
-    until(lambda: groups_in_use() == [], 10)  # before anybody shuts it down
+        future.result(60.0)
+    until(lambda: not group(engine))
+    until(lambda: groups_in_use() == [])  # before anybody shuts it down
 
 
 @pytest.mark.ray
@@ -218,7 +218,7 @@ def test_a_replica_that_is_forgotten_is_ended(nothing_left: None) -> None:
     actor, engine = pids(replica)
     del replica
     gc.collect()
-    until(lambda: not group(engine) and is_gone(actor), 20)
+    until(lambda: not group(engine) and is_gone(actor))
 
 
 @pytest.mark.ray
@@ -232,14 +232,14 @@ def test_an_actor_that_outlives_its_drivers_is_started_anew_by_ray_and_found_aga
     assert pids(last) == before
     for victim in (1, 0):  # the engine's process, then the actor's
         os.kill(before[victim], signal.SIGKILL)
-        until(lambda replica=last: not replica.is_alive(), 10)
+        until(lambda replica=last: not replica.is_alive())
         last = in_cluster(service)  # waits for it
         assert answer(last) == [2, 3]
         assert set(pids(last)).isdisjoint(before)
         before = pids(last)
     assert len(groups_in_use()) == 1  # in its place
     last.shutdown()
-    until(lambda: not group(before[1]), 10)
+    until(lambda: not group(before[1]))
     with pytest.raises(ValueError, match="lasting-replica-0"):
         ray.get_actor("lasting-replica-0", NAMESPACE)
 
@@ -249,8 +249,8 @@ def test_an_actor_that_outlives_its_drivers_is_started_anew_by_ray_and_found_aga
 DRIVER = """
 import os, sys, time
 import ray
-from modules.backends.ray.actors import pids, ray_service, toy_actors
-from modules.backends.vllm.processes import ids_request
+from support.actors import pids, ray_service, toy_actors
+from support.processes import ids_request
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 how, address = sys.argv[1:]
 ray.init(address=address, log_to_driver=False, logging_level="error")
@@ -259,7 +259,7 @@ with toy_actors():
     replica = RayReplica(0, ray_service(name=how, detached=how == "detached", sleeper=how != "killed"))
     replica.start()
     replica.wait_ready(60)
-replica.submit([ids_request("x", sampling_params={"seconds": 60})])
+replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
 print(*pids(replica), replica.call("stats", 10).running, flush=True)
 if how == "killed":
     time.sleep(600)
@@ -269,7 +269,7 @@ if how == "killed":
 @pytest.fixture
 def driver(ray_cluster: Any) -> Any:
     def start(how: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
         arguments = [sys.executable, "-c", DRIVER, how, ray_cluster.address]
         return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -287,8 +287,8 @@ def test_a_driver_that_ends_takes_its_replicas_with_it(nothing_left: None, drive
             process.kill()
         process.wait(60)
         assert process.returncode == (-signal.SIGKILL if how == "killed" else 0)
-    until(lambda: not group(engine), 30)
-    until(lambda: is_gone(actor), 60)  # Ray may take half a minute
+    until(lambda: not group(engine))
+    until(lambda: is_gone(actor))  # Ray may take half a minute
 
 
 @pytest.mark.ray
@@ -299,5 +299,5 @@ def test_a_detached_replica_survives_its_driver_whose_requests_are_aborted(in_cl
         process.wait(60)
     replica = in_cluster(ray_service(name="detached", detached=True, sleeper=True))
     assert pids(replica) == tuple(map(int, line[:2]))
-    until(lambda: replica.stats(10).requests == 1, 10)  # counted when it is over
+    until(lambda: replica.stats(10).requests == 1)  # counted when it is over
     assert answer(replica) == [2, 3]

@@ -9,7 +9,7 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError
 
-from modules.backends.ray.actors import ray_service
+from support.actors import ray_service
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.ray import cluster
 

@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+from support.waiting import until
 from torchrl_moe.modules.backends.ray import door as door_module
 from torchrl_moe.modules.backends.ray.door import Door, LateConnection, dial
-from waiting import until
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_readers_and_writers_wait_for_it() -> None:
         assert other.recv_bytes() == b"early"
         other.send_bytes(b"answer")
         for thread in (reader, writer):
-            thread.join(5)
+            thread.join(60.0)
         assert heard == [b"answer"]
         assert late.fileno() > 0
         late.give_up()  # too late to
@@ -159,7 +159,7 @@ def test_one_that_is_given_up_ends_whoever_waits_and_a_connection_that_comes_aft
     reader = threading.Thread(target=read)
     reader.start()
     late.give_up()
-    reader.join(5)
+    reader.join(60.0)
     assert caught == [EOFError]
     with pytest.raises(OSError, match="never came about"):
         late.send_bytes(b"x")

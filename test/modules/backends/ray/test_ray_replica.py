@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from modules.backends.ray.actors import ray_service
-from modules.backends.ray.fake_cluster import FakeCluster
-from modules.backends.ray.test_replica_host import Host
-from modules.backends.vllm.processes import group, ids_request
+from support.actors import ray_service
+from support.fake_cluster import FakeCluster
+from support.hosts import ToyHost
+from support.processes import group, ids_request
+from support.waiting import until
 from torchrl_moe._errors import ReplicaDiedError
 from torchrl_moe.modules.backends.ray.door import dial
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.vllm import wire
-from waiting import until
 
 
 class HostLink:
     """An ``ActorLink`` to a host that is here."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: ToyHost) -> None:
         self.driver = uuid.uuid4().hex[:8]
         self.words = ""
         self.connection = dial(host.address())
@@ -55,7 +55,7 @@ def test_who_joins_places_no_actor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Linked(RayReplica):
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: ToyHost) -> None:
         super().__init__(6, ray_service(name="s"))
         self._host = host
 
@@ -66,14 +66,14 @@ class Linked(RayReplica):
 
 
 @pytest.fixture
-def host() -> Iterator[Host]:
-    host = Host()
+def host() -> Iterator[ToyHost]:
+    host = ToyHost()
     yield host
     host.end()
 
 
 @pytest.fixture
-def two(host: Host) -> Iterator[tuple[RayReplica, RayReplica]]:
+def two(host: ToyHost) -> Iterator[tuple[RayReplica, RayReplica]]:
     """Two drivers of one engine."""
     replicas = Linked(host), Linked(host)
     for replica in replicas:
@@ -90,7 +90,7 @@ def test_two_drivers_may_use_the_same_ids_and_calls_at_the_same_time(two: tuple[
 
     futures = [replica.submit(sent(10 * k)) for k, replica in enumerate(two)]
     for k in range(2):
-        completions = [future.result(20) for future in futures[k]]
+        completions = [future.result(60.0) for future in futures[k]]
         assert [completion.request_id for completion in completions] == [f"r{i}" for i in range(30)]
         assert [c.outputs[0].token_ids.tolist() for c in completions] == [[10 * k + 1, i + 1] for i in range(30)]
         assert {completion.metrics.replica for completion in completions} == {6}
@@ -103,43 +103,43 @@ def test_two_drivers_may_use_the_same_ids_and_calls_at_the_same_time(two: tuple[
 def test_an_abort_concerns_the_own_request_of_that_name_only(two: tuple[RayReplica, RayReplica]) -> None:
     one, other = (replica.submit([ids_request("same", sampling_params={"seconds": 1.0})])[0] for replica in two)
     two[0].abort(["same"])
-    assert one.result(10).aborted
-    assert not other.result(10).aborted
+    assert one.result(60.0).aborted
+    assert not other.result(60.0).aborted
 
 
 def test_a_refusal_finds_its_request_and_names_are_not_split_twice(two: tuple[RayReplica, RayReplica]) -> None:
     bad, good = two[0].submit([ids_request("a/b/c", sampling_params={"refuse": "too long"}), ids_request("d/e")])
     with pytest.raises(ValueError, match="too long"):
-        bad.result(10)
-    assert good.result(10).request_id == "d/e"
+        bad.result(60.0)
+    assert good.result(60.0).request_id == "d/e"
 
 
 def test_who_leaves_fails_what_he_waits_for_and_the_other_goes_on(two: tuple[RayReplica, RayReplica]) -> None:
     stays, leaves = two
-    (future,) = leaves.submit([ids_request("x", sampling_params={"seconds": 60})])
+    (future,) = leaves.submit([ids_request("x", sampling_params={"seconds": 3600})])
     leaves.disconnect()
     leaves.disconnect()
     with pytest.raises(ReplicaDiedError, match="replica 6: this driver has left"):
         future.result(0)
     assert not leaves.is_alive()
-    until(lambda: stays.stats(10).requests == 1, 10)  # aborted, and so over
+    until(lambda: stays.stats(10).requests == 1)  # aborted, and so over
     assert stays.is_alive()
 
 
-def test_a_shutdown_is_for_all_drivers(two: tuple[RayReplica, RayReplica], host: Host) -> None:
+def test_a_shutdown_is_for_all_drivers(two: tuple[RayReplica, RayReplica], host: ToyHost) -> None:
     ends, hears = two
-    (future,) = hears.submit([ids_request("x", sampling_params={"seconds": 60})])
+    (future,) = hears.submit([ids_request("x", sampling_params={"seconds": 3600})])
     ends.shutdown()
     with pytest.raises(ReplicaDiedError, match="replica 6 died: its engine process ended with exit code"):
-        future.result(10)
+        future.result(60.0)
     assert group(host._child.process.pid) == []
     assert (ends.was_ended, hears.was_ended) == (False, True)
 
 
-def test_a_killed_engine_was_not_ended_by_anybody(two: tuple[RayReplica, RayReplica], host: Host) -> None:
+def test_a_killed_engine_was_not_ended_by_anybody(two: tuple[RayReplica, RayReplica], host: ToyHost) -> None:
     host._child.process.kill()
     for replica in two:
-        until(lambda replica=replica: not replica.is_alive(), 10)
+        until(lambda replica=replica: not replica.is_alive())
         assert not replica.was_ended
 
 

@@ -13,24 +13,12 @@ from typing import Any
 
 import pytest
 
-from modules.backends.vllm.processes import group, ids_request, toy_environment, use_toy_engine
+from support.hosts import ToyHost
+from support.processes import group, ids_request
+from support.waiting import until
 from torchrl_moe.modules.backends.ray.door import dial
 from torchrl_moe.modules.backends.ray.replica_host import ReplicaHost, driver_of, named_after, wrap
 from torchrl_moe.modules.backends.vllm import wire
-from waiting import until
-
-
-class Host(ReplicaHost):
-    """Over the toy engine; notes that its engine died."""
-
-    def __init__(self, **start: Any) -> None:
-        self.died = threading.Event()
-        with pytest.MonkeyPatch.context() as patch:
-            use_toy_engine(patch)
-            super().__init__(4, {"model": "toy", "start": start}, toy_environment(), "127.0.0.1")
-
-    def _engine_died(self) -> None:
-        self.died.set()
 
 
 class Driver:
@@ -70,8 +58,8 @@ class Driver:
 
 
 @pytest.fixture
-def host() -> Iterator[Host]:
-    host = Host(sleeper=True)
+def host() -> Iterator[ToyHost]:
+    host = ToyHost(sleeper=True)
     yield host
     host.end()
     assert group(host._child.process.pid) == []
@@ -95,7 +83,7 @@ def test_ids_of_drivers_are_kept_apart() -> None:
     assert driver_of("d/x/y") == ("d", "x/y")
 
 
-def test_each_driver_hears_its_own_and_whoever_comes_later_hears_that_the_engine_is_ready(host: Host) -> None:
+def test_each_driver_hears_its_own_and_whoever_comes_later_hears_that_the_engine_is_ready(host: ToyHost) -> None:
     one = Driver(host, "one")
     kind, info = one.hear()
     assert (kind, info.model) == ("ready", "toy")
@@ -113,19 +101,19 @@ def test_each_driver_hears_its_own_and_whoever_comes_later_hears_that_the_engine
     assert one.hear() == ("refused", "one/bad", "value", "too long")
 
 
-def test_what_a_driver_that_left_had_asked_is_aborted_and_the_others_go_on(host: Host) -> None:
+def test_what_a_driver_that_left_had_asked_is_aborted_and_the_others_go_on(host: ToyHost) -> None:
     stays, leaves = Driver(host, "stays"), Driver(host, "leaves")
     assert [driver.hear()[0] for driver in (stays, leaves)] == ["ready", "ready"]
-    leaves.ask("long", seconds=60)
+    leaves.ask("long", seconds=3600)
     leaves.ask("short")
     stays.ask("mine", (3,), seconds=2)
     assert completed(leaves.hear()) == {"leaves/short": [2]}
     leaves.connection.close()
-    until(lambda: stats(stays, 0).requests == 2, 1.5)  # the short one, and the long one that was cut
+    until(lambda: stats(stays, 0).requests == 2)  # the short one, and the long one that was cut
     assert completed(stays.hear()) == {"stays/mine": [4]}
 
 
-def test_a_killed_engine_is_told_to_those_who_are_there_and_those_who_come(host: Host) -> None:
+def test_a_killed_engine_is_told_to_those_who_are_there_and_those_who_come(host: ToyHost) -> None:
     pid = host._child.process.pid
     driver = Driver(host, "early")
     assert driver.hear()[0] == "ready"
@@ -133,13 +121,13 @@ def test_a_killed_engine_is_told_to_those_who_are_there_and_those_who_come(host:
     os.kill(pid, signal.SIGKILL)
     expected = [("tail", "toy: started"), ("died", "its engine process ended with exit code -9")]
     assert driver.hear_all() == expected
-    assert host.died.wait(5)
+    assert host.died.wait(60.0)
     assert [message[0] for message in Driver(host, "late").hear_all()] == ["ready", "tail", "died"]
     assert group(pid) == []
 
 
 def test_an_engine_that_does_not_start_says_why_and_the_host_stays_to_repeat_it() -> None:
-    host = Host(error="no such model", print="SomeError: in the log")
+    host = ToyHost(error="no such model", print="SomeError: in the log")
     early = Driver(host, "early")
     expected = [("tail", "SomeError: in the log"), ("failed", "ValueError: no such model")]
     heard = early.hear_all()
@@ -151,10 +139,10 @@ def test_an_engine_that_does_not_start_says_why_and_the_host_stays_to_repeat_it(
 
 
 def test_the_end_closes_the_door_and_leaves_no_process_and_no_folder() -> None:
-    host = Host(sleeper=True)
+    host = ToyHost(sleeper=True)
     driver = Driver(host, "d")
     assert driver.hear()[0] == "ready"
-    driver.ask("open", seconds=60)
+    driver.ask("open", seconds=3600)
     pid, folder = host._child.process.pid, Path(host._child.folder)
     assert len(group(pid)) == 2
     host.end()
@@ -167,18 +155,18 @@ def test_the_end_closes_the_door_and_leaves_no_process_and_no_folder() -> None:
 
 
 def test_an_end_on_purpose_is_told_as_such_and_is_no_death_of_the_engine() -> None:
-    host = Host()
+    host = ToyHost()
     driver = Driver(host, "d")
     assert driver.hear()[0] == "ready"
     host.shut_down()
     assert [message[0] for message in driver.hear_all()] == ["ended", "tail", "died"]
     for thread in threading.enumerate():
         if thread.name == "engine":
-            thread.join(10)  # it has told the drivers, and would now start the actor anew
+            thread.join(60.0)  # it has told the drivers, and would now start the actor anew
     assert not host.died.is_set()
 
 
-def test_figures_are_told_to_all(host: Host) -> None:
+def test_figures_are_told_to_all(host: ToyHost) -> None:
     drivers = Driver(host, "one"), Driver(host, "two")
     assert [driver.hear()[0] for driver in drivers] == ["ready", "ready"]
     drivers[0].ask("x")
@@ -188,10 +176,10 @@ def test_figures_are_told_to_all(host: Host) -> None:
         stats(driver, 0)  # which also hears what came before
         return any(figures.requests == 1 for figures in driver.figures)
 
-    until(lambda: all(map(told, drivers)), 10)
+    until(lambda: all(map(told, drivers)))
 
 
-def test_its_log_can_be_read(host: Host) -> None:
+def test_its_log_can_be_read(host: ToyHost) -> None:
     driver = Driver(host, "d")
     assert driver.hear()[0] == "ready"
     assert host.log_tail() == "toy: started"

@@ -5,37 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from support.llm import FakeLLM
 from torchrl_moe._errors import DigestMismatch, ManifestMismatch, WeightSyncError
 from torchrl_moe.data.weight_store import AdapterWriter
 from torchrl_moe.modules.backends.vllm import adapter_versions
 from torchrl_moe.modules.backends.vllm.adapter_versions import FIRST_NUMBER, AdapterVersions
 from torchrl_moe.modules.backends.vllm.lifeline import FOLDER_VARIABLE
-
-
-class Engine:
-    """Loads what it is told to; ``refuses`` and ``unused`` (one list per worker) say what becomes of it."""
-
-    def __init__(self, lora: bool = True) -> None:
-        self.vllm_config = SimpleNamespace(lora_config=SimpleNamespace() if lora else None)
-        self.there: dict[int, str] = {}
-        self.refuses: Exception | None = None
-        self.unused: list[list[str]] = [[]]
-
-    async def remove_lora(self, number: int) -> bool:
-        return self.there.pop(number, None) is not None
-
-    async def collective_rpc(self, method: str, args: tuple[dict[str, Any]]) -> list[list[str]]:
-        assert method == "torchrl_moe_load_adapter"
-        if self.refuses is not None:
-            raise self.refuses
-        (fields,) = args
-        self.there[fields["lora_int_id"]] = (Path(fields["lora_path"]) / "adapter_model.safetensors").read_text()
-        return self.unused
 
 
 class Requests:
@@ -57,7 +36,7 @@ class Bench:
     def __init__(self, folder: Path, lora: bool = True) -> None:
         self.folder, self.copies = folder / "store", folder / "copies"
         self.writer = AdapterWriter(self.folder, keep_versions=2)
-        self.engine, self.requests = Engine(lora), Requests()
+        self.engine, self.requests = FakeLLM(lora=lora), Requests()
         self.versions = AdapterVersions(self.engine, self.requests)  # type: ignore[arg-type]
 
     async def stage(self, version: int) -> Any:
@@ -73,8 +52,9 @@ class Bench:
 
     async def until(self, *there: str) -> None:
         """Wait until these are loaded, and copies of these alone are on the disk."""
-        async with asyncio.timeout(5):
-            while sorted(self.engine.there.values()) != list(there) or len(list(self.copies.iterdir())) != len(there):
+        async with asyncio.timeout(60.0):
+            loaded = self.engine.adapters
+            while sorted(loaded.values()) != list(there) or len(list(self.copies.iterdir())) != len(there):
                 await asyncio.sleep(0.001)
 
 
@@ -160,10 +140,10 @@ def test_whole_weights_take_the_adapters_place(run: Run) -> None:
 def test_what_cannot_be_loaded_whole_is_refused_and_leaves_nothing(run: Run) -> None:
     async def script(bench: Bench) -> None:
         await bench.update(1)
-        bench.engine.refuses = Exception("LoRA rank 16 is greater than max_lora_rank 8.")
+        bench.engine.fail["load_adapter"] = Exception("LoRA rank 16 is greater than max_lora_rank 8.")
         with pytest.raises(ManifestMismatch, match="cannot load adapter version 2: LoRA rank 16 is greater"):
             await bench.stage(2)
-        bench.engine.refuses = None
+        bench.engine.fail.clear()
         bench.engine.unused = [[f"layers.{n}.mlp.experts" for n in range(6)]]
         with pytest.raises(
             ManifestMismatch, match=r"6 modules that the engine does not adapt \(layers\.0\.mlp\.experts, .*, \.\.\.\)"

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from engines import ADAPTED
+from support.engines import ADAPTED
+from support.llm import FakeLLM
 from torchrl_moe._compat import vllm_client_errors
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion
@@ -47,23 +48,8 @@ def test_an_adapter_that_vllm_does_not_know_is_refused(spec: Any, words: str) ->
         build_lora_request(spec)
 
 
-class Engine:
-    """Counts the adapters it is told to load; those of a path that says so fail."""
-
-    def __init__(self) -> None:
-        self.loaded: list[str] = []
-        self.broken = True
-
-    async def add_lora(self, lora: Any) -> bool:
-        self.loaded.append(lora.lora_path)
-        await asyncio.sleep(0.01)
-        if "broken" in lora.lora_path and self.broken:
-            raise Exception("Worker failed")  # of no narrower type, as vLLM's
-        return True
-
-
 def test_an_adapter_is_loaded_once_however_many_requests_name_it() -> None:
-    engine = Engine()
+    engine = FakeLLM()
 
     async def main() -> None:
         adapters = Adapters(engine)
@@ -74,11 +60,11 @@ def test_an_adapter_is_loaded_once_however_many_requests_name_it() -> None:
         await adapters.load({**ADAPTER, "lora_int_id": 2, "lora_path": "elsewhere"})
 
     asyncio.run(main())
-    assert engine.loaded == ["somewhere", "elsewhere"]
+    assert engine.log == [("add_lora", "somewhere"), ("add_lora", "elsewhere")]
 
 
 def test_an_id_stands_for_one_adapter_until_it_is_replaced_on_purpose() -> None:
-    engine = Engine()
+    engine = FakeLLM()
     other = {**ADAPTER, "lora_path": "elsewhere"}
 
     async def main() -> None:
@@ -90,11 +76,12 @@ def test_an_id_stands_for_one_adapter_until_it_is_replaced_on_purpose() -> None:
         await adapters.load(other)
 
     asyncio.run(main())
-    assert engine.loaded == ["somewhere", "elsewhere"]
+    assert engine.log == [("add_lora", "somewhere"), ("add_lora", "elsewhere")]
 
 
 def test_an_adapter_that_cannot_be_loaded_refuses_all_that_wait_and_may_be_tried_again() -> None:
-    engine = Engine()
+    engine = FakeLLM()
+    engine.fail["add_lora"] = Exception("Worker failed")  # of no narrower type, as vLLM's
     bad = {**ADAPTER, "lora_path": "broken"}
 
     async def main() -> None:
@@ -105,11 +92,11 @@ def test_an_adapter_that_cannot_be_loaded_refuses_all_that_wait_and_may_be_tried
         _, *errors = await asyncio.gather(*waiting, return_exceptions=True)
         words = "adapter 'tiny' of 'broken' cannot be loaded: Worker failed"
         assert [(type(error), str(error)) for error in errors] == [(ValueError, words)] * 2
-        engine.broken = False
+        engine.fail.clear()
         assert (await adapters.load(bad)).lora_path == "broken"
 
     asyncio.run(main())
-    assert engine.loaded == ["broken", "broken"]
+    assert engine.log == [("add_lora", "broken")] * 2
 
 
 # -- what a real engine does with them --------------------------------------------------------------------------------

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from support.llm import FakeLLM
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.modules.backends.vllm import canary as canary_module
 from torchrl_moe.modules.backends.vllm.canary import ask_canary, compare_log_probs
@@ -17,34 +16,14 @@ from torchrl_moe.modules.backends.vllm.canary import ask_canary, compare_log_pro
 CANARY = {"token_ids": [5, 6, 7], "log_probs": [-1.0, -2.0], "tolerance": 1e-3}
 
 
-class Engine:
-    """Gives one token the log-prob ``first``, and the prompt's tokens from the second on ``prompt``."""
-
-    def __init__(self, first: float = -1.0, prompt: tuple[float, ...] = (-1.0, -2.0)) -> None:
-        self.first, self.prompt = first, prompt
-        self.asked: list[Any] = []
-        self.hang = False
-
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
-        self.asked.append((prompt, params, request_id))
-        if self.hang:
-            await asyncio.Event().wait()
-        tokens = prompt["prompt_token_ids"][1:]
-        rows = [{token: SimpleNamespace(logprob=value)} for token, value in zip(tokens, self.prompt, strict=False)]
-        output = SimpleNamespace(logprobs=[{9: SimpleNamespace(logprob=self.first)}])
-        yield SimpleNamespace(
-            outputs=[output], prompt_logprobs=None if params.prompt_logprobs is None else [None, *rows]
-        )
-
-
-def ask(engine: Engine, canary: Any = None, seconds: float = 60.0) -> str:
+def ask(engine: FakeLLM, canary: Any = None, seconds: float = 60.0) -> str:
     return asyncio.run(ask_canary(engine, canary, "probe-3", seconds))
 
 
 def test_without_a_canary_one_token_is_asked_for_and_no_log_prob_of_the_prompt() -> None:
-    engine = Engine()
+    engine = FakeLLM()
     ask(engine)
-    prompt, params, name = engine.asked[0]
+    prompt, params, name = engine.prompts[0]
     assert (prompt, name) == ({"prompt_token_ids": [0], "cache_salt": "probe-3"}, "probe-3")
     assert (params.max_tokens, params.logprobs, params.prompt_logprobs) == (1, 0, None)
 
@@ -53,17 +32,17 @@ def test_without_a_canary_one_token_is_asked_for_and_no_log_prob_of_the_prompt()
 @pytest.mark.parametrize("canary", [None, CANARY])
 def test_a_token_whose_log_prob_is_no_number_is_wrong(bad: float, canary: Any) -> None:
     with pytest.raises(WeightSyncError, match="the new weights give a log-prob that is not a number"):
-        ask(Engine(first=bad), canary)
+        ask(FakeLLM(logprob=bad), canary)
 
 
 def test_a_canary_is_asked_for_the_log_probs_of_its_own_prompt() -> None:
-    engine = Engine(prompt=(-1.0005, -1.9995))
+    engine = FakeLLM(prompt_logprobs=(-1.0005, -1.9995))
     ask(engine, CANARY)
-    prompt, params, _ = engine.asked[0]
+    prompt, params, _ = engine.prompts[0]
     assert prompt["prompt_token_ids"] == [5, 6, 7]
     assert params.prompt_logprobs == 0
     with pytest.raises(WeightSyncError, match=r"by up to 2.0e-03 \(at token 2: -2.002 and -2\), allowed: 1.0e-03"):
-        ask(Engine(prompt=(-1.0015, -2.002)), CANARY)
+        ask(FakeLLM(prompt_logprobs=(-1.0015, -2.002)), CANARY)
 
 
 @pytest.mark.parametrize(
@@ -86,25 +65,22 @@ def test_a_difference_may_be_as_large_as_the_tolerance() -> None:
 
 def test_as_many_log_probs_as_tokens_but_the_first() -> None:
     with pytest.raises(WeightSyncError, match="the canary has 3 log-probs for a prompt of 3 tokens"):
-        ask(Engine(), {**CANARY, "log_probs": [-1.0, -2.0, -3.0]})
+        ask(FakeLLM(), {**CANARY, "log_probs": [-1.0, -2.0, -3.0]})
 
 
 def test_a_question_behind_a_long_queue_is_let_go_and_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(canary_module, "PROBE_SECONDS", 0.01)
     monkeypatch.setattr(canary_module, "PROOF_SECONDS", 0.02)
-    engine = Engine()
+    engine = FakeLLM()
     assert ask(engine) == ask(engine, CANARY) == ""
-    engine.hang = True
+    engine.hangs = True
     assert ask(engine) == "the canary had no turn within 0.01 s"
     assert ask(engine, CANARY) == "the canary had no turn within 0.02 s"
     assert ask(engine, CANARY, seconds=0.005) == "the canary had no turn within 0.005 s"
 
 
 def test_what_the_engine_refuses_is_raised() -> None:
-    class Refusing(Engine):
-        async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
-            raise ValueError("the prompt is too long")
-            yield
-
+    engine = FakeLLM()
+    engine.fail["probe"] = ValueError("the prompt is too long")
     with pytest.raises(ValueError, match="too long"):
-        ask(Refusing(), CANARY)
+        ask(engine, CANARY)

@@ -18,13 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
-from modules.backends.vllm.processes import group, toy_environment, toy_replica, use_toy_engine
 from support.forkable import GONE, Forks
+from support.processes import group, toy_environment, toy_replica, use_toy_engine
+from support.waiting import until
 from torchrl_moe._errors import ReplicaDiedError
 from torchrl_moe.modules.backends.vllm import child, fork_server, wire
 from torchrl_moe.modules.backends.vllm.child import Child
 from torchrl_moe.modules.backends.vllm.fork_server import CannotFork
-from waiting import until
 
 
 @pytest.fixture
@@ -142,10 +142,10 @@ def test_whoever_ends_a_child_waits_until_it_has_ended(temporary: Path, monkeypa
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60.0)
     assert ended == [-signal.SIGKILL] * 3
-    assert 0.5 <= time.monotonic() - started < 8
-    until(lambda: group(process.process.pid) == [], 5)
+    assert time.monotonic() - started >= 0.5
+    until(lambda: group(process.process.pid) == [])
     process.end_and_forget()
 
 
@@ -165,7 +165,7 @@ def test_a_finalizer_may_run_in_the_thread_that_ends_the_child(
     monkeypatch.setattr(process.process, "wait", wait_and_collect)
     ending = threading.Thread(target=process.end, daemon=True)
     ending.start()
-    ending.join(20)
+    ending.join(60.0)
     assert not ending.is_alive()
     assert group(process.process.pid) == []
 

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from support.forkable import GONE, Forked, Forks
+from support.waiting import until
 from torchrl_moe.modules.backends.vllm import fork_server, forked_process
 from torchrl_moe.modules.backends.vllm.fork_server import CannotFork
-from waiting import until
 
 
 @pytest.fixture(scope="module")

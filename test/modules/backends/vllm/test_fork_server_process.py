@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from support.forkable import Forks
-from waiting import until
+from support.waiting import until
 
 DRIVERS = """
 import json, os, signal, sys, time

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from modules.backends.vllm.processes import group
+from support.processes import group
+from support.waiting import until
 from torchrl_moe.modules.backends.vllm import lifeline, wire
 from torchrl_moe.modules.backends.vllm.lifeline import Inbox
-from waiting import until
 
 
 class Line:
@@ -54,7 +54,7 @@ class Line:
     def run(self, script: Callable[[Inbox], Awaitable[Any]]) -> Any:
         async def main() -> Any:
             inbox = Inbox(self.process, self.gone.is_set, asyncio.get_running_loop())
-            return await asyncio.wait_for(script(inbox), 5)
+            return await asyncio.wait_for(script(inbox), 60.0)
 
         return asyncio.run(main())
 
@@ -63,7 +63,7 @@ class Line:
         self.driver.close()
         for thread in threading.enumerate():
             if thread.name == "inbox" or isinstance(thread, threading.Timer):
-                thread.join(5)
+                thread.join(60.0)
                 assert not thread.is_alive()
 
 
@@ -102,7 +102,7 @@ def test_a_serving_process_is_told_to_end_and_made_to_if_it_does_not(line: Line,
         line.end(how)
         assert await inbox.messages.get() == ("shutdown",)
         assert line.ends == 0
-        until(lambda: line.ends == 1, 5)
+        until(lambda: line.ends == 1)
 
     line.run(script)
 
@@ -113,7 +113,7 @@ def test_a_process_that_still_starts_ends_at_once(line: Line, how: str) -> None:
         time.sleep(0.1)  # the loop is the engine's
         assert line.ends == 0
         line.end(how)
-        until(lambda: line.ends == 1, 5)
+        until(lambda: line.ends == 1)
 
     line.run(script)
 
@@ -145,7 +145,7 @@ def leader(code: str) -> subprocess.Popen[bytes]:
     )
     arguments = [sys.executable, "-c", f"{start} sys.stdin.read(); {code}"]
     process = subprocess.Popen(arguments, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    until(lambda: len(group(process.pid)) == 3 and trackers(process.pid), 20)
+    until(lambda: len(group(process.pid)) == 3 and trackers(process.pid))
     return process
 
 
@@ -155,10 +155,10 @@ def trackers(leader: int) -> list[int]:
 
 def test_ending_the_group_ends_all_of_it_and_flushes_first() -> None:
     process = leader("lifeline.end_group(7)")
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=60.0)
     assert output == b"up"
     assert process.returncode == 7
-    until(lambda: not group(process.pid), 5)
+    until(lambda: not group(process.pid))
 
 
 def test_a_group_that_is_killed_loses_all_but_the_tracker_which_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,13 +169,13 @@ def test_a_group_that_is_killed_loses_all_but_the_tracker_which_ends_by_itself(m
     members, (tracker,) = {member.pid for member in group(process.pid)}, trackers(process.pid)
     lifeline.kill_group(process.pid)
     assert set(killed) == members - {tracker}
-    until(lambda: not group(process.pid), 5)
-    process.communicate(timeout=5)
+    until(lambda: not group(process.pid))
+    process.communicate(timeout=60.0)
 
 
 def test_killing_a_group_that_is_gone_kills_nobody() -> None:
     process = subprocess.Popen(["true"], start_new_session=True)
-    process.wait(5)
+    process.wait(60.0)
     lifeline.kill_group(process.pid)
 
 
@@ -183,7 +183,7 @@ def test_a_member_that_is_stopped_is_killed_too() -> None:
     process = subprocess.Popen(["sleep", "600"], start_new_session=True)
     os.kill(process.pid, signal.SIGSTOP)
     lifeline.kill_group(process.pid)
-    assert process.wait(5) == -signal.SIGKILL
+    assert process.wait(60.0) == -signal.SIGKILL
 
 
 def test_ending_without_a_group_of_ones_own_ends_oneself_only() -> None:
@@ -234,9 +234,9 @@ def test_a_group_ends_when_its_leader_and_its_driver_are_killed_at_once(
     driver.send_signal(signal.SIGSTOP)
     os.kill(leader, signal.SIGKILL)  # now a zombie: nobody asks
     driver.kill()
-    driver.wait(5)
-    until(lambda: not group(leader), 5)
-    until(lambda: not folder.exists(), 5)
+    driver.wait(60.0)
+    until(lambda: not group(leader))
+    until(lambda: not folder.exists())
 
 
 @pytest.mark.parametrize("who", ["leader", "driver"])
@@ -248,7 +248,7 @@ def test_a_group_is_left_to_whoever_of_the_two_still_lives(
         os.kill(leader, signal.SIGKILL)
     else:
         driver.kill()
-        driver.wait(5)
+        driver.wait(60.0)
     time.sleep(2 * lifeline.WATCH_SECONDS + 0.2)
     assert len(group(leader)) == (2 if who == "leader" else 3)
     assert folder.exists()
@@ -256,14 +256,14 @@ def test_a_group_is_left_to_whoever_of_the_two_still_lives(
 
 def test_a_member_that_comes_when_both_are_gone_ends_the_group(tmp_path: Path) -> None:
     gone = subprocess.Popen(["true"])
-    gone.wait(5)
+    gone.wait(60.0)
     member = [sys.executable, "-c", LOOK_ON.format(wait=True)]
     environment = {**os.environ, lifeline.FOLDER_VARIABLE: str(tmp_path), lifeline.DRIVER_VARIABLE: str(gone.pid)}
     code = f"import subprocess; subprocess.Popen(['sleep', '600']); subprocess.Popen({member})"
     leader = subprocess.Popen([sys.executable, "-c", code], env=environment, process_group=0)
-    leader.wait(10)
+    leader.wait(60.0)
     assert group(leader.pid)
-    until(lambda: not group(leader.pid), 20)
+    until(lambda: not group(leader.pid))
 
 
 def test_whoever_cannot_be_looked_at_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +282,7 @@ def test_a_process_whose_name_is_cut_within_a_character_disturbs_nobody(tmp_path
     program = tmp_path / ("x" * 14 + "é")  # the kernel keeps 15 bytes
     program.symlink_to("/bin/sleep")
     with subprocess.Popen([program, "600"]) as process:
-        until(lambda: b"xx" in Path(f"/proc/{process.pid}/comm").read_bytes(), 5)
+        until(lambda: b"xx" in Path(f"/proc/{process.pid}/comm").read_bytes())
         lifeline.kill_group(1 << 30)
         process.kill()
 

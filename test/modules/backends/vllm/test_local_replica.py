@@ -26,19 +26,12 @@ import psutil
 import pytest
 
 import torchrl_moe
-from modules.backends.vllm.processes import (
-    group,
-    ids_request,
-    process_of,
-    toy_environment,
-    toy_replica,
-    use_toy_engine,
-)
+from support.processes import group, ids_request, process_of, toy_environment, toy_replica, use_toy_engine
+from support.waiting import HOUR, PATIENCE, until
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.replica import Request, Vitals
 from torchrl_moe.modules.backends.vllm import child
 from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica, engine_environment
-from waiting import until
 
 START = 30.0
 
@@ -123,7 +116,7 @@ def test_on_gpus_the_replica_sees_its_own_devices_and_cpu_settings_are_left_alon
 def test_requests_are_answered_by_id_with_the_replica_on_their_metrics(lasting: LocalReplica) -> None:
     slow = ids_request("slow", (5, 6), sampling_params={"seconds": 0.1})
     text = Request(request_id="text", sampling_params=None, prompt="AB")
-    answers = [future.result(10) for future in lasting.submit([slow, text])]
+    answers = [future.result(60.0) for future in lasting.submit([slow, text])]
     assert [answer.request_id for answer in answers] == ["slow", "text"]
     assert [answer.outputs[0].token_ids.tolist() for answer in answers] == [[6, 7], [66, 67]]
     assert [answer.metrics.replica for answer in answers] == [3, 3]
@@ -132,7 +125,7 @@ def test_requests_are_answered_by_id_with_the_replica_on_their_metrics(lasting: 
 def test_many_threads_submit_at_once(lasting: LocalReplica) -> None:
     def run(thread: int) -> list[list[int]]:
         requests = [ids_request(f"{thread}-{i}", (thread, i)) for i in range(50)]
-        return [future.result(20).outputs[0].token_ids.tolist() for future in lasting.submit(requests)]
+        return [future.result(60.0).outputs[0].token_ids.tolist() for future in lasting.submit(requests)]
 
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(run, range(8)))
@@ -142,7 +135,7 @@ def test_many_threads_submit_at_once(lasting: LocalReplica) -> None:
 def test_a_large_message_arrives_whole(lasting: LocalReplica) -> None:
     big = Request(request_id="big", sampling_params=None, prompt_token_ids=np.arange(1 << 20, dtype=np.int32))
     (future,) = lasting.submit([big])
-    np.testing.assert_array_equal(future.result(20).outputs[0].token_ids, np.arange(1, (1 << 20) + 1))
+    np.testing.assert_array_equal(future.result(60.0).outputs[0].token_ids, np.arange(1, (1 << 20) + 1))
 
 
 def test_nothing_to_submit_is_nothing(lasting: LocalReplica) -> None:
@@ -158,10 +151,10 @@ def test_the_engine_refuses_one_request_and_serves_the_other(lasting: LocalRepli
         ]
     )
     with pytest.raises(ValueError, match="the prompt is too long"):
-        bad.result(10)
+        bad.result(60.0)
     with pytest.raises(EngineError, match="RuntimeError: a bug"):
-        crash.result(10)
-    assert good.result(10).outputs[0].token_ids.tolist() == [2, 3, 4]
+        crash.result(60.0)
+    assert good.result(60.0).outputs[0].token_ids.tolist() == [2, 3, 4]
 
 
 def test_an_id_in_flight_is_refused_and_may_be_used_again_later(lasting: LocalReplica) -> None:
@@ -170,8 +163,8 @@ def test_an_id_in_flight_is_refused_and_may_be_used_again_later(lasting: LocalRe
     for refused in (twin, other):
         with pytest.raises(ValueError, match="request id 'x' is in flight already"):
             refused.result(0)
-    assert first.result(10).outputs[0].finish_reason == "stop"
-    assert lasting.submit([ids_request("x")])[0].result(10).request_id == "x"
+    assert first.result(60.0).outputs[0].finish_reason == "stop"
+    assert lasting.submit([ids_request("x")])[0].result(60.0).request_id == "x"
 
 
 def test_what_does_not_pickle_is_refused_before_it_is_sent(lasting: LocalReplica) -> None:
@@ -198,7 +191,7 @@ def test_a_request_whose_pickling_fails_for_a_reason_of_its_own_frees_its_id(las
     (future,) = lasting.submit([ids_request("x", sampling_params={"odd": Odd()})])
     with pytest.raises(ValueError, match="the request cannot be sent to the engine process: too deep"):
         future.result(0)
-    assert lasting.submit([ids_request("x")])[0].result(10).request_id == "x"
+    assert lasting.submit([ids_request("x")])[0].result(60.0).request_id == "x"
 
 
 @pytest.mark.parametrize("field", ["sampling_params", "guided_options", "lora_request"])
@@ -212,24 +205,24 @@ def test_what_the_engine_process_cannot_unpickle_is_refused_and_harms_nobody(
     (other,) = lasting.submit([ids_request("other", sampling_params={"seconds": 0.3})])
     (future,) = lasting.submit([ids_request("x", **{field: {"mode": Mine.MODE}})])
     with pytest.raises(ValueError, match=r"cannot unpickle the request: .*No module named 'only_in_the_driver'"):
-        future.result(10)
+        future.result(60.0)
     with pytest.raises(EngineError, match="No module named 'only_in_the_driver'"):
         rpc(lasting, "echo", Mine.MODE)
-    assert other.result(10).request_id == "other"
+    assert other.result(60.0).request_id == "other"
 
 
 def test_an_abort_cuts_a_request_even_right_after_it_was_submitted(lasting: LocalReplica) -> None:
     known, fresh, other = lasting.submit(
         [
-            ids_request("known", sampling_params={"seconds": 60}),
-            ids_request("fresh", sampling_params={"read_seconds": 0.1, "seconds": 60}),
+            ids_request("known", sampling_params={"seconds": 3600}),
+            ids_request("fresh", sampling_params={"read_seconds": 0.1, "seconds": 3600}),
             ids_request("other", sampling_params={"seconds": 0.3}),
         ]
     )
     lasting.abort(["known", "fresh", "unknown"])
-    assert known.result(10).aborted
-    assert fresh.result(10).aborted
-    assert not other.result(10).aborted
+    assert known.result(60.0).aborted
+    assert fresh.result(60.0).aborted
+    assert not other.result(60.0).aborted
 
 
 def test_a_future_that_its_owner_cancelled_disturbs_nobody(lasting: LocalReplica) -> None:
@@ -237,7 +230,7 @@ def test_a_future_that_its_owner_cancelled_disturbs_nobody(lasting: LocalReplica
         [ids_request("a", sampling_params={"seconds": 0.1}), ids_request("b", sampling_params={"seconds": 0.2})]
     )
     assert first.cancel()
-    assert second.result(10).request_id == "b"
+    assert second.result(60.0).request_id == "b"
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
@@ -253,7 +246,7 @@ def test_pause_resume_and_stats_are_commands(lasting: LocalReplica) -> None:
     lasting.pause("keep", clear_cache=False, timeout=5)
     lasting.resume(5)
     before = lasting.stats(5)
-    lasting.submit([ids_request("s")])[0].result(10)
+    lasting.submit([ids_request("s")])[0].result(60.0)
     after = lasting.stats(5)
     assert after.requests == before.requests + 1
     assert after.generated_tokens == before.generated_tokens + 3
@@ -283,8 +276,8 @@ def test_vital_signs_are_a_command(lasting: LocalReplica) -> None:
 
 def test_figures_come_by_themselves(lasting: LocalReplica) -> None:
     before = lasting.stats(5).requests
-    lasting.submit([ids_request("f")])[0].result(10)
-    until(lambda: lasting.last_stats is not None and lasting.last_stats.requests == before + 1, 10)
+    lasting.submit([ids_request("f")])[0].result(60.0)
+    until(lambda: lasting.last_stats is not None and lasting.last_stats.requests == before + 1)
     assert lasting.last_stats == lasting.stats(5)
 
 
@@ -329,15 +322,16 @@ def test_a_replica_that_was_not_started_says_so_and_can_be_shut_down() -> None:
             use()
 
 
-def test_shutdown_fails_what_waits_leaves_nothing_and_may_be_repeated() -> None:
+def test_shutdown_fails_what_waits_leaves_nothing_and_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "GRACE_SECONDS", HOUR)
     replica, pid = started(sleeper=True)
     assert len(group(pid)) == 2
     log = replica._child.log
-    (future,) = replica.submit([ids_request("x", sampling_params={"seconds": 60})])
+    (future,) = replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
     began = time.monotonic()
     replica.shutdown()
-    assert time.monotonic() - began < child.GRACE_SECONDS
-    until(lambda: not group(pid), 2)
+    assert time.monotonic() - began < PATIENCE
+    until(lambda: not group(pid))
     assert not log.exists()
     with pytest.raises(ReplicaDiedError, match="replica 0 was shut down"):
         future.result(0)
@@ -357,7 +351,7 @@ def test_a_replica_that_fails_to_start_says_why_and_leaves_nothing() -> None:
     with pytest.raises(ReplicaDiedError, match=r"(?s)replica 4 did not start: ValueError: no such model\n.*in the log"):
         replica.wait_ready(START)
     assert not replica.is_alive()
-    until(lambda: not group(pid), 5)  # before anybody shuts it down
+    until(lambda: not group(pid))  # before anybody shuts it down
     replica.shutdown()
 
 
@@ -377,8 +371,9 @@ def test_arguments_that_do_not_pickle_start_nothing() -> None:
     replica.shutdown()
 
 
-def test_a_start_that_takes_too_long_shows_the_log_and_is_shut_down_at_once() -> None:
-    replica = toy_replica(seconds=60, sleeper=True, print="still loading")
+def test_a_start_that_takes_too_long_shows_the_log_and_is_shut_down_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "GRACE_SECONDS", HOUR)
+    replica = toy_replica(seconds=3600, sleeper=True, print="still loading")
     replica.start()
     pid = process_of(replica).pid
     until(lambda: len(group(pid)) == 2, START)
@@ -387,8 +382,8 @@ def test_a_start_that_takes_too_long_shows_the_log_and_is_shut_down_at_once() ->
     assert replica.is_alive()
     began = time.monotonic()
     replica.shutdown()  # not after the grace period: that is for engines that serve
-    assert time.monotonic() - began < child.GRACE_SECONDS
-    until(lambda: not group(pid), 2)
+    assert time.monotonic() - began < PATIENCE
+    until(lambda: not group(pid))
 
 
 def test_a_replica_that_is_forgotten_is_ended() -> None:
@@ -397,8 +392,8 @@ def test_a_replica_that_is_forgotten_is_ended() -> None:
     del replica
     gc.collect()
     assert gone() is None
-    until(lambda: not group(pid), 5)
-    until(lambda: not log.exists(), 5)
+    until(lambda: not group(pid))
+    until(lambda: not log.exists())
 
 
 # -- deaths -----------------------------------------------------------------------------------------------------------
@@ -415,23 +410,23 @@ def test_shared_memory_that_the_engine_left_behind_is_removed(how: str) -> None:
         os.kill(pid, signal.SIGKILL)
     else:
         replica.shutdown()
-    until(lambda: not segment.exists(), 5)
-    until(lambda: not group(pid), 5)
+    until(lambda: not segment.exists())
+    until(lambda: not group(pid))
     replica.shutdown()
 
 
 def test_a_killed_child_fails_all_that_waits_and_its_group_goes_with_it() -> None:
     replica, pid = started(sleeper=True)
-    futures = replica.submit([ids_request(str(i), sampling_params={"seconds": 60}) for i in range(3)])
+    futures = replica.submit([ids_request(str(i), sampling_params={"seconds": 3600}) for i in range(3)])
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(rpc, replica, "sleep", 60, timeout=60)
         time.sleep(0.2)
         os.kill(pid, signal.SIGKILL)
         for waiting in (*futures, call):
             with pytest.raises(ReplicaDiedError, match=r"replica 0 ended with exit code -9\. Its last log lines:"):
-                waiting.result(5)
+                waiting.result(60.0)
     assert not replica.is_alive()
-    until(lambda: not group(pid), 5)
+    until(lambda: not group(pid))
     (late,) = replica.submit([ids_request("late")])
     with pytest.raises(ReplicaDiedError, match="exit code -9"):
         late.result(0)
@@ -449,17 +444,17 @@ def test_requests_submitted_while_the_child_dies_all_fail_and_none_hangs() -> No
         number = 0
         while not stop.is_set():
             number += 1
-            futures.extend(replica.submit([ids_request(f"{thread}-{number}", sampling_params={"seconds": 60})]))
+            futures.extend(replica.submit([ids_request(f"{thread}-{number}", sampling_params={"seconds": 3600})]))
 
     with ThreadPoolExecutor(4) as pool:
         threads = [pool.submit(submit, thread) for thread in range(4)]
         time.sleep(0.3)
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not replica.is_alive(), 5)
+        until(lambda: not replica.is_alive())
         time.sleep(0.2)
         stop.set()
         for thread in threads:
-            thread.result(5)  # submit never raises
+            thread.result(60.0)  # submit never raises
     assert len(futures) > 100
     assert {type(future.exception(5)) for future in futures} == {ReplicaDiedError}
     replica.shutdown()
@@ -468,14 +463,14 @@ def test_requests_submitted_while_the_child_dies_all_fail_and_none_hangs() -> No
 def test_an_engine_that_dies_fails_everything_as_a_death_and_the_process_ends() -> None:
     replica, pid = started(sleeper=True)
     open_one, failing = replica.submit(
-        [ids_request("open", sampling_params={"seconds": 60}), ids_request("failing", sampling_params={"seconds": 3})]
+        [ids_request("open", sampling_params={"seconds": 3600}), ids_request("failing", sampling_params={"seconds": 3})]
     )
     rpc(replica, "die")
     for future in (open_one, failing):
         with pytest.raises(ReplicaDiedError, match="replica 0 died: vLLM's engine core died: the toy is broken"):
-            future.result(5)
+            future.result(60.0)
     assert not replica.is_alive()
-    until(lambda: not group(pid), 5)
+    until(lambda: not group(pid))
     replica.shutdown()
 
 
@@ -483,7 +478,6 @@ def test_a_stuck_child_holds_up_neither_callers_nor_the_end(monkeypatch: pytest.
     monkeypatch.setattr(child, "GRACE_SECONDS", 1.0)
     replica, pid = started(sleeper=True)
     os.kill(pid, signal.SIGSTOP)
-    began = time.monotonic()
     with pytest.raises(EngineError, match=r"did not answer 'stats' within 0\.3 s"):
         replica.stats(0.3)
     # far more than the socket holds: whoever writes it waits
@@ -494,15 +488,14 @@ def test_a_stuck_child_holds_up_neither_callers_nor_the_end(monkeypatch: pytest.
     replica.abort(["1"])
     with pytest.raises(EngineError, match=r"did not answer 'stats' within 0\.3 s"):
         replica.stats(0.3)
-    assert time.monotonic() - began < 5
     assert replica.is_alive()
     began = time.monotonic()
     replica.shutdown()
-    assert 1.0 <= time.monotonic() - began < 8
+    assert time.monotonic() - began >= 1.0
     for future in futures:
         with pytest.raises(ReplicaDiedError, match="was shut down"):
             future.result(0)
-    until(lambda: not group(pid), 2)
+    until(lambda: not group(pid))
 
 
 def test_a_process_whose_loop_is_stuck_still_goes_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,22 +504,22 @@ def test_a_process_whose_loop_is_stuck_still_goes_when_it_is_told_to(monkeypatch
     with pytest.raises(EngineError, match="did not answer"):
         rpc(replica, "block", 60, timeout=0.2)
     replica.shutdown()
-    until(lambda: not group(pid), 2)
+    until(lambda: not group(pid))
 
 
 # -- the end of the driver --------------------------------------------------------------------------------------------
 
 DRIVER = """
 import os, sys, time
-from modules.backends.vllm.processes import ids_request, process_of, toy_replica
+from support.processes import ids_request, process_of, toy_replica
 from torchrl_moe.modules.backends.vllm import child
-child.MODULE = "modules.backends.vllm.toy_engine"
+child.MODULE = "support.toy_engine"
 how = sys.argv[1]
-replica = toy_replica(sleeper=True, seconds=60 if how == "starting" else 0)
+replica = toy_replica(sleeper=True, seconds=3600 if how == "starting" else 0)
 replica.start()
 if how != "starting":
     replica.wait_ready(30)
-    replica.submit([ids_request("x", sampling_params={"seconds": 60})])
+    replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
 if how == "forked" and os.fork() == 0:  # holds the driver's end of the socket open
     os.write(1, b"%d\\n" % os.getpid())  # in one piece: two processes write here
     time.sleep(60)
@@ -557,9 +550,9 @@ def test_a_killed_driver_takes_its_engines_with_it(how: str, tmp_path: Path) -> 
         pid = int(process.stdout.readline())
         until(lambda: len(group(pid)) == 2, START)
         process.kill()
-        process.wait(5)
-    until(lambda: not group(pid), 5)
-    until(lambda: list(tmp_path.iterdir()) == [], 5)
+        process.wait(60.0)
+    until(lambda: not group(pid))
+    until(lambda: list(tmp_path.iterdir()) == [])
 
 
 def test_a_killed_driver_takes_an_engine_with_it_of_which_a_process_is_stopped(tmp_path: Path) -> None:
@@ -568,11 +561,11 @@ def test_a_killed_driver_takes_an_engine_with_it_of_which_a_process_is_stopped(t
         pid = int(process.stdout.readline())
         (sleeper,) = [member.pid for member in group(pid) if member.pid != pid]
         os.kill(sleeper, signal.SIGSTOP)
-        until(lambda: psutil.Process(sleeper).status() == psutil.STATUS_STOPPED, 5)
+        until(lambda: psutil.Process(sleeper).status() == psutil.STATUS_STOPPED)
         process.kill()
-        process.wait(5)
-    until(lambda: not group(pid), 5)
-    until(lambda: list(tmp_path.iterdir()) == [], 5)  # the leader was there to clear up
+        process.wait(60.0)
+    until(lambda: not group(pid))
+    until(lambda: list(tmp_path.iterdir()) == [])  # the leader was there to clear up
 
 
 def test_a_process_that_the_driver_forked_does_not_keep_the_engines_alive(tmp_path: Path) -> None:
@@ -582,9 +575,9 @@ def test_a_process_that_the_driver_forked_does_not_keep_the_engines_alive(tmp_pa
         (engine,) = [pid for pid in pids if os.getpgid(pid) == pid]
         (forked,) = set(pids) - {engine}
         process.kill()
-        process.wait(5)
-        until(lambda: not group(engine), 5)
-        until(lambda: list(tmp_path.iterdir()) == [], 5)
+        process.wait(60.0)
+        until(lambda: not group(engine))
+        until(lambda: list(tmp_path.iterdir()) == [])
         os.kill(forked, signal.SIGKILL)
 
 
@@ -594,7 +587,7 @@ def test_a_driver_that_ends_without_a_shutdown_leaves_nothing(how: str, tmp_path
         output, errors = process.communicate(timeout=START)
     assert "Exception ignored" not in errors
     assert ("the user's script failed" in errors) == (how == "raises")
-    until(lambda: not group(int(output)), 5)
+    until(lambda: not group(int(output)))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -604,7 +597,7 @@ def test_a_driver_that_ends_without_a_shutdown_leaves_nothing(how: str, tmp_path
 @pytest.fixture
 def real(shelf: Any) -> Any:
     """Arguments of a real engine, small."""
-    from engines import SMALL
+    from support.engines import SMALL
 
     return {"model": str(shelf.folder("qwen3_moe")), **SMALL}
 
@@ -617,7 +610,7 @@ def test_a_model_folder_that_vllm_refuses_is_told_in_its_words_and_leaves_nothin
     pid = process_of(replica).pid
     with pytest.raises(ReplicaDiedError, match=r"(?s)replica 0 did not start: .*no_such_model"):
         replica.wait_ready(120)
-    until(lambda: not group(pid), 5)
+    until(lambda: not group(pid))
     replica.shutdown()
 
 
@@ -628,31 +621,31 @@ LONG = {"max_tokens": 450, "ignore_eos": True, "temperature": 1.0}
 def test_a_killed_engine_core_fails_what_waits_and_the_replica_is_dead(no_engine: Any, real: dict[str, Any]) -> None:
     replica = LocalReplica(0, real, engine_environment())
     replica.start()
-    replica.wait_ready(200)
     try:
+        replica.wait_ready(200)
         owner = process_of(replica)
         assert len(group(owner.pid)) >= 3
         # more than can be done before the core is killed, however slow this process is
         futures = replica.submit([ids_request(str(i), (1, 2, 3), sampling_params=LONG) for i in range(200)])
-        until(lambda: replica.stats(10).running, 20)
+        until(lambda: replica.stats(10).running)
         core = next(process for process in owner.children() if "EngineCore" in process.name() or process.children())
         core.kill()
         for future in futures:
             with pytest.raises(
                 ReplicaDiedError, match=r"replica 0 (died: vLLM's engine core died|ended with exit code)"
             ):
-                future.result(20)
+                future.result(60.0)
         assert not replica.is_alive()
         with pytest.raises(ReplicaDiedError):
             replica.stats(10)
-        until(lambda: not group(owner.pid), 15)
+        until(lambda: not group(owner.pid))
     finally:
         replica.shutdown()
 
 
 REAL_DRIVER = """
 import sys
-from modules.backends.vllm.processes import ids_request, process_of
+from support.processes import ids_request, process_of
 from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica, engine_environment
 arguments, request = eval(sys.argv[1]), eval(sys.argv[2])
 replica = LocalReplica(0, arguments, engine_environment())
@@ -679,7 +672,7 @@ def test_a_killed_driver_takes_a_real_engine_with_it(no_engine: Any, real: dict[
             process.send_signal(signal.SIGSTOP)  # or it would clear up
             os.kill(pid, signal.SIGKILL)
         process.kill()
-        process.wait(5)
-    until(lambda: not group(pid), 20)
-    until(lambda: not Path(folder).exists(), 10)
+        process.wait(60.0)
+    until(lambda: not group(pid))
+    until(lambda: not Path(folder).exists())
     assert not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in members)

@@ -209,7 +209,7 @@ class Bench:
         await asyncio.sleep(0.03)
 
     async def finish(self) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60.0):
             while len(self.requests):
                 await self.engine.step()
                 await asyncio.sleep(0.001)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modules.backends.vllm.processes import toy_environment
+from support.processes import toy_environment
 from torchrl_moe import _compat
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.modules.backends.vllm import shadow as shadow_module
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 def test_vllms_models_are_bitwise_what_a_start_would_have_made() -> None:
     """Both ways of loading; tied heads, packed and absorbed weights, correction biases; the same model many times."""
     cases = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "qwen3:tied", "qwen3_moe:tied", "deepseek_v3:bf16"]
-    command = [sys.executable, "-m", "modules.backends.vllm.reload_check", *cases]
+    command = [sys.executable, "-m", "support.reload_check", *cases]
     done = subprocess.run(command, env=toy_environment(), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {case: [] for case in cases}

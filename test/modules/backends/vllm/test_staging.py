@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.waiting import until
 from torchrl_moe._errors import DigestMismatch, WeightSyncError
 from torchrl_moe.data.weight_store import Manifest
 from torchrl_moe.modules.backends.vllm import staging
 from torchrl_moe.modules.backends.vllm.staging import Staging, TensorStream
-from waiting import until
 
 TENSORS = {"a": torch.zeros(1), "b": torch.ones(1), "c": torch.ones(2)}
 
@@ -73,7 +73,7 @@ class FakeShadow:
         for name, _ in tensors:
             self.names.append(name)
             if self.hold is not None:
-                self.hold.wait(5.0)
+                self.hold.wait(60.0)
             if len(self.names) == self.most:
                 break
         return self.says
@@ -81,7 +81,7 @@ class FakeShadow:
 
 def run(receiver: FakeReceiver, shadow: FakeShadow | None, reason: str = "") -> Staging:
     begun: Any = Staging(Manifest(3, 0, ()), receiver, shadow, reason, verify=True, threads=2)  # type: ignore[arg-type]
-    until(lambda: not begun.running, 10.0)
+    until(lambda: not begun.running)
     return begun  # type: ignore[no-any-return]
 
 
@@ -133,7 +133,7 @@ def test_it_can_be_told_to_stop_and_then_stops_at_the_next_tensor() -> None:
     assert begun.report() == {"running": True}
     begun.cancel()
     shadow.hold.set()
-    until(lambda: not begun.running, 10.0)
+    until(lambda: not begun.running)
     assert begun.report()["error"] == "WeightSyncError: another version was staged meanwhile"
     assert shadow.names == ["a"]
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from support.waiting import until
 from torchrl_moe.modules.backends.vllm import vitals as vitals_module
 from torchrl_moe.modules.backends.vllm.vitals import VitalSigns
-from waiting import until
 
 SPIN = "while True: pass"
 
@@ -92,20 +92,20 @@ def test_what_the_group_computes_and_whether_it_is_stopped(leader: subprocess.Po
         return await VitalSigns(core).read(5.0)
 
     first = asyncio.run(read())
-    until(lambda: asyncio.run(read()).cpu_seconds >= first.cpu_seconds + 0.1, 20)
+    until(lambda: asyncio.run(read()).cpu_seconds >= first.cpu_seconds + 0.1)
     assert not asyncio.run(read()).stopped
     leader.send_signal(signal.SIGSTOP)
-    until(lambda: asyncio.run(read()).stopped, 5)
+    until(lambda: asyncio.run(read()).stopped)
     still = asyncio.run(read()).cpu_seconds
     assert asyncio.run(read()).cpu_seconds == still
     leader.send_signal(signal.SIGCONT)
-    until(lambda: not asyncio.run(read()).stopped, 5)
+    until(lambda: not asyncio.run(read()).stopped)
 
 
 def test_grandchildren_count_and_strangers_do_not(leader: subprocess.Popen[bytes]) -> None:
     shell = subprocess.Popen(["sh", "-c", "sleep 60 & wait"])
     try:
-        found = until(lambda: [p for p in vitals_module._descendants(os.getpid()) if p.parent == shell.pid], 5)
+        found = until(lambda: [p for p in vitals_module._descendants(os.getpid()) if p.parent == shell.pid])
         assert len(found) == 1
         family = {process.pid for process in vitals_module._descendants(shell.pid)}
         assert family == {found[0].pid}

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.waiting import until
 from torchrl_moe import _compat
 from torchrl_moe._errors import ManifestMismatch, SyncTimeout, WeightSyncError
 from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
 from torchrl_moe.modules.backends.vllm.receivers.memmap import MemmapReceiver
 from torchrl_moe.modules.backends.vllm.receivers.nccl import NcclReceiver
-from waiting import until
 
 
 class Layer(nn.Module):
@@ -265,11 +265,11 @@ def stage(worker: Any, store: WeightStoreWriter, version: int, shadow: bool = Tr
 
 
 def begin(worker: Any, manifest: Manifest, shadow: bool = True) -> None:
-    until(lambda: worker.stage(manifest, shadow=shadow, verify=False, threads=1), 10.0)
+    until(lambda: worker.stage(manifest, shadow=shadow, verify=False, threads=1))
 
 
 def finished(worker: Any) -> dict[str, Any]:
-    until(lambda: not worker.staged()["running"], 10.0)
+    until(lambda: not worker.staged()["running"])
     return dict(worker.staged())
 
 
@@ -312,7 +312,7 @@ def test_memory_is_given_back_beside_the_loop_and_before_the_next_version(
     shadowed.change_places(1)
 
     def slow(self: Any) -> None:
-        assert release.wait(10.0)
+        assert release.wait(60.0)
         gone(self)
 
     monkeypatch.setattr(ShadowModel, "release", slow)
@@ -403,12 +403,12 @@ def test_an_earlier_staging_that_still_runs_is_stopped_first(
 
     def fetch(self: Any, *_: Any, **__: Any) -> None:
         started.set()
-        assert release.wait(10.0)
+        assert release.wait(60.0)
 
     monkeypatch.setattr(MemmapReceiver, "fetch", fetch)
     one, two = (store.publish(values(10.0 * version).items(), version) for version in (1, 2))
     assert shadowed.stage(one, shadow=True, verify=False, threads=1)
-    assert started.wait(10.0)
+    assert started.wait(60.0)
     assert not shadowed.stage(two, shadow=True, verify=False, threads=1)
     release.set()
     assert finished(shadowed)["error"] == "WeightSyncError: another version was staged meanwhile"

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.waiting import until
 from torchrl_moe._errors import ManifestMismatch, SyncTimeout
 from torchrl_moe.data.gloo_group import GlooGroup, open_rendezvous
 from torchrl_moe.data.weight_store import Manifest, WeightStoreReader, WeightStoreWriter
 from torchrl_moe.modules.backends.vllm.receivers.gloo import GlooReceiver
-from waiting import until
 
 TIMEOUT = 20.0
 

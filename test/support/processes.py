@@ -1,8 +1,11 @@
-"""What the tests of processes share: replicas over the toy engine, and waiting for processes to be gone."""
+"""Processes of tests: those of replicas over the toy engine, those that are gone, those made to end."""
 
 from __future__ import annotations
 
+import faulthandler
+import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,9 @@ from torchrl_moe.modules.backends.replica import Request
 from torchrl_moe.modules.backends.vllm import child
 from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica, engine_environment
 
-TESTS = Path(__file__).parents[3]
+TESTS = Path(__file__).parents[1]
+PYTHONPATH = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+"""Of a process that imports what tests do."""
 
 
 def toy_environment() -> dict[str, str]:
@@ -24,14 +29,14 @@ def toy_environment() -> dict[str, str]:
 
 
 def use_toy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "MODULE", "modules.backends.vllm.toy_engine")
+    monkeypatch.setattr(child, "MODULE", "support.toy_engine")
 
 
 def toy_replica(index: int = 0, **start: Any) -> LocalReplica:
     return LocalReplica(index, {"model": "toy", "start": start}, toy_environment())
 
 
-def ids_request(request_id: str, ids: tuple[int, ...] = (1, 2, 3), **fields: Any) -> Request:
+def ids_request(request_id: str, ids: Any = (1, 2, 3), **fields: Any) -> Request:
     fields.setdefault("sampling_params", None)
     return Request(request_id=request_id, prompt_token_ids=np.array(ids, np.int32), **fields)
 
@@ -51,3 +56,25 @@ def group(leader: int) -> list[psutil.Process]:
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue
     return found
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; that its parent did not ask how is not ours."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def exit_code_of(work: Callable[[], object]) -> int | None:
+    """Run a function in a child; return its exit status, negative for a signal. A fork: torch is not imported again."""
+
+    def run() -> None:
+        faulthandler.disable()  # a death is expected here
+        work()
+        os._exit(0)
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    child.join(60.0)
+    return child.exitcode

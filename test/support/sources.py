@@ -1,4 +1,4 @@
-"""The package as syntax trees: what the checkers of this folder read. Nothing is imported or run."""
+"""The package and its tests as syntax trees: what the tests of the architecture read. Nothing is imported or run."""
 
 from __future__ import annotations
 
@@ -49,10 +49,15 @@ def snippet(text: str, path: str = "torchrl_moe/snippet.py") -> Source:
     return Source(Path(path), text, ast.parse(text))
 
 
-def package_sources(root: Path = ROOT) -> list[Source]:
-    """Every file of the package."""
-    paths = sorted((root / PACKAGE).rglob("*.py"))
+def python_sources(folder: str, root: Path = ROOT) -> list[Source]:
+    """Every file in a folder of the checkout."""
+    paths = sorted((root / folder).rglob("*.py"))
     return [snippet(path.read_text(encoding="utf-8"), str(path.relative_to(root))) for path in paths]
+
+
+def package_sources() -> list[Source]:
+    """Every file of the package."""
+    return python_sources(PACKAGE)
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:

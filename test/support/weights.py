@@ -1,9 +1,8 @@
-"""What the tests of this folder send, and to whom."""
+"""Weights that are sent to fakes, and failures that these report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,16 +17,10 @@ def weights(value: float = 1.0) -> dict[str, Tensor]:
     return {"a": torch.full((2, 2), float(value)), "b": torch.full((3,), int(value))}
 
 
-class Fleet(FakeFleet):
-    """Three fakes, unless told otherwise."""
-
-    def __init__(self, num_replicas: int = 3, **kwargs: Any) -> None:
-        super().__init__(num_replicas, **kwargs)
-
-    def holds(self, index: int) -> float | None:
-        """The value of the weights that a replica has."""
-        held = self.fakes[index].weights
-        return held["a"][0, 0].item() if held else None
+def value_in(engine: FakeFleet, index: int) -> float | None:
+    """Of the weights that a replica has."""
+    held = engine.fakes[index].weights
+    return held["a"][0, 0].item() if held else None
 
 
 def soft(*times: int) -> Callable[[int], Exception | None]:

@@ -8,12 +8,12 @@ from pathlib import Path
 import transformers
 from torch import nn
 
-from modules.replay.families import FAMILIES, REFUSED, build, is_absent
+from support.families import FAMILIES, REFUSED, build, is_absent
 from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 
-PAGE = Path(__file__).parents[3] / "docs" / "replay.md"
-HOW = "the table in docs/replay.md is out of date: PYTHONPATH=.:test python -m modules.replay.compatibility"
+PAGE = Path(__file__).parents[2] / "docs" / "replay.md"
+HOW = "the table in docs/replay.md is out of date: PYTHONPATH=.:test python -m support.compatibility"
 HEADER = "| family | status | scoring | dense layers | notes |\n|---|---|---|---|---|"
 SHOWN = re.compile(r"(?<=<!-- table of transformers )(\S+) -->\n\n(.*?)\n\n(?=<!-- end of table -->)", re.DOTALL)
 

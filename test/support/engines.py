@@ -31,6 +31,11 @@ ADAPTED: dict[str, Any] = {
 """For requests with an adapter; and it runs one at a time, by priority."""
 
 
+def start_engine(folder: Path, num_replicas: int = 1, **arguments: Any) -> AsyncVLLM:
+    """Start a small engine of a model; ``arguments`` go before those of ``SMALL``."""
+    return AsyncVLLM.from_pretrained(folder, num_replicas, **{**SMALL, **arguments})
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineSpec:
     """A family of ``make_tiny_moe`` and what differs from ``SMALL``; equal specs share one engine."""
@@ -62,8 +67,8 @@ class EngineShelf:
         """Return the engine of ``spec``, ending another one first."""
         if self._held is None or self._held[0] != spec or not self._held[1].is_running:
             self.clear()
-            arguments = {**SMALL, **TINY_MOE_FAMILIES[spec.family].vllm_cpu_args, **dict(spec.arguments)}
-            engine = AsyncVLLM.from_pretrained(self.folder(spec.family), spec.num_replicas, **arguments)
+            arguments = {**TINY_MOE_FAMILIES[spec.family].vllm_cpu_args, **dict(spec.arguments)}
+            engine = start_engine(self.folder(spec.family), spec.num_replicas, **arguments)
             self._held = spec, engine
         return self._held[1]
 

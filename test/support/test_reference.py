@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import TIE, Reference, route_mismatches, side_at_ties
+from support.reference import TIE, Reference, route_mismatches, side_at_ties
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 
 SCORES = torch.tensor(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines import EngineShelf
-from reference import Reference
+from support.engines import EngineShelf
+from support.processes import ids_request
+from support.reference import TOLERANCE, Reference
+from support.waiting import until
 from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request
@@ -21,9 +23,7 @@ from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.weight_update.transports.gloo import GlooTransport
 from torchrl_moe.weight_update.transports.memmap import MemmapTransport
 from torchrl_moe.weight_update.transports.transport import StageOptions, Transport
-from waiting import until
 
-TOLERANCE = 1e-5
 SECONDS = 60.0
 
 
@@ -53,13 +53,10 @@ class Versions:
     def load(self, version: int) -> None:
         self.reference.model.load_state_dict(self.weights[version])
 
-    @torch.no_grad()
     def change(self, seed: int) -> None:
-        """Move every weight of the newest version, buffers too, by a tenth or so."""
+        """Move every weight of the newest version."""
         self.load(self.now)
-        generator = torch.Generator().manual_seed(seed)
-        for tensor in self.reference.model.state_dict().values():
-            tensor.add_(0.1 * tensor.std(correction=0) * torch.randn(tensor.shape, generator=generator))
+        self.reference.change(seed)
 
     def prepare(self, seed: int) -> Manifest:
         """Make a version and stage it on all replicas."""
@@ -137,8 +134,8 @@ def let_run(replica: Any, futures: Sequence[Future[Completion]], seconds: float 
 
 
 def ask(name: str, ids: Any, **params: Any) -> Request:
-    common: Mapping[str, Any] = {"ignore_eos": True, "logprobs": 0, "temperature": 1.0, **params}
-    return Request(request_id=name, sampling_params=dict(common), prompt_token_ids=np.array(ids, np.int32))
+    common = {"ignore_eos": True, "logprobs": 0, "temperature": 1.0}
+    return ids_request(name, ids, sampling_params={**common, **params})
 
 
 def random_ids(seed: int, length: int) -> Any:

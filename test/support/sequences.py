@@ -1,4 +1,4 @@
-"""What the tests of this folder share."""
+"""One sequence by hand, and a way to run a function over it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes by hand for two routers without a model: what the tests of bindings share."""
+"""Bindings by hand: routes and scores for two routers without a model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """vLLM's own models without an engine: after each way of loading they must be bitwise what a start would have made.
 
-Run as ``python -m modules.backends.vllm.reload_check FAMILY[:tied][:bf16] ...`` in a process of its own, since vLLM
+Run as ``python -m support.reload_check FAMILY[:tied][:bf16] ...`` in a process of its own, since vLLM
 sets process-wide state; it prints one JSON object: case -> what differed. Packed linear layers are compared by what
 they compute, all else by its bytes. Every case loads three versions, by a shadow
 in a thread and by a plain reload.

@@ -1,98 +1,12 @@
-"""What the tests of replay share: models, routes, gradients, and toy models whose routers are wrong on purpose."""
+"""A toy MoE that is not of transformers, and routers for it that are wrong on purpose."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from torchrl_moe.modules.replay.discovery import LAYER
-from torchrl_moe.modules.replay.router_replay import RouterReplay
-from torchrl_moe.testing import make_tiny_moe
-
-FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3")
-SHAPE = (2, 6)
-U = -1
-
-
-def tokens(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 256, shape or SHAPE, generator=torch.Generator().manual_seed(seed))
-
-
-def random_routes(replay: RouterReplay, *shape: int, seed: int = 0) -> Tensor:
-    """Distinct experts in every row ``[B, T, L, K]``, -1 on dense layers."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = shape or SHAPE
-    routes = torch.full((*shape, replay.num_layers, replay.top_k), U)
-    for site in replay.sites:
-        noise = torch.rand(*shape, site.num_experts, generator=generator)
-        routes[:, :, site.layer, : site.top_k] = noise.argsort(-1)[..., : site.top_k]
-    return routes
-
-
-def recorded(model: nn.Module, replay: RouterReplay, ids: Tensor | None = None) -> Tensor:
-    """The model's own routes ``[B, T, L, K]``."""
-    with replay.record() as recording, torch.no_grad():
-        model(tokens() if ids is None else ids)
-    return recording.routed_experts
-
-
-def pair(family: str = "qwen3_moe", **config: Any) -> tuple[nn.Module, RouterReplay]:
-    model = make_tiny_moe(family, **config)
-    return model, RouterReplay(model)
-
-
-def loss_of(logits: Tensor) -> Tensor:
-    """Any scalar that every logit enters with another weight."""
-    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
-    return (logits * weights.to(logits.dtype)).sum() / 64
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Those of the parameters that have one, taken off the model."""
-    taken = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return taken
-
-
-def backward(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits and all gradients of one forward and backward pass."""
-    logits = model(ids).logits
-    loss_of(logits).backward()
-    return logits.detach(), gradients(model)
-
-
-def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor], atol: float = 0.0) -> None:
-    assert got.keys() == wanted.keys()
-    assert wanted
-    for name, grad in wanted.items():
-        torch.testing.assert_close(got[name], grad, atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
-
-
-@contextmanager
-def experts_seen(model: nn.Module) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """By layer, the ids and the weights ``[N, K]`` that reach the experts, where they are told."""
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def keep(layer: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if len(args) > 1:
-                seen[layer] = args[1].clone(), args[2].detach().clone()
-
-        return hook
-
-    hooks = []
-    for name, module in model.named_modules():
-        layer = LAYER.search(name)
-        if layer is not None and name.endswith(".experts"):
-            hooks.append(module.register_forward_pre_hook(keep(int(layer[1]))))
-    yield seen
-    for hook in hooks:
-        hook.remove()
 
 
 class ToyRouter(nn.Module):

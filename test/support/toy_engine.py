@@ -1,7 +1,6 @@
 """An ``AsyncLLM`` without vLLM, and an engine process around it that starts in a second: for tests of processes.
 
-Forked, or run as ``python -m modules.backends.vllm.toy_engine FD DRIVER_PID``, it is our real engine process over the
-toy engine.
+Forked, or run as ``python -m support.toy_engine FD DRIVER_PID``, it is our real engine process over the toy engine.
 
 The engine argument ``start`` says how it starts: ``seconds`` it blocks, ``error`` it fails with, ``print`` for the log,
 ``sleeper`` a grandchild in the process group, ``shared`` a shared memory that it never removes, named in its info. A

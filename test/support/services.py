@@ -1,16 +1,48 @@
-"""Services over fake replicas that die and come back, with a supervisor whose delays are short."""
+"""Services over fake replicas: calls to them, and one whose replicas die and come back, with short delays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from support.waiting import HOUR, until
+from torchrl_moe.modules.backends.replica import Request
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.roster import Roster
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 QUICK = FaultPolicy(first_delay=0.001, longest_delay=0.02, probe=0.05, patience=0.1, start=5.0)
+
+
+def ask(engine: GenerationService, prompts: Any = "hi", max_tokens: int = 4, **kwargs: Any) -> Any:
+    return engine.generate(prompts, {"max_tokens": max_tokens, "logprobs": 0}, use_tqdm=False, **kwargs)
+
+
+def submitted(engine: FakeAsyncVLLM) -> list[Request]:
+    return [request for replica in engine.replicas for request in replica.submitted]
+
+
+def slow_if(*prompts: str) -> Callable[[Request], float]:
+    return lambda request: HOUR if request.prompt in prompts else 0.0
+
+
+def until_running(engine: GenerationService, counts: list[int]) -> None:
+    """Wait until so many requests run on each replica: they count as in flight a moment before."""
+    until(lambda: [row["running"] for row in engine.stats()] == counts)
+
+
+@contextmanager
+def listening(roster: Roster, listener: Callable[[], None]) -> Iterator[None]:
+    """Hear of changes for as long as the context lasts."""
+    roster.add_listener(listener)
+    try:
+        yield
+    finally:
+        roster.remove_listener(listener)
 
 
 class RestartingService(GenerationService):

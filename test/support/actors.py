@@ -1,18 +1,33 @@
-"""What the tests of replicas in Ray share."""
+"""Replicas in Ray over the toy engine: Ray's part is real, and a replica starts in a second."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import pytest
 import ray
 
-from modules.backends.ray.toy_actor import ToyActor
+from support.processes import TESTS
 from torchrl_moe.modules.backends.ray import actor
+from torchrl_moe.modules.backends.ray.actor import ReplicaActor
 from torchrl_moe.modules.backends.ray.ray_service import RayService
+from torchrl_moe.modules.backends.vllm import child
+
+
+class ToyActor(ReplicaActor):
+    """In the place of ``ReplicaActor``: Ray's part is real, the engine process is the toy engine's."""
+
+    def __init__(self, index: int, service: RayService, forwarded: Mapping[str, str], group: Any, number: int) -> None:
+        child.MODULE = "support.toy_engine"
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+        super().__init__(index, service, forwarded, group, number)
+
+    def pids(self) -> tuple[int, int]:
+        """Return the actor's process and the engine's."""
+        return os.getpid(), self._child.process.pid
 
 
 @contextmanager
@@ -40,14 +55,6 @@ def actor_of(replica: Any) -> Any:
 def pids(replica: Any) -> tuple[int, int]:
     """The processes of the actor and of the toy engine."""
     return tuple(ray.get(actor_of(replica).pids.remote(), timeout=20))
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended; that its parent did not ask how is not ours."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def groups_in_use() -> list[str]:

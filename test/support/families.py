@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from modules.replay.family_configs import CONFIGS, LARGER, REFUSED_CONFIGS
+from support.family_configs import CONFIGS, LARGER, REFUSED_CONFIGS
 from torchrl_moe.testing.tiny_moe import _draw_weights
 
 SMALL: Mapping[str, Any] = {

@@ -20,6 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+TOLERANCE = 1e-5
+"""Of log-probs in float32."""
+
 TIE = 5e-6
 """Twice what float32 adds up to in these models' router logits."""
 
@@ -117,6 +120,28 @@ class Reference:
             self._theirs = None  # others run the model too
         log_probs = logits.log_softmax(-1)[:-1].gather(1, row[0, 1:, None])[:, 0]
         return torch.cat([log_probs.new_full((1,), float("nan")), log_probs]), dict(self._seen)
+
+    def expected(self, completion: Any, output: Any) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return log-probs of one of an engine's answers, and routes of the whole."""
+        ids = np.concatenate([completion.prompt_token_ids, output.token_ids])
+        log_probs, routes = self(torch.from_numpy(ids), routes=output.routed_experts)
+        return log_probs[len(completion.prompt_token_ids) :], routes
+
+    def distance(self, *completions: Any) -> float:
+        """Return the largest difference between the log-probs that an engine gave and those of the model as it is."""
+        return max(
+            float((torch.from_numpy(output.logprobs.copy()) - self.expected(completion, output)[0]).abs().max())
+            for completion in completions
+            for output in completion.outputs
+        )
+
+    @torch.no_grad()
+    def change(self, seed: int, only: str = "") -> None:
+        """Move every weight with a certain name, buffers too, by a tenth or so."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, tensor in self.model.state_dict().items():
+            if only in name:
+                tensor.add_(0.1 * tensor.std(correction=0) * torch.randn(tensor.shape, generator=generator))
 
 
 def side_at_ties(ours: Tensor, scores: Tensor, theirs: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from objectives.rollouts import CURRENT_VERSION, BigramActor, dense, ragged, samples, total
+from support.rollouts import CURRENT_VERSION, BigramActor, dense, ragged, samples, total
 
 SHAPES = [(2, 3), (1, 4), (3, 1)]
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engines import SMALL
+from support.engines import start_engine
+from support.processes import PYTHONPATH
 from torchrl_moe.modules import AsyncVLLM
 
-TESTS = Path(__file__).parent
 STORE_BYTES = 80 << 20  # Ray's least; our messages do not go through it
 
 
@@ -32,7 +31,7 @@ class ClusterHolder:
         ray.shutdown()
         node = {"num_cpus": 2, "resources": {"slot": 1}, "object_store_memory": STORE_BYTES}
         with pytest.MonkeyPatch.context() as patch:  # what its workers import is what this process imports
-            patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent)]))
+            patch.setenv("PYTHONPATH", PYTHONPATH)
             self._cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
             self._cluster.add_node(**node)
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="error")
@@ -46,9 +45,7 @@ class ClusterHolder:
         """Return two replicas of a model, on two nodes, started once, and again if a test has ended them."""
         if self._pair is None or not self._pair.is_running:
             resources = {"CPU": 1.0, "slot": 1.0}
-            self._pair = AsyncVLLM.from_pretrained(
-                folder, 2, backend="ray", name="test-pair", resources=resources, **SMALL
-            )
+            self._pair = start_engine(folder, 2, backend="ray", name="test-pair", resources=resources)
         return self._pair
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Small rollouts, and two actors without a transformer: what the tests of this folder train on."""
+"""Small rollouts, and two actors without a transformer: what the tests of objectives train on."""
 
 from __future__ import annotations
 

@@ -1,0 +1,55 @@
+"""Legends lie above their panels: over nothing drawn and under no title, on light and dark backgrounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib import style
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from torchrl_moe.render.curves import PHASES, training_figure
+from torchrl_moe.render.histograms import log_ratio_figure
+from torchrl_moe.render.legends import legend_above
+from torchrl_moe.render.timelines import timeline_figure
+
+
+def curves() -> Any:
+    numbers = {"reward": 0.5, "dlogp_mean": 1e-3, "dlogp_max": 1e-1, "dlogp_live": 1e-2, "length": 6.0}
+    rows = [{"step": step, "held_out_reward": 0.5, **numbers} for step in range(3)]
+    return training_figure([{**row, **{f"seconds_{phase}": 1.0 for phase in PHASES}} for row in rows], "a run")
+
+
+def histogram() -> Any:
+    return log_ratio_figure({"replayed": np.arange(5.0), "live router": np.arange(9.0)}, title="log-ratios")
+
+
+def timeline() -> Any:
+    phases = ("pack", "stage", "pause", "swap", "canary")
+    rows = [{"replica": 0, "phase": phase, "start": i, "seconds": 1.0} for i, phase in enumerate(phases)]
+    return timeline_figure(rows, "a swap")
+
+
+@pytest.mark.parametrize("background", ["default", "dark_background"])
+@pytest.mark.parametrize("draw", [curves, histogram, timeline])
+def test_no_legend_covers_what_is_drawn(draw: Callable[[], Any], background: str) -> None:
+    with style.context(background):
+        figure = draw()
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        figure.canvas.draw()
+    legends = [(axes, axes.get_legend()) for axes in figure.axes if axes.get_legend()]
+    assert legends
+    for axes, legend in legends:
+        box, panel, title = (part.get_window_extent(renderer) for part in (legend, axes.patch, axes.title))
+        assert panel.y1 <= box.y0 and box.y1 <= title.y0 + 1
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+
+
+def test_a_panel_without_labels_has_a_title_only() -> None:
+    axes = Figure().subplots()
+    axes.plot([1, 2])
+    legend_above(axes, "a title")
+    assert axes.get_legend() is None and axes.get_title() == "a title"

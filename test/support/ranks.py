@@ -1,0 +1,61 @@
+"""Processes that are the ranks of a process group."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WORLD_SIZE = 2
+
+
+def run_as_ranks(work: Callable[..., Any], *arguments: Any, seconds: float = 240.0) -> list[Any]:
+    """Run a function in two processes that are ranks 0 and 1 of the default group; return what it returns in each.
+
+    They are forks: torch is not imported again.
+
+    Args:
+        work: it may return what can be pickled, and arrays for tensors.
+        *arguments: of ``work``.
+        seconds: for each of them.
+    """
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"
+        ranks = [context.Process(target=_run, args=(i, store, work, arguments, answers)) for i in range(WORLD_SIZE)]
+        for rank in ranks:
+            rank.start()
+        try:
+            got = sorted((answers.get(timeout=seconds) for _ in ranks), key=lambda answer: answer[0])
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+    errors = [error for _, _, error in got if error]
+    assert not errors, "\n".join(errors)
+    return [value for _, value, _ in got]
+
+
+def _run(rank: int, store: str, work: Callable[..., Any], arguments: tuple[Any, ...], answers: Any) -> None:
+    answer: tuple[int, Any, str] = (rank, None, "it was ended")
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD_SIZE)
+        answer = (rank, work(*arguments), "")
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        answer = (rank, None, traceback.format_exc())
+        raise
+    finally:
+        answers.put(answer)
+        answers.close()
+        answers.join_thread()
+        os._exit(0)  # gloo's threads may outlive the interpreter, which then aborts at its end

@@ -1,0 +1,30 @@
+"""A balancing strategy that answers as it is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrl_moe.modules.serving.candidates import Candidates, RosterEntry
+from torchrl_moe.modules.serving.strategies import RoutingContext
+
+
+class Says:
+    """Remembers what it was asked, and the replicas it was told of.
+
+    Args:
+        answer: always the same, or a function that gives it.
+        name: of the strategy.
+    """
+
+    def __init__(self, answer: Any = None, name: str = "says") -> None:
+        self.answer = answer
+        self.name = name
+        self.asked: list[tuple[list[int], RoutingContext]] = []
+        self.learnt: list[int] = []
+
+    def choose(self, candidates: Candidates, context: RoutingContext) -> Any:
+        self.asked.append(([entry.index for entry in candidates], context))
+        return self.answer() if callable(self.answer) else self.answer
+
+    def placed(self, entry: RosterEntry, context: RoutingContext) -> None:
+        self.learnt.append(entry.index)
