@@ -131,7 +131,7 @@ def seed_rows(runs: list[Rows], seconds: list[float]) -> list[Row]:
 
 def _bar(claim: str, values: list[float], target: float, more: str = "") -> Row:
     return Row(
-        claim=f"{claim}, {len(values)} seeds",
+        claim=claim,
         value=f"{median_range(values)}{more}",
         target=f"median >= {target}",
         met=statistics.median(values) >= target,
