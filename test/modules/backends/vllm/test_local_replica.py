@@ -33,7 +33,7 @@ from torchrl_moe.modules.backends.replica import Request, Vitals
 from torchrl_moe.modules.backends.vllm import child
 from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica, engine_environment
 
-START = 30.0
+START = 120.0  # generous: two seconds, on a machine of its own
 
 
 @pytest.fixture(autouse=True)
@@ -518,7 +518,7 @@ how = sys.argv[1]
 replica = toy_replica(sleeper=True, seconds=3600 if how == "starting" else 0)
 replica.start()
 if how != "starting":
-    replica.wait_ready(30)
+    replica.wait_ready(120)
     replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
 if how == "forked" and os.fork() == 0:  # holds the driver's end of the socket open
     os.write(1, b"%d\\n" % os.getpid())  # in one piece: two processes write here
