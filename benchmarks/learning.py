@@ -87,7 +87,7 @@ def draw(runs: dict[str, Rows]) -> None:
         lines = [Line2D([], [], color="grey", linestyle=style) for style in ("-", ":")]
         axes.legend(lines, [solid, dotted], frameon=False, fontsize="small", ncols=2, **ABOVE)
     controls.legend(frameon=False, fontsize="small", ncols=2, **ABOVE)
-    seeds.set(ylabel="reward, five seeds", ylim=(-0.02, 1.02))
+    seeds.set(ylabel="reward, a colour per seed", ylim=(-0.02, 1.02))
     mismatch.set(ylabel="mean |log-prob, trainer - engine|", yscale="log")
     controls.set(ylabel="rollout reward, faults on purpose", ylim=(-0.02, 1.02))
     for axes in (seeds, mismatch, controls):
@@ -152,7 +152,7 @@ def control_row(control: str, rows: Rows) -> Row:
 def main(arguments: list[str] | None = None) -> None:
     """Run everything and report; a run that breaks is a row that says so."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--control-steps", type=int, default=30)
     options = parser.parse_args(arguments)
