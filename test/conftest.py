@@ -13,9 +13,17 @@ if TYPE_CHECKING:
     from torchrl_moe.modules import AsyncVLLM
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts tests with Ray, then those with an engine last, each engine's together; skips ``gpu`` tests without CUDA."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts tests with Ray, then those with an engine last, each engine's together; skips ``gpu`` tests without CUDA.
+
+    In the workers of pytest-xdist these are one group, which one worker runs, and they come first: they take longest.
+    Of the other files, each is a group.
+    """
     items.sort(key=_engine_order)
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _engine_order(item) == "")
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group("engines" if _engine_order(item) else item.path.as_posix()))
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
         return

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from support.engines import EngineShelf, start_engine
-from support.waiting import until
+from support.waiting import PATIENCE, until
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 
@@ -72,10 +72,11 @@ def engine(no_engine: EngineShelf, clean_temporary: Path) -> Iterator[AsyncVLLM]
     try:
         yield made
     finally:
-        family = [child for child in psutil.Process().children(recursive=True) if child not in others]
+        made_since = [child for child in psutil.Process().children(recursive=True) if child not in others]
+        family = [child for child in made_since if "ForkServer" not in child.name()]  # that waits for the next start
         shared = segments(family)
         made.shutdown()
-    assert psutil.wait_procs(family, 10.0)[1] == []
+    assert psutil.wait_procs(family, PATIENCE)[1] == []
     until(lambda: not any(segment.exists() for segment in shared))
     assert os.listdir(clean_temporary) == []
 
@@ -131,7 +132,7 @@ def test_killed_and_stopped_processes_lose_no_request(engine: AsyncVLLM) -> None
             assert not call.done()
             check(engine, call.result(3 * RESTART), expected)
         for index, _, _ in shots:
-            assert psutil.wait_procs(parts[index].all, 30.0)[1] == []
+            assert psutil.wait_procs(parts[index].all, PATIENCE)[1] == []
             until(lambda index=index: not any(segment.exists() for segment in shared[index]))
 
     under_fire((0, "core", signal.SIGKILL), (1, "worker", signal.SIGKILL))  # nobody serves until they are back
@@ -183,6 +184,6 @@ def test_ctrl_c_cancels_calls_and_a_killed_driver_leaves_nothing(no_engine: Engi
         shared = segments(family)
         assert shared
         driver.kill()
-    assert psutil.wait_procs(family, 20.0)[1] == []
+    assert psutil.wait_procs(family, PATIENCE)[1] == []
     until(lambda: not any(segment.exists() for segment in shared))
     until(lambda: os.listdir(clean_temporary) == [])
