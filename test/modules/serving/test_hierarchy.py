@@ -98,7 +98,7 @@ class Nameless:
         return None
 
 
-@pytest.mark.parametrize("wrong", [None, 3, object(), Nameless(), RoundRobin], ids=repr)
+@pytest.mark.parametrize("wrong", [None, 3, object(), Nameless(), RoundRobin], ids=lambda value: type(value).__name__)
 def test_something_else_is_refused(wrong: object) -> None:
     with pytest.raises(TypeError, match=r"a strategy is a name \(kv-cache, .*\) or an object with a name and choose"):
         make_strategy(wrong)  # type: ignore[arg-type]

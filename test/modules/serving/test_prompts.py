@@ -156,7 +156,9 @@ def test_something_else_than_a_flat_list_of_integers_is_refused(given: Any) -> N
         normalise_prompts(given)
 
 
-@pytest.mark.parametrize("given", [3, 2.5, object(), {1, 2}, iter([1]), np.array(3), torch.tensor(3)], ids=repr)
+@pytest.mark.parametrize(
+    "given", [3, 2.5, object(), {1, 2}, iter([1]), np.array(3), torch.tensor(3)], ids=lambda value: type(value).__name__
+)
 def test_something_that_is_no_prompt_is_refused_by_its_type(given: Any) -> None:
     with pytest.raises(
         TypeError, match=rf"prompts must be text, token ids or a list of these, got {type(given).__name__}"
