@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torchrl_moe.modules import AsyncVLLM
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts tests with Ray, then those with an engine last, each engine's together; skips ``gpu`` tests without CUDA.
 
