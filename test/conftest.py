@@ -13,18 +13,15 @@ if TYPE_CHECKING:
     from torchrl_moe.modules import AsyncVLLM
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts tests with Ray, then those with an engine last, each engine's together; skips ``gpu`` tests without CUDA.
 
-    In the workers of pytest-xdist these are one group, which one worker runs, and they come first: they take longest.
-    Of the other files, each is a group.
+    Under pytest-xdist they come first: its first worker begins with them, the second in the middle of the others, and
+    takes of these what is left before it takes tests with an engine.
     """
     items.sort(key=_engine_order)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: _engine_order(item) == "")
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group("engines" if _engine_order(item) else item.path.as_posix()))
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
         return
