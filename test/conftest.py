@@ -13,9 +13,15 @@ if TYPE_CHECKING:
     from torchrl_moe.modules import AsyncVLLM
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts tests with Ray, then those with an engine last, each engine's together; skips ``gpu`` tests without CUDA."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts tests with Ray, then those with an engine last, each engine's together; skips ``gpu`` tests without CUDA.
+
+    Under pytest-xdist they come first: its first worker begins with them, the second in the middle of the others, and
+    takes of these what is left before it takes tests with an engine.
+    """
     items.sort(key=_engine_order)
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _engine_order(item) == "")
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
         return
