@@ -240,7 +240,7 @@ def is_good(row: list[int], layer: int) -> bool:
 @st.composite
 def mutated(draw: st.DrawFn) -> Tensor:
     """Good routes of some dtype in which up to five ids are others, wrapped as that dtype wraps them."""
-    routes = ROUTES.to(draw(st.sampled_from(DTYPES)))
+    routes = ROUTES.to(draw(st.sampled_from(DTYPES)), copy=True)
     bits = torch.iinfo(routes.dtype).bits
     place = st.tuples(*(st.integers(0, size - 1) for size in routes.shape))
     for at in draw(st.lists(place, max_size=5)):

@@ -27,7 +27,7 @@ from torchrl_moe.modules.backends.ray.cluster import running_services
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE, RayService
 
-START = 60.0
+START = 120.0
 
 
 def test_of_rays_long_reports_the_reason_is_told() -> None:
