@@ -24,8 +24,12 @@ from torchrl_moe.modules.replay.router_replay import RouterReplay
 
 IDS = tokens() % 60 + 3  # none of the special ones
 CORE = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
-WIDE = [name for name in FAMILIES if name not in (*CORE, "dbrx", "llama4")]  # these two have one implementation only
+ONE_IMPLEMENTATION = ("dbrx", "llama4")  # of the experts, their own
+WIDE = [name for name in FAMILIES if name not in (*CORE, *ONE_IMPLEMENTATION)]
 each_family = pytest.mark.parametrize("family", FAMILIES)
+# Where another test of each family proves as much: a few in `make test`, all in `make parity`.
+wide = [pytest.param(name, marks=pytest.mark.parity) if name in WIDE else name for name in FAMILIES]
+few_families = pytest.mark.parametrize("family", wide)
 # How far gradients may be from the reference, as a share of the greatest: 1e-6, and more where linear attention, which
 # computes in float32, amplifies the float32 rounding of routers.
 DELTA_RULE = {"bailing_hybrid", "glm5_next", "kimi_linear", "qwen3_5_moe", "qwen3_next", "qwen4_exp"}
@@ -102,12 +106,17 @@ def test_every_moe_of_transformers_is_tested_refused_or_left_out_with_a_reason()
 # a model's own routes
 
 
-@pytest.mark.parametrize(("dtype", "mode"), [(torch.float32, True), (torch.bfloat16, False)], ids=["fp32", "bf16"])
 @each_family
-def test_replaying_its_own_routes_is_bit_equal_and_so_is_a_model_after_remove(
-    family: str, dtype: torch.dtype, mode: bool
-) -> None:
-    model = build(family, dtype=dtype).train(mode)
+def test_replaying_its_own_routes_is_bit_equal_and_so_is_a_model_after_remove(family: str) -> None:
+    check_own_routes(build(family, dtype=torch.bfloat16).train())
+
+
+@few_families
+def test_replaying_its_own_routes_is_bit_equal_in_float32_and_eval_mode_too(family: str) -> None:
+    check_own_routes(build(family, dtype=torch.float32).eval())
+
+
+def check_own_routes(model: nn.Module) -> None:
     logits, grads = backward(model, IDS)
     replay = RouterReplay(model)
     with replay.record() as recording:
@@ -197,7 +206,7 @@ def test_a_correction_bias_chooses_and_has_no_other_effect(family: str) -> None:
     assert not torch.equal(as_sets(own), as_sets(recorded(model, replay, IDS)))
 
 
-@each_family
+@few_families
 def test_router_gradients_equal_finite_differences(family: str) -> None:
     model, replay = pair_in_float64(family)
     routes = random_routes(replay)
@@ -227,7 +236,7 @@ def test_router_gradients_equal_finite_differences(family: str) -> None:
 # with what else a model does
 
 
-@pytest.mark.parametrize("family", [*CORE, *(pytest.param(name, marks=pytest.mark.parity) for name in WIDE)])
+@pytest.mark.parametrize("family", [name for name in wide if name not in ONE_IMPLEMENTATION])
 def test_replay_is_the_same_whatever_computes_the_experts(family: str) -> None:
     model, replay = pair(family)
     routes = random_routes(replay)

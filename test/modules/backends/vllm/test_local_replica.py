@@ -658,8 +658,10 @@ while True:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("owner", ["lives", "is killed too"])
-def test_a_killed_driver_takes_a_real_engine_with_it(no_engine: Any, real: dict[str, Any], owner: str) -> None:
+def test_a_driver_that_is_killed_with_its_owner_takes_a_real_engine_with_it(
+    no_engine: Any, real: dict[str, Any]
+) -> None:
+    """Where the owner lives, it clears up: serving/test_faults.py kills a driver alone."""
     arguments = [sys.executable, "-c", REAL_DRIVER, repr(real), repr(LONG)]
     with subprocess.Popen(arguments, env=toy_environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -668,9 +670,8 @@ def test_a_killed_driver_takes_a_real_engine_with_it(no_engine: Any, real: dict[
         members = group(pid)
         assert len(members) >= 3
         time.sleep(1)
-        if owner == "is killed too":
-            process.send_signal(signal.SIGSTOP)  # or it would clear up
-            os.kill(pid, signal.SIGKILL)
+        process.send_signal(signal.SIGSTOP)  # or it would see the owner's death
+        os.kill(pid, signal.SIGKILL)
         process.kill()
         process.wait(60.0)
     until(lambda: not group(pid))
