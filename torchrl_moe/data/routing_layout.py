@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["UNSET_EXPERT", "RoutingLayout"]
 
@@ -67,6 +69,8 @@ class RoutingLayout:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of routes: int8 up to 128 experts (ids 0..127), else int16."""
+        import torch  # here and not at the top: processes that only pass a layout on do without torch
+
         return torch.int8 if self.num_experts <= 128 else torch.int16
 
     @property

@@ -84,7 +84,7 @@ def engine(no_engine: EngineShelf, clean_temporary: Path) -> Iterator[AsyncVLLM]
 PARAMS = {"max_tokens": 150, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
 
 
-def flood(engine: AsyncVLLM, count: int = 200) -> Any:
+def flood(engine: AsyncVLLM, count: int = 100) -> Any:
     """Answers to so many different prompts."""
     prompts = [[65 + i % 26, 97 + i // 26, *range(48, 48 + i % 10)] for i in range(count)]
     return engine.generate(prompts, PARAMS, use_tqdm=False, timeout_seconds=2 * RESTART)

@@ -596,7 +596,7 @@ def test_an_abort_on_the_heels_of_its_request_ends_it(engine: Any) -> None:
 @pytest.mark.parametrize("clear_cache", [False, True])
 def test_a_pause_freezes_requests_and_a_resume_lets_them_go_on(engine: Any, clear_cache: bool) -> None:
     replica = replica_of(engine)
-    greedy = {**LONG, "temperature": 0.0}
+    greedy = {**LONG, "max_tokens": 160, "temperature": 0.0}
     (whole,) = generate(engine, by_ids("whole", *prompt(6, 12), **greedy))
 
     def act(future: Future[Completion]) -> Completion | None:
