@@ -40,7 +40,7 @@ digest: # what .venv/.stamp holds after an installation from the inputs as they 
 	@echo "$(DIGEST)"
 
 test: venv ## run test/, two tests at a time, then the doctests of torchrl_moe/
-	@$(PYTEST) --numprocesses 2 --dist worksteal $(ARGS)
+	@$(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 	$(PYTEST) --quiet --doctest-modules torchrl_moe
 
 coverage: venv ## run make test under coverage.py, subprocesses too, and report the lines of torchrl_moe

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts tests with Ray, then those with an engine last, each engine's together; skips ``gpu`` tests without CUDA.
 
-    Under pytest-xdist they come first: its first worker begins with them, the second in the middle of the others, and
-    takes of these what is left before it takes tests with an engine.
+    Under pytest-xdist, which hands out whole files, those that have such tests come first: they take longest.
     """
     items.sort(key=_engine_order)
     if hasattr(config, "workerinput"):

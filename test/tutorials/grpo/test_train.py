@@ -104,7 +104,7 @@ def test_the_exported_model_is_the_trained_one(first_run: Any) -> None:
         ("shift_routes", 2, "agreement"),
         ("wrong_ids", 2, "agreement"),
         ("no_sync", 6, "agreement"),
-        ("shuffle_advantages", 16, "learning"),
+        pytest.param("shuffle_advantages", 16, "learning", marks=pytest.mark.soak),
     ],
 )
 def test_a_fault_on_purpose_is_noticed(first_run: Any, tmp_path: Path, control: str, steps: int, noticed: str) -> None:

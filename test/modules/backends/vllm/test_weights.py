@@ -903,7 +903,7 @@ def test_a_prefix_cached_under_older_weights_is_not_used_again(train: Train, kv:
         ("salt", "shadow"),
         ("recompute", "shadow"),
         pytest.param("salt", "plain", marks=pytest.mark.soak),
-        ("recompute", "plain"),
+        pytest.param("recompute", "plain", marks=pytest.mark.soak),
     ],
 )
 def test_requests_in_flight_go_on_with_the_new_weights_and_each_token_knows_its_version(
