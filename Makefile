@@ -39,9 +39,8 @@ venv: ## create .venv and install the pinned CPU stack; does nothing while its i
 digest: # what .venv/.stamp holds after an installation from the inputs as they are now
 	@echo "$(DIGEST)"
 
-test: venv ## run test/, two tests at a time, then the doctests of torchrl_moe/
+test: venv ## run test/ and the doctests of torchrl_moe/, two files at a time
 	@$(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
-	$(PYTEST) --quiet --doctest-modules torchrl_moe
 
 coverage: venv ## run make test under coverage.py, subprocesses too, and report the lines of torchrl_moe
 	@rm -rf .coverage
