@@ -52,6 +52,7 @@ def check_new(versions: Versions) -> None:
                 versions.check(completion, output)
 
 
+@pytest.mark.parity
 @pytest.mark.engine("qwen3_moe", num_replicas=2)
 def test_over_gloo_two_replicas_have_each_of_three_versions_exactly(make: Make) -> None:
     versions = make("gloo")

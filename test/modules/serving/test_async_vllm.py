@@ -7,6 +7,7 @@ one replica, then one of two, and those that start engines of their own come las
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -886,26 +887,27 @@ def test_threads_and_tasks_share_both_replicas(engine: AsyncVLLM) -> None:
 # -- starts that fail -------------------------------------------------------------------------------------------------
 
 
-def engine_processes() -> set[int]:
-    """The processes of all engines of this machine that descend from this process, or from nobody any more."""
+def processes_in(folder: Path) -> set[str]:
+    """The names of the processes that work in a folder, but for this one and its fork server, which stays."""
     found = set()
-    for process in psutil.process_iter(["cmdline", "environ"]):
-        environ = process.info["environ"] or {}
-        if environ.get("TORCHRL_MOE_TEST") == str(os.getpid()) and process.status() != psutil.STATUS_ZOMBIE:
-            found.add(process.pid)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            stays = process.pid == os.getpid() or (process.ppid() == os.getpid() and "::Fo" in process.name())
+            if process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE and not stays:
+                found.add(f"{process.pid} {process.name()}")
     return found
 
 
 @pytest.fixture
-def marked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Engine processes that start now are told by their environment, whoever adopts them; none is left at the end."""
-    monkeypatch.setenv("TORCHRL_MOE_TEST", str(os.getpid()))
-    yield
-    until(lambda: engine_processes() == set())
+def marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Engine processes that start now are told by the folder they work in, whoever adopts them; none stays."""
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    until(lambda: processes_in(tmp_path) == set())
 
 
 @pytest.mark.engine
-def test_too_little_memory_is_one_error_in_vllms_words(no_engine: EngineShelf, marked: None) -> None:
+def test_too_little_memory_is_one_error_in_vllms_words(no_engine: EngineShelf, marked: Path) -> None:
     with pytest.raises(ReplicaDiedError, match=r"(?s)replica 0 did not start: .*(KV cache|memory)") as caught:
         start_engine(no_engine.folder("qwen3_moe"), kv_cache_memory_bytes=1 << 10)
     assert "No available memory" in str(caught.value) or "larger than the available KV cache memory" in str(
@@ -915,7 +917,7 @@ def test_too_little_memory_is_one_error_in_vllms_words(no_engine: EngineShelf, m
 
 @pytest.mark.engine
 def test_a_start_that_runs_out_of_time_names_the_variable(
-    no_engine: EngineShelf, marked: None, monkeypatch: pytest.MonkeyPatch
+    no_engine: EngineShelf, marked: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "0.5")
     words = r"(?s)replica 0 was not ready within .* had 0\.5 s: .*TORCHRL_VLLM_TIMEOUT_SECONDS"
@@ -941,7 +943,7 @@ INTERRUPTED = """
 @pytest.mark.engine
 @pytest.mark.parametrize("after_seconds", [0.3, 8.0], ids=["at once", "while vLLM loads"])
 def test_ctrl_c_while_an_engine_starts_leaves_no_process(
-    no_engine: EngineShelf, marked: None, after_seconds: float
+    no_engine: EngineShelf, marked: Path, after_seconds: float
 ) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(INTERRUPTED), str(no_engine.folder("qwen3_moe"))],
@@ -952,7 +954,7 @@ def test_ctrl_c_while_an_engine_starts_leaves_no_process(
     ) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == "starting\n"
-        until(lambda: len(engine_processes()) > 1)
+        until(lambda: len(processes_in(marked)) > 1)
         time.sleep(after_seconds)
         os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: the driver's group, not the engine's
         assert driver.communicate(timeout=60.0)[0] == "interrupted DEAD\n"

@@ -59,6 +59,7 @@ def test_what_is_read_at_import_is_part_of_the_key_and_nothing_else() -> None:
     read = {"OMP_NUM_THREADS": "1", "VLLM_USE_V1": "1", "PYTHONPATH": "a", "HF_HOME": "b", "LD_PRELOAD": "c"}
     later = {"TMPDIR": "a", "CUDA_VISIBLE_DEVICES": "0", "MASTER_PORT": "1", "OF_THE_USER": "2", "MY_OMP_": "3"}
     assert dict(fork_server.key_of({**read, **later})) == read
+    assert fork_server.key_of({"TORCHRL_VLLM_TIMEOUT_SECONDS": "5"}) == ()
 
 
 def test_many_kinds_of_servers_do_not_pile_up_and_closed_ones_serve_their_processes_to_the_end(

@@ -16,7 +16,7 @@ from support.forkable import Forks
 from support.waiting import until
 
 DRIVERS = """
-import json, os, signal, sys, time
+import json, os, psutil, signal, sys, time
 from pathlib import Path
 from support.forkable import Forks
 
@@ -42,6 +42,8 @@ def drive(how, folder):
         os.kill(pids[0], signal.SIGSTOP)
     if how == "is killed, the server is stopped":
         os.kill(server.pid, signal.SIGSTOP)
+        while psutil.Process(server.pid).status() != "stopped":  # the kernel wakes what is stopped by then
+            time.sleep(0.01)
     if how == "is killed, another process has its sockets":
         pids.append(os.fork())
         if not pids[-1]:

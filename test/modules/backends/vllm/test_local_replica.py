@@ -641,39 +641,3 @@ def test_a_killed_engine_core_fails_what_waits_and_the_replica_is_dead(no_engine
         until(lambda: not group(owner.pid))
     finally:
         replica.shutdown()
-
-
-REAL_DRIVER = """
-import sys
-from support.processes import ids_request, process_of
-from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica, engine_environment
-arguments, request = eval(sys.argv[1]), eval(sys.argv[2])
-replica = LocalReplica(0, arguments, engine_environment())
-replica.start()
-replica.wait_ready(200)
-print(process_of(replica).pid, replica._child.folder, flush=True)
-while True:
-    replica.submit([ids_request("x", sampling_params=request)])[0].result(100)
-"""
-
-
-@pytest.mark.engine
-def test_a_driver_that_is_killed_with_its_owner_takes_a_real_engine_with_it(
-    no_engine: Any, real: dict[str, Any]
-) -> None:
-    """Where the owner lives, it clears up: serving/test_faults.py kills a driver alone."""
-    arguments = [sys.executable, "-c", REAL_DRIVER, repr(real), repr(LONG)]
-    with subprocess.Popen(arguments, env=toy_environment(), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        first, folder = process.stdout.readline().split()
-        pid = int(first)
-        members = group(pid)
-        assert len(members) >= 3
-        time.sleep(1)
-        process.send_signal(signal.SIGSTOP)  # or it would see the owner's death
-        os.kill(pid, signal.SIGKILL)
-        process.kill()
-        process.wait(60.0)
-    until(lambda: not group(pid))
-    until(lambda: not Path(folder).exists())
-    assert not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in members)

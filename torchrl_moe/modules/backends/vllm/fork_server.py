@@ -35,6 +35,7 @@ READ_AT_IMPORT = (
     "OMP_", "OPENBLAS_", "PATH", "PYTHON", "PYTORCH_", "RAY_", "ROCR_", "SAFETENSORS_", "TCMALLOC_", "TENSORDICT_",
     "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_", "VLLM_", "XDG_",
 )  # fmt: skip
+READ_LATER = ("TORCHRL_",)  # although they begin with one of these
 KEPT = 2  # servers per driver: each holds 0.7 GB
 IMPORT_SECONDS = 180.0
 ANSWER_SECONDS = 30.0  # of a server that has imported; it takes milliseconds
@@ -65,7 +66,8 @@ def key_of(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     >>> key_of({"OMP_NUM_THREADS": "2", "TMPDIR": "/tmp/x", "CUDA_VISIBLE_DEVICES": "1"})
     (('OMP_NUM_THREADS', '2'),)
     """
-    return tuple(sorted(item for item in environment.items() if item[0].startswith(READ_AT_IMPORT)))
+    read = (item for item in environment.items() if item[0].startswith(READ_AT_IMPORT))
+    return tuple(sorted(item for item in read if not item[0].startswith(READ_LATER)))
 
 
 class Launch:
