@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -49,8 +50,9 @@ def snippet(text: str, path: str = "torchrl_moe/snippet.py") -> Source:
     return Source(Path(path), text, ast.parse(text))
 
 
+@cache  # parsing all of it takes a second
 def python_sources(folder: str, root: Path = ROOT) -> list[Source]:
-    """Every file in a folder of the checkout."""
+    """Every file in a folder of the checkout. Nobody changes the trees."""
     paths = sorted((root / folder).rglob("*.py"))
     return [snippet(path.read_text(encoding="utf-8"), str(path.relative_to(root))) for path in paths]
 
