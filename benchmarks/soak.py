@@ -157,7 +157,7 @@ class Soak:
     async def _all_serving(self, seconds: float) -> None:
         since = time.monotonic()
         while time.monotonic() - since < seconds and not self.done:
-            if any(entry.state is not ReplicaState.SERVING for entry in self.engine.roster):
+            if any(entry.state is not ReplicaState.SERVING for entry in self.engine.replica_table):
                 since = time.monotonic()
             await asyncio.sleep(0.25)
 

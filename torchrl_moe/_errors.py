@@ -11,7 +11,8 @@
     ├── EngineError                  the generation service
     │   ├── ReplicaDiedError         a replica's process ended, or never came up
     │   ├── NoReplicaError           no replica may take the request
-    │   ├── GenerationTimeout        (TimeoutError) ``.partial`` holds what had finished
+    │   ├── GenerationTimeout        (TimeoutError) requests were late
+    │   ├── RequestRefusedError      (ValueError) an engine would not take a request
     │   └── StaleReplicaError        no replica holds the version asked for
     └── WeightSyncError              a weight update did not take effect
         ├── ManifestMismatch         (ValueError) names, shapes or dtypes differ
@@ -34,6 +35,7 @@ __all__ = [
     "NoReplicaError",
     "ReplayError",
     "ReplicaDiedError",
+    "RequestRefusedError",
     "RouteShapeError",
     "RouteValueError",
     "RoutingError",
@@ -74,8 +76,8 @@ class EngineError(TorchRLMoEError):
 
     Args:
         message: why.
-        partial: of a call that ended early, one entry per request, in input order: its output if it had finished,
-            else ``None``.
+        partial: of a call, one completion per request, in input order: whole if it had finished, else cut short, with
+            what had been generated of it.
     """
 
     def __init__(self, message: str = "", partial: Sequence[Any] = ()) -> None:
@@ -96,6 +98,10 @@ class NoReplicaError(EngineError):
 
 class GenerationTimeout(EngineError, TimeoutError):
     """Requests that did not finish in time; they were aborted on their replicas."""
+
+
+class RequestRefusedError(EngineError, ValueError):
+    """Requests that an engine refused: too long, or with parameters that it does not take."""
 
 
 class StaleReplicaError(EngineError):

@@ -222,7 +222,7 @@ class Ours:
     def changed(self, index: int, up: bool) -> None:
         """As the service notes a death and a restart."""
         for state in (ReplicaState.STARTING, ReplicaState.SERVING) if up else (ReplicaState.DEAD,):
-            self.balancer.roster.set_state(index, state)
+            self.balancer.replica_table.set_state(index, state)
 
 
 class Oracle(Rival):

@@ -21,8 +21,9 @@ BELOW: dict[str, set[str]] = {
     "modules": {"modules.policies", "modules.backends.vllm"},  # the public face, and any file straight in it
     "modules.policies": {"modules.serving", "modules.replay"},
     "modules.serving": {"modules.backends"},
-    "modules.backends.ray": {"modules.backends.vllm"},  # an actor hosts an engine process
-    "modules.backends.vllm": {"modules.backends"},
+    "modules.backends.ray": {"modules.backends.process"},  # an actor hosts an engine process, of whatever engine
+    "modules.backends.vllm": {"modules.backends.process"},
+    "modules.backends.process": {"modules.backends"},
     "modules.backends": {"data", "ops"},  # the replica protocol
     "modules.replay": {"data", "ops"},
     "data": {"render", "_checks", "_compat", "_lazy"},
@@ -34,7 +35,7 @@ BELOW: dict[str, set[str]] = {
     "_lazy": set(),
     "": set(),  # the package's own __init__: it loads nothing, so anyone may import it
 }
-ONLY_IN_FUNCTIONS = {("modules.serving", "modules.backends.vllm"), ("modules.serving", "modules.backends.ray")}
+ONLY_IN_FUNCTIONS = {("modules.serving", f"modules.backends.{room}") for room in ("process", "ray", "vllm")}
 """An engine constructs its replicas: on vLLM or Ray if it is asked to, and without loading them if it is not."""
 
 PLACES: dict[str, tuple[str, ...]] = {
@@ -117,7 +118,7 @@ def test_the_rooms_form_a_dag() -> None:
         ("modules/serving/x.py", "from torchrl_moe.modules import LoadBalancer"),
         ("modules/serving/x.py", "from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper"),
         ("modules/serving/x.py", "from torchrl_moe.modules.backends.vllm.local import LocalReplica"),
-        ("modules/backends/vllm/x.py", "from torchrl_moe.modules.serving.load_balancer import Lease"),
+        ("modules/backends/vllm/x.py", "from torchrl_moe.modules.serving.balancing.balancer import Lease"),
         ("modules/policies/x.py", "from torchrl_moe.modules.backends.vllm.local import LocalReplica"),
         ("modules/serving/x.py", "import vllm"),
         ("modules/serving/x.py", "def f():\n    from vllm import SamplingParams"),

@@ -10,7 +10,7 @@ import pytest
 
 from support.sources import Source, functions, package_sources, parameters, snippet
 
-ENGINE_PROCESS = {"torchrl_moe/_compat.py", "torchrl_moe/modules/backends/vllm/fork_server_process.py"}
+ENGINE_PROCESS = {"torchrl_moe/_compat.py", "torchrl_moe/modules/backends/process/fork_server_process.py"}
 """Files that write the environment, in an engine process only: what vLLM reads from there has no other switch."""
 
 Checker = Callable[[Source], Iterator[str]]

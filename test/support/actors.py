@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,16 +15,15 @@ from support.processes import TESTS
 from torchrl_moe.modules.backends.ray import actor
 from torchrl_moe.modules.backends.ray.actor import ReplicaActor
 from torchrl_moe.modules.backends.ray.ray_service import RayService
-from torchrl_moe.modules.backends.vllm import child
 
 
 class ToyActor(ReplicaActor):
     """In the place of ``ReplicaActor``: Ray's part is real, the engine process is the toy engine's."""
 
     def __init__(self, index: int, service: RayService, forwarded: Mapping[str, str], group: Any, number: int) -> None:
-        child.MODULE = "support.toy_engine"
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
-        super().__init__(index, service, forwarded, group, number)
+        super().__init__(index, dataclasses.replace(service, kind="support.toy_kind"), forwarded, group, number)
+        self._service = service  # as its drivers know it
 
     def pids(self) -> tuple[int, int]:
         """Return the actor's process and the engine's."""
@@ -43,6 +43,7 @@ def ray_service(*, name: str, detached: bool = False, cpus: float = 1.0, **start
         name=name,
         detached=detached,
         num_replicas=2,
+        kind="support.toy_kind",
         arguments={"model": "toy", "start": start},
         resources={"CPU": cpus},
     )

@@ -10,7 +10,7 @@ import ray
 
 from torchrl_moe.modules.backends.ray import actor_link
 from torchrl_moe.modules.backends.ray.actor import Description
-from torchrl_moe.modules.backends.ray.door import Address
+from torchrl_moe.modules.backends.ray.listener import Address
 from torchrl_moe.modules.backends.ray.ray_service import RayService
 
 NOWHERE = Address(host="127.0.0.1", port=9, key=b"")  # nobody listens there

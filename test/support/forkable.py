@@ -20,8 +20,27 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from torchrl_moe.modules.backends.vllm.fork_server import ForkServer, Launch, fork_server
-from torchrl_moe.modules.backends.vllm.forked_process import ForkedProcess
+from torchrl_moe.modules.backends.process.fork_server import ForkServer, Launch, fork_server
+from torchrl_moe.modules.backends.process.forked_process import ForkedProcess
+from torchrl_moe.modules.backends.vllm.kind import (
+    arguments_of,
+    devices_per_replica,
+    engine_environment,
+    reason_not_to_fork,
+    seeded,
+)
+
+__all__ = [
+    "PROGRAM",
+    "Forks",
+    "arguments_of",
+    "devices_per_replica",
+    "engine_environment",
+    "reason_not_to_fork",
+    "seeded",
+]
+
+PROGRAM = "support.forkable"
 
 GONE = 3
 LOOK_SECONDS = 0.05

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import pytest
-
-from support.processes import toy_environment, use_toy_engine
+from support import toy_kind
+from support.processes import toy_environment
 from torchrl_moe.modules.backends.ray.replica_host import ReplicaHost
 
 
@@ -16,9 +15,7 @@ class ToyHost(ReplicaHost):
 
     def __init__(self, **start: Any) -> None:
         self.died = threading.Event()
-        with pytest.MonkeyPatch.context() as patch:
-            use_toy_engine(patch)
-            super().__init__(4, {"model": "toy", "start": start}, toy_environment(), "127.0.0.1")
+        super().__init__(4, toy_kind, {"model": "toy", "start": start}, toy_environment(), "127.0.0.1")
 
     def _engine_died(self) -> None:
         self.died.set()

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import psutil
-import pytest
 
+from support import toy_kind
+from torchrl_moe.modules.backends.process.replica import LocalReplica
 from torchrl_moe.modules.backends.replica import Request
-from torchrl_moe.modules.backends.vllm import child
-from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica, engine_environment
+from torchrl_moe.modules.backends.vllm.kind import engine_environment
 
 TESTS = Path(__file__).parents[1]
 PYTHONPATH = os.pathsep.join([str(TESTS), str(TESTS.parent)])
@@ -28,12 +28,8 @@ def toy_environment() -> dict[str, str]:
     return environment
 
 
-def use_toy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "MODULE", "support.toy_engine")
-
-
 def toy_replica(index: int = 0, **start: Any) -> LocalReplica:
-    return LocalReplica(index, {"model": "toy", "start": start}, toy_environment())
+    return LocalReplica(index, toy_kind, {"model": "toy", "start": start}, toy_environment())
 
 
 def ids_request(request_id: str, ids: Any = (1, 2, 3), **fields: Any) -> Request:

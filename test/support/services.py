@@ -9,7 +9,7 @@ from typing import Any
 from support.waiting import HOUR, until
 from torchrl_moe.modules.backends.replica import Request
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.roster import Roster
+from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
@@ -36,13 +36,13 @@ def until_running(engine: GenerationService, counts: list[int]) -> None:
 
 
 @contextmanager
-def listening(roster: Roster, listener: Callable[[], None]) -> Iterator[None]:
+def listening(table: ReplicaTable, listener: Callable[[], None]) -> Iterator[None]:
     """Hear of changes for as long as the context lasts."""
-    roster.add_listener(listener)
+    table.add_listener(listener)
     try:
         yield
     finally:
-        roster.remove_listener(listener)
+        table.remove_listener(listener)
 
 
 class RestartingService(GenerationService):
@@ -66,17 +66,17 @@ class RestartingService(GenerationService):
         super().__init__(replicas, faults=faults, make_replica=make_replica, **kwargs)
         for replica in replicas:
             self.infos.append(replica.wait_ready(0.0))
-            self.roster.set_state(replica.index, ReplicaState.SERVING)
+            self.replica_table.set_state(replica.index, ReplicaState.SERVING)
         self._running = True
         self._supervisor.start()
 
     @property
     def states(self) -> list[str]:
-        return [entry.state.name for entry in self.roster]
+        return [entry.state.name for entry in self.replica_table]
 
     @property
     def restarts(self) -> list[int]:
-        return [entry.restarts for entry in self.roster]
+        return [entry.restarts for entry in self.replica_table]
 
     def kill(self, index: int, reason: str = "killed") -> None:
-        self.roster[index].replica.die(reason)
+        self.replica_table[index].replica.die(reason)

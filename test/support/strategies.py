@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrl_moe.modules.serving.candidates import Candidates, RosterEntry
-from torchrl_moe.modules.serving.strategies import RoutingContext
+from torchrl_moe.modules.serving.balancing.simple import RoutingContext
+from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
 
 
 class Says:
@@ -26,5 +26,5 @@ class Says:
         self.asked.append(([entry.index for entry in candidates], context))
         return self.answer() if callable(self.answer) else self.answer
 
-    def placed(self, entry: RosterEntry, context: RoutingContext) -> None:
+    def placed(self, entry: TableEntry, context: RoutingContext) -> None:
         self.learnt.append(entry.index)

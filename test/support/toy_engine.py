@@ -23,7 +23,7 @@ from typing import Any
 
 from torchrl_moe import _compat
 from torchrl_moe.modules.backends.replica import ReplicaInfo
-from torchrl_moe.modules.backends.vllm import engine_process, running
+from torchrl_moe.modules.backends.vllm import engine_process, engine_requests
 from torchrl_moe.modules.backends.vllm.stats_feed import Load
 
 TICK_SECONDS = 0.01
@@ -152,7 +152,7 @@ async def start(arguments: dict[str, Any]) -> tuple[ToyEngine, ReplicaInfo, Load
 def without_vllm(set_attribute: Any = setattr) -> None:
     """Put toys in the place of what imports vLLM."""
     set_attribute(_compat, "vllm_client_errors", lambda: (ValueError, TypeError))
-    set_attribute(running, "SamplingParamsBuilder", lambda: lambda spec, guided_options: spec)
+    set_attribute(engine_requests, "SamplingParamsBuilder", lambda: lambda spec, guided_options: spec)
 
 
 def _use_toys() -> None:

@@ -30,18 +30,18 @@ SECONDS = 60.0
 class Versions:
     """Versions of a model's weights, brought to the replicas of an engine one by one.
 
-    Replicas are called directly, so that a test chooses how they pause; the roster's versions stay as they are.
+    Replicas are called directly, so that a test chooses how they pause; the replica table's versions stay as they are.
     """
 
     def __init__(self, engine: AsyncVLLM, shelf: EngineShelf, family: str, folder: Path, transport: str) -> None:
-        self.replicas = [entry.replica for entry in engine.roster]
+        self.replicas = [entry.replica for entry in engine.replica_table]
         self.reference = Reference(shelf.folder(family))
         self.store = WeightStoreWriter(folder)
         kinds: dict[str, Callable[[Path], Transport]] = {"memmap": MemmapTransport, "gloo": GlooTransport}
         self.transport = kinds[transport](folder)
         for replica in self.replicas:
             self.transport.open(replica, SECONDS)
-        self.held = engine.roster[0].version
+        self.held = engine.replica_table[0].version
         self.now = self.held
         self.weights: dict[int, dict[str, Tensor]] = {}
         self.keep(self.now)

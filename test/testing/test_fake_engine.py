@@ -14,7 +14,7 @@ import torch
 from support.waiting import until
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.data import RoutedExperts, RoutingLayout
-from torchrl_moe.modules.backends.replica import Completion, Replica, Request, Vitals
+from torchrl_moe.modules.backends.replica import Completion, ProbeReport, Replica, Request
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
 
@@ -302,8 +302,8 @@ def test_a_stalled_replica_makes_no_token_and_answers_nothing_until_it_dies() ->
     replica.stall()
     (new,) = replica.submit([request(request_id="b")])
     replica.abort(["a"])
-    with pytest.raises(EngineError, match=r"replica 0 did not answer 'vitals' within 0\.05 s"):
-        replica.call("vitals", 0.05, seconds=0.01)
+    with pytest.raises(EngineError, match=r"replica 0 did not answer 'probe' within 0\.05 s"):
+        replica.call("probe", 0.05, seconds=0.01)
     assert (running.done(), new.done(), replica.is_alive()) == (False, False, True)
     timer = threading.Timer(0.05, replica.shutdown)
     timer.start()
@@ -337,9 +337,9 @@ def test_a_shutdown_ends_a_slow_start() -> None:
 
 def test_it_is_as_well_as_it_is_told_to_be() -> None:
     replica = FakeReplica()
-    assert replica.call("vitals", 1.0, seconds=0.5) == Vitals(core_answered=True)
-    replica.vitals = Vitals(core_answered=False, stopped=True)
-    assert replica.call("vitals", 1.0, seconds=0.5) == Vitals(core_answered=False, stopped=True)
+    assert replica.call("probe", 1.0, seconds=0.5) == ProbeReport(core_answered=True)
+    replica.probe_report = ProbeReport(core_answered=False, stopped=True)
+    assert replica.call("probe", 1.0, seconds=0.5) == ProbeReport(core_answered=False, stopped=True)
 
 
 # -- pause and commands -----------------------------------------------------------------------------------------------
@@ -430,7 +430,7 @@ def test_stats_count_what_was_done() -> None:
 def test_an_engine_serves_on_construction() -> None:
     engine = FakeAsyncVLLM()
     assert engine.is_running
-    assert [entry.state.name for entry in engine.roster] == ["SERVING"]
+    assert [entry.state.name for entry in engine.replica_table] == ["SERVING"]
     assert engine.routing_layout == LAYOUT
     engine.shutdown()
     with pytest.raises(RuntimeError, match="the service is not running"):

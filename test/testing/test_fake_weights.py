@@ -90,6 +90,6 @@ def test_a_fleet_generates_too_and_restarts() -> None:
         assert engine.states == ["SERVING", "STARTING"]
         assert len(engine.generate([1], {"max_tokens": 2}, use_tqdm=False).outputs[0].token_ids) == 2
         new = engine.restart(0)
-        assert engine.roster[0].replica is new is engine.fakes[0]
+        assert engine.replica_table[0].replica is new is engine.fakes[0]
         new.call("metadata", 1.0)
         assert engine.log[-1] == ("metadata", 0, ["STARTING", "STARTING"])

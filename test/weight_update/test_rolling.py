@@ -37,7 +37,7 @@ def test_a_swap_that_fails_twice_is_for_good(connect: Connect) -> None:
     broken = engine.fakes[1]
     broken.fail["swap_weights"] = soft(1, 2)
     seen: list[str] = []
-    with listening(engine.roster, lambda: seen.append(engine.roster[1].state.name)):
+    with listening(engine.replica_table, lambda: seen.append(engine.replica_table[1].state.name)):
         failures: list[BaseException] = []
 
         def ask() -> None:
@@ -48,7 +48,7 @@ def test_a_swap_that_fails_twice_is_for_good(connect: Connect) -> None:
 
         frozen = threading.Thread(target=ask)
         frozen.start()
-        until(lambda: engine.roster[1].inflight == 1)
+        until(lambda: engine.replica_table[1].inflight == 1)
         report = sender.update_weights(weights(2))
         frozen.join(60.0)
     assert not frozen.is_alive()
@@ -58,7 +58,7 @@ def test_a_swap_that_fails_twice_is_for_good(connect: Connect) -> None:
     assert engine.versions == [2, 1, 2]
     assert "QUARANTINED" in seen
     assert "SERVING" not in seen[seen.index("QUARANTINED") :]
-    assert engine.roster[1].state not in (ReplicaState.SERVING, ReplicaState.SYNCING)
+    assert engine.replica_table[1].state not in (ReplicaState.SERVING, ReplicaState.SYNCING)
     asked = broken.asked["swap_weights"]
     report = sender.update_weights(weights(3))  # and never again
     assert report.failed[1].startswith("the replica is ")
@@ -82,7 +82,7 @@ def test_a_replica_that_dies_is_dead_whoever_notes_it_first(connect: Connect, no
     def die(_: int) -> Exception:
         engine.fakes[0].die()
         if noted:
-            engine.roster.mark_dead(0)
+            engine.replica_table.mark_dead(0)
         return ReplicaDiedError("replica 0 died")
 
     engine.fakes[0].fail["swap_weights"] = die
@@ -126,7 +126,7 @@ def test_what_becomes_of_one_that_died_does_not_touch_the_one_in_its_place(
 
     def restart(_: int) -> Exception | None:
         engine.restart(0)
-        engine.roster[0].version = 0
+        engine.replica_table[0].version = 0
         return ending
 
     engine.fakes[0].fail["swap_weights"] = restart
@@ -140,7 +140,7 @@ def drain(engine: FakeFleet, sender: WeightSender) -> tuple[Lease, threading.Thr
     lease = engine.load_balancer.acquire_at(0, None)
     updating = threading.Thread(target=sender.update_weights, args=(weights(),))
     updating.start()
-    until(lambda: engine.roster[0].state is ReplicaState.DRAINING)
+    until(lambda: engine.replica_table[0].state is ReplicaState.DRAINING)
     return lease, updating
 
 
@@ -161,8 +161,8 @@ def test_a_replica_that_another_sender_has_is_not_taken_from_it(connect: Connect
     reports: list[Any] = []
     updating = threading.Thread(target=lambda: reports.append(sender.update_weights(weights())))
     updating.start()
-    until(lambda: engine.roster[0].state is ReplicaState.DRAINING)
-    engine.roster.set_state(0, ReplicaState.SYNCING)
+    until(lambda: engine.replica_table[0].state is ReplicaState.DRAINING)
+    engine.replica_table.set_state(0, ReplicaState.SYNCING)
     lease.release()
     updating.join(60.0)
     assert reports[0].failed == {0: "the replica is SYNCING"}
@@ -176,12 +176,12 @@ def test_one_that_waits_for_an_update_gets_it(connect: Connect) -> None:
     first.update_weights(weights(1))
     first.shutdown()
     engine.restart(0)
-    engine.roster[0].version = 0
-    engine.roster.set_recovery(0, Recovery.UPDATE)
+    engine.replica_table[0].version = 0
+    engine.replica_table.set_recovery(0, Recovery.UPDATE)
     report = connect(engine).update_weights(weights(2))
     assert (report.version, report.failed) == (2, {})  # and not 1 again
     assert (engine.states, engine.versions, value_in(engine, 0)) == (["SERVING"], [2], 2.0)
-    assert engine.roster[0].recovery is Recovery.SUPERVISOR
+    assert engine.replica_table[0].recovery is Recovery.SUPERVISOR
 
 
 def test_one_that_was_not_asked_to_prepare_is_named(connect: Connect) -> None:
@@ -233,16 +233,16 @@ def test_drain_waits_for_requests_in_flight_and_sends_new_ones_elsewhere(connect
     sender = connect(engine, mode="drain")
     asking = threading.Thread(target=lambda: engine.generate([1], {"max_tokens": 10}, actor_index=0, use_tqdm=False))
     asking.start()
-    until(lambda: engine.roster[0].inflight == 1)
+    until(lambda: engine.replica_table[0].inflight == 1)
     seen: list[int] = []
 
     def swapping(asked: int) -> None:
-        seen.append(engine.roster[0].inflight)
+        seen.append(engine.replica_table[0].inflight)
 
     engine.fakes[0].fail["swap_weights"] = swapping
     updating = threading.Thread(target=sender.update_weights, args=(weights(),))
     updating.start()
-    until(lambda: engine.roster[0].state is ReplicaState.DRAINING)
+    until(lambda: engine.replica_table[0].state is ReplicaState.DRAINING)
     (other,) = engine.generate([[2]], {"max_tokens": 1}, use_tqdm=False)
     assert other.metrics.replica == 1
     updating.join(60.0)
@@ -267,7 +267,7 @@ def test_a_drain_that_takes_too_long_leaves_the_old_version_serving(connect: Con
 def test_a_replica_that_dies_while_it_drains_is_not_waited_for(connect: Connect) -> None:
     engine = FakeFleet(2)
     lease, updating = drain(engine, connect(engine, mode="drain"))
-    engine.roster.mark_dead(0)
+    engine.replica_table.mark_dead(0)
     updating.join(60.0)
     assert not updating.is_alive()
     assert (engine.states, engine.versions) == (["DEAD", "SERVING"], [0, 1])
@@ -315,7 +315,7 @@ def test_no_more_are_away_than_rolling_and_min_serving_allow(
 def test_replicas_that_are_lost_do_not_keep_the_others_from_their_turn(connect: Connect) -> None:
     engine = FakeFleet(3)
     sender = connect(engine, min_serving=2, rolling=2)
-    engine.roster.mark_dead(2)
+    engine.replica_table.mark_dead(2)
     assert sender.update_weights(weights()).failed == {2: "the replica is DEAD"}
     assert engine.versions == [1, 1, 0]
 

@@ -159,7 +159,7 @@ def test_a_wrong_engine_is_refused(connect: Connect, choices: Any, engine: Any, 
 def test_an_engine_whose_first_replica_never_came_is_taken(connect: Connect) -> None:
     """As a driver finds it that joins a service later."""
     engine = FakeFleet(2)
-    engine.roster.mark_dead(0)
+    engine.replica_table.mark_dead(0)
     engine.infos.pop()
     assert connect(engine).update_weights(weights()).failed == {0: "the replica is DEAD"}
 
@@ -466,7 +466,7 @@ def test_a_new_process_in_a_replicas_place_is_told_of_the_store(connect: Connect
 
 def test_a_replica_that_was_draining_goes_on_draining(connect: Connect) -> None:
     engine = FakeFleet(2)
-    engine.roster.set_state(1, ReplicaState.DRAINING)
+    engine.replica_table.set_state(1, ReplicaState.DRAINING)
     sender = connect(engine)
     assert sender.update_weights(weights()).failed == {}
     assert (engine.states, engine.versions) == (["SERVING", "DRAINING"], [1, 1])
@@ -710,8 +710,8 @@ def test_replicas_that_die_at_any_moment_come_back_to_the_newest_weights(connect
     over.set()
     killer.join()
     assert sum(service.restarts) > 3
-    until(lambda: [(e.state.name, e.version) for e in service.roster] == [("SERVING", 60)] * 3)
-    assert [entry.replica.weights["b"][0].item() for entry in service.roster] == [60] * 3
+    until(lambda: [(e.state.name, e.version) for e in service.replica_table] == [("SERVING", 60)] * 3)
+    assert [entry.replica.weights["b"][0].item() for entry in service.replica_table] == [60] * 3
     sender.shutdown()
     service.shutdown()
 

@@ -63,7 +63,7 @@ def connect(engine: AsyncVLLM, model: Any) -> WeightSender:
 def test_an_engine_computes_with_each_adapter_what_peft_does(engine: AsyncVLLM, shelf: EngineShelf) -> None:
     reference, model = tune(shelf)
     sender = connect(engine, model)
-    before = engine.roster[0].version
+    before = engine.replica_table[0].version
     for step in range(1, 4):
         train(model)
         assert reference.distance(ask(engine)) > 100 * TOLERANCE  # the change is one that shows
@@ -91,7 +91,7 @@ def test_a_request_under_way_keeps_its_adapter(engine: AsyncVLLM, shelf: EngineS
     answers: list[Completion] = []
     asking = threading.Thread(target=lambda: answers.append(ask(engine, SHORT, 480)))
     asking.start()
-    while not engine.roster[0].replica.stats(30.0).running:
+    while not engine.replica_table[0].replica.stats(30.0).running:
         assert asking.is_alive()
     old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     train(model)
@@ -112,7 +112,7 @@ def test_a_request_under_way_keeps_its_adapter(engine: AsyncVLLM, shelf: EngineS
 def test_an_adapter_that_the_engine_would_not_apply_whole_is_refused(engine: AsyncVLLM) -> None:
     from peft import LoraConfig, get_peft_model
 
-    before = engine.roster[0].version
+    before = engine.replica_table[0].version
     for config, words in (
         ({"r": 16, "target_modules": ["q_proj"]}, "LoRA rank 16 is greater than max_lora_rank 8"),
         ({"r": 4, "target_modules": ["q_proj", "lm_head"]}, "lm_head"),
@@ -123,7 +123,7 @@ def test_an_adapter_that_the_engine_would_not_apply_whole_is_refused(engine: Asy
             sender.update_weights()
         print(caught.value)
         sender.shutdown()
-    assert engine.roster[0].version == before
+    assert engine.replica_table[0].version == before
     assert ask(engine).outputs[0].finish_reason == "length"
 
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torchrl_moe.modules.replay.router_replay import RouterReplay as RouterReplay
     from torchrl_moe.modules.serving.async_vllm import AsyncVLLM as AsyncVLLM
     from torchrl_moe.modules.serving.async_vllm import make_async_vllm_engine as make_async_vllm_engine
+    from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer as LoadBalancer
     from torchrl_moe.modules.serving.fault_policy import FaultPolicy as FaultPolicy
     from torchrl_moe.modules.serving.lease import Lease as Lease
-    from torchrl_moe.modules.serving.load_balancer import LoadBalancer as LoadBalancer
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
@@ -31,7 +31,7 @@ else:
             "AsyncVLLM": ".serving.async_vllm",
             "FaultPolicy": ".serving.fault_policy",
             "Lease": ".serving.lease",
-            "LoadBalancer": ".serving.load_balancer",
+            "LoadBalancer": ".serving.balancing.balancer",
             "Packing": ".replay.incoming",
             "ReplayError": ".._errors",
             "RouteShapeError": ".._errors",

@@ -26,10 +26,10 @@ from torchrl_moe.modules.backends.replica import (
     CompletionMetrics,
     CompletionOutput,
     PauseMode,
+    ProbeReport,
     ReplicaInfo,
     ReplicaStats,
     Request,
-    Vitals,
 )
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.service import GenerationService
@@ -85,7 +85,7 @@ class FakeReplica:
         self.die_under = die_under
         self.start_seconds = start_seconds
         self.fail_start = fail_start
-        self.vitals = Vitals(core_answered=True)
+        self.probe_report = ProbeReport(core_answered=True)
         self.version = 0
         self.log_path = None
         self.was_ended = False
@@ -231,8 +231,8 @@ class FakeReplica:
         self._check_alive()
         if silent:
             raise EngineError(f"replica {self.index} did not answer {command!r} within {timeout:g} s")
-        if command == "vitals":
-            return self.vitals
+        if command == "probe":
+            return self.probe_report
         if command == "tokenizer":
             return ByteTokenizer()
         if command in ("pause", "resume", "stats"):
@@ -249,7 +249,7 @@ class FakeReplica:
 
     @property
     def last_stats(self) -> ReplicaStats:
-        """The figures of this moment: a fake sends each change at once."""
+        """The stats of this moment: a fake sends each change at once."""
         with self._changed:
             return ReplicaStats(running=len(self._running), **self._counts)
 
@@ -378,7 +378,7 @@ class FakeAsyncVLLM(GenerationService):
         )
         for replica in self.replicas:
             self.infos.append(replica.wait_ready(0.0))
-            self.roster.set_state(replica.index, ReplicaState.SERVING)
+            self.replica_table.set_state(replica.index, ReplicaState.SERVING)
         self._running = True
         if faults is not None:
             self._supervisor.start()

@@ -234,17 +234,17 @@ class FakeFleet(FakeAsyncVLLM):
             replica.note = self._note
             self.infos.append(replica.wait_ready(0.0))
             if replica.index not in late:
-                self.roster.set_state(replica.index, ReplicaState.SERVING)
+                self.replica_table.set_state(replica.index, ReplicaState.SERVING)
         self._running = True
 
     def restart(self, index: int) -> FakeWeightReplica:
         """Put a new replica, STARTING, in the place of one that died."""
         self.fakes[index].die()
-        self.roster.mark_dead(index)
+        self.replica_table.mark_dead(index)
         new = FakeWeightReplica(index, expected=self.fakes[index]._expected)
         new.note = self._note
-        self.fakes[index] = self.replicas[index] = self.roster[index].replica = new
-        self.roster.set_state(index, ReplicaState.STARTING)
+        self.fakes[index] = self.replicas[index] = self.replica_table[index].replica = new
+        self.replica_table.set_state(index, ReplicaState.STARTING)
         return new
 
     def _note(self, command: str, index: int) -> None:
@@ -254,9 +254,9 @@ class FakeFleet(FakeAsyncVLLM):
     @property
     def states(self) -> list[str]:
         """Names of the replicas' states."""
-        return [entry.state.name for entry in self.roster]
+        return [entry.state.name for entry in self.replica_table]
 
     @property
     def versions(self) -> list[int]:
         """Versions that the service knows the replicas to hold."""
-        return [entry.version for entry in self.roster]
+        return [entry.version for entry in self.replica_table]

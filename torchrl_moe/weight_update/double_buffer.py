@@ -121,7 +121,7 @@ class WeightReceiver:
         del timeout
         with self._lock:
             newest = self._store.newest() or 0
-            late = [e.index for e in self._engine.roster if waits_for_update(e) and e.version < newest]
+            late = [e.index for e in self._engine.replica_table if waits_for_update(e) and e.version < newest]
             if not late:
                 return False
             self.report = self._apply(newest, late)

@@ -29,7 +29,7 @@ from torchrl_moe._errors import (
 )
 from torchrl_moe.modules.backends.replica import PauseMode, Replica, StageReport, SwapReport
 from torchrl_moe.modules.serving.candidates import Recovery
-from torchrl_moe.modules.serving.roster import RosterEntry
+from torchrl_moe.modules.serving.replica_table import TableEntry
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import GONE, ReplicaState
 from torchrl_moe.weight_update.options import SwapOptions
@@ -49,7 +49,7 @@ Staged = StageReport | TorchRLMoEError
 T = TypeVar("T")
 
 
-def waits_for_update(entry: RosterEntry) -> bool:
+def waits_for_update(entry: TableEntry) -> bool:
     """Whether an update is for a replica: it serves, or was restarted and has nothing to do until the next update."""
     late = entry.state is ReplicaState.STARTING and entry.recovery is Recovery.UPDATE
     return late or entry.state in SYNCABLE
@@ -70,13 +70,13 @@ class RollingSwap:
     ) -> None:
         self.engine, self.transport = engine, transport
         self._staging, self._swapping = staging, swapping
-        self._roster = engine.roster
+        self._table = engine.replica_table
         self._opened: weakref.WeakSet[Any] = weakref.WeakSet()  # replicas that know the transport
         self._away: set[int] = set()  # replicas whose turn it is
 
     # -- before the swap --------------------------------------------------------------------------------------------
 
-    def open(self, entries: Sequence[RosterEntry]) -> None:
+    def open(self, entries: Sequence[TableEntry]) -> None:
         """Make replicas ready to take versions; one that fails at it is asked again when it is to prepare one.
 
         Raises:
@@ -94,12 +94,12 @@ class RollingSwap:
     def stage(self, published: Published, replicas: Sequence[int] | None) -> dict[int, Staged]:
         """Let replicas prepare a version at the same time, all that wait for one by default; return what each says."""
         by_name = replicas is not None
-        entries = list(self._roster) if replicas is None else [self._roster[index] for index in replicas]
+        entries = list(self._table) if replicas is None else [self._table[index] for index in replicas]
         with ThreadPoolExecutor(max_workers=max(len(entries), 1), thread_name_prefix="weight-stage") as pool:
             found = pool.map(lambda entry: self._stage(entry, published, by_name), entries)
             return {entry.index: staged for entry, staged in zip(entries, found, strict=True)}
 
-    def _stage(self, entry: RosterEntry, published: Published, by_name: bool) -> Staged:
+    def _stage(self, entry: TableEntry, published: Published, by_name: bool) -> Staged:
         replica = entry.replica
         takes = entry.state in LATE if by_name else waits_for_update(entry)
         manifest = published.manifest
@@ -162,7 +162,7 @@ class RollingSwap:
         if staged.digest != published.manifest.digest:
             return replace(outcome, error="the replica found other bytes than were published: is the store shared?")
         with self._turn(index):
-            entry, replica = self._roster[index], self._roster[index].replica  # another one may take its place
+            entry, replica = self._table[index], self._table[index].replica  # another one may take its place
             before, error = self._take_out(entry, replica, published.version)
             outcome = replace(outcome, waited=time.perf_counter() - began, error=error)
             if error is not None:
@@ -185,10 +185,10 @@ class RollingSwap:
     @contextmanager
     def _turn(self, index: int) -> Iterator[None]:
         """Wait until the replica may be away: one always may, more while enough others serve."""
-        changed, floor = self._roster.changed, self._swapping.must_serve(len(self._roster))
+        changed, floor = self._table.changed, self._swapping.must_serve(len(self._table))
 
         def may_go() -> bool:
-            serving = {e.index for e in self._roster if e.state is ReplicaState.SERVING} - self._away
+            serving = {e.index for e in self._table if e.state is ReplicaState.SERVING} - self._away
             return not self._away or index not in serving or len(serving) - 1 >= floor
 
         with changed:
@@ -201,7 +201,7 @@ class RollingSwap:
                 self._away.discard(index)
                 changed.notify_all()
 
-    def _take_out(self, entry: RosterEntry, replica: Replica, version: int) -> tuple[ReplicaState, str | None]:
+    def _take_out(self, entry: TableEntry, replica: Replica, version: int) -> tuple[ReplicaState, str | None]:
         """Take a replica out of service; return what it was, and why it cannot be taken."""
         before = entry.state
         if before not in LATE:
@@ -213,20 +213,20 @@ class RollingSwap:
         if self._swapping.mode == "drain" and not self._drain(entry, replica):
             self._move(entry, replica, before)
             return before, "requests did not finish in time to drain"
-        with self._roster.changed:
+        with self._table.changed:
             if entry.state in SYNCABLE and self._move(entry, replica, ReplicaState.SYNCING):
                 return before, None
             return before, f"the replica is {entry.state.name}"
 
-    def _drain(self, entry: RosterEntry, replica: Replica) -> bool:
-        with self._roster.changed:
+    def _drain(self, entry: TableEntry, replica: Replica) -> bool:
+        with self._table.changed:
             self._move(entry, replica, ReplicaState.DRAINING)
-            return self._roster.changed.wait_for(
+            return self._table.changed.wait_for(
                 lambda: entry.inflight == 0 or entry.state in GONE or entry.replica is not replica,
                 self._swapping.timeout_seconds,
             )
 
-    def _swap(self, entry: RosterEntry, replica: Replica, published: Published) -> tuple[SwapReport, int]:
+    def _swap(self, entry: TableEntry, replica: Replica, published: Published) -> tuple[SwapReport, int]:
         """Swap, and once more if it failed; a replica that does not answer is not asked again."""
         options = {
             "version": published.version,
@@ -241,7 +241,7 @@ class RollingSwap:
                 with self._naming_timeouts():
                     report = replica.call("swap_weights", self._swapping.timeout_seconds, **options)
             except ReplicaDiedError as error:
-                self._roster.mark_dead(entry.index, str(error), replica)
+                self._table.mark_dead(entry.index, str(error), replica)
                 return SwapReport(error=_words(error)), attempt
             except (EngineError, WeightSyncError, ValueError) as error:
                 return SwapReport(error=_words(error)), attempt
@@ -250,7 +250,7 @@ class RollingSwap:
         return report, ATTEMPTS
 
     def _settle(
-        self, entry: RosterEntry, replica: Replica, version: int, before: ReplicaState, swap: SwapReport
+        self, entry: TableEntry, replica: Replica, version: int, before: ReplicaState, swap: SwapReport
     ) -> str | None:
         """Put a replica back into service, or out of it for good; return why it does not hold the version."""
         if not swap.started:  # its old weights are whole; a replica that never served has none of ours
@@ -260,25 +260,25 @@ class RollingSwap:
         if swap.error is not None:
             self._end(entry, replica)
             return swap.error
-        with self._roster.changed:
+        with self._table.changed:
             if not self._move(entry, replica, ReplicaState.SERVING):
                 return "the replica died after its swap"
-            self._roster.set_version(entry.index, version)
+            self._table.set_version(entry.index, version)
             if before is ReplicaState.DRAINING:
                 self._move(entry, replica, before)
         return None
 
-    def _end(self, entry: RosterEntry, replica: Replica) -> None:
+    def _end(self, entry: TableEntry, replica: Replica) -> None:
         self._move(entry, replica, ReplicaState.QUARANTINED)
         replica.shutdown()
 
-    def _move(self, entry: RosterEntry, replica: Replica, state: ReplicaState) -> bool:
+    def _move(self, entry: TableEntry, replica: Replica, state: ReplicaState) -> bool:
         """Set a state, unless the replica died meanwhile, which anyone may have noted, or another has its place."""
-        with self._roster.changed:
+        with self._table.changed:
             if entry.replica is not replica or entry.state in GONE:
                 return False
             if entry.state is not state:
-                self._roster.set_state(entry.index, state)
+                self._table.set_state(entry.index, state)
             return True
 
     def check_serving(self, report: SyncReport) -> None:
@@ -287,8 +287,8 @@ class RollingSwap:
         Raises:
             WeightSyncError: they are fewer than ``min_serving``.
         """
-        needed = self._swapping.must_hold(len(self._roster))
-        holding = sum(entry.state in SYNCABLE and entry.version == report.version for entry in self._roster)
+        needed = self._swapping.must_hold(len(self._table))
+        holding = sum(entry.state in SYNCABLE and entry.version == report.version for entry in self._table)
         if report.failed and holding < needed:
             raise WeightSyncError(
                 f"fewer than {needed} replicas hold version {report.version}: {report.failed}", report
@@ -296,7 +296,7 @@ class RollingSwap:
 
     def serves(self, index: int) -> None:
         """Put a replica into service that already holds the newest weights."""
-        entry = self._roster[index]
+        entry = self._table[index]
         self._move(entry, entry.replica, ReplicaState.SERVING)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from torchrl_moe._errors import ManifestMismatch, NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.data.weight_store import check_tensors
-from torchrl_moe.modules.serving.roster import RosterEntry
+from torchrl_moe.modules.serving.replica_table import TableEntry
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.weight_update.adapter_publishing import AdapterPublisher
 from torchrl_moe.weight_update.publishing import Published, Publisher
@@ -100,7 +100,7 @@ class WeightSender:
         with self._lock:
             self._check_open()
             self.wait_published()
-            ready = [entry for entry in vllm_engine.roster if waits_for_update(entry)]
+            ready = [entry for entry in vllm_engine.replica_table if waits_for_update(entry)]
             expected = self._tensors_of(vllm_engine, ready)
             dtype = getattr(torch, vllm_engine.infos[0].dtype or "none", None)  # those that never came have no info
             self._publisher.check(expected)
@@ -114,12 +114,12 @@ class WeightSender:
             self._publisher.expect(expected, dtype)
             self._let_go()
             self._swap = swap
-            self.version = max(self.version, vllm_engine.roster.latest_version)
+            self.version = max(self.version, vllm_engine.replica_table.latest_version)
             if self._published is not None and self._published.version != self.version:
                 self._published = None  # the engine has had newer weights, of another sender
             vllm_engine.register_weight_sync(self.bring, self.update_weights)
 
-    def _tensors_of(self, engine: GenerationService, entries: Sequence[RosterEntry]) -> Kinds:
+    def _tensors_of(self, engine: GenerationService, entries: Sequence[TableEntry]) -> Kinds:
         """Ask the first replica that lives which tensors it has."""
         for entry in entries:
             with contextlib.suppress(ReplicaDiedError):
@@ -304,11 +304,11 @@ class WeightSender:
             if self._pending is not None and self._pending.exception() is None:  # its error is the trainer's to hear
                 self.wait_published()
             if self._published is None:
-                if swap.engine.roster.latest_version:
+                if swap.engine.replica_table.latest_version:
                     raise WeightSyncError("nothing was published since the engine got this sender: update the weights")
                 swap.serves(index)  # nothing was ever sent: the checkpoint is what all have
                 return
-            entry = swap.engine.roster[index]
+            entry = swap.engine.replica_table[index]
             if entry.state in SYNCABLE and entry.version == self.version:  # an update was there first
                 return
             failed = self.apply(self.version, replicas=[index]).failed

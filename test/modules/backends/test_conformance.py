@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from support.actors import pids, ray_service, toy_actors
-from support.processes import ids_request, toy_replica, use_toy_engine
+from support.processes import ids_request, toy_replica
 from support.waiting import until
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.replica import Completion, Replica, Request
@@ -50,10 +50,8 @@ def make_fake() -> FakeReplica:
 
 
 def make_local() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        use_toy_engine(patch)
-        replica = toy_replica(3)
-        replica.start()
+    replica = toy_replica(3)
+    replica.start()
     return replica
 
 
@@ -116,9 +114,9 @@ def one(request: pytest.FixtureRequest, lasting: dict[str, Any]) -> tuple[Replic
     """A replica that serves; leave it so."""
     name = request.param
     if name == "vllm":
-        return request.getfixturevalue("engine").roster[0].replica, VLLM
+        return request.getfixturevalue("engine").replica_table[0].replica, VLLM
     if name == "ray vllm":
-        return request.getfixturevalue("ray_pair").roster[0].replica, VLLM
+        return request.getfixturevalue("ray_pair").replica_table[0].replica, VLLM
     if name == "ray":
         request.getfixturevalue("ray_cluster")
     if name not in lasting:
@@ -274,7 +272,7 @@ def test_a_command_that_nobody_knows_is_refused_by_name_and_harms_nothing(one: t
     assert replica.submit(requests(1, kind.quick))[0].result(SECONDS).request_id == "r0"
 
 
-def test_figures_count_what_was_done(one: tuple[Replica, Kind]) -> None:
+def test_stats_count_what_was_done(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
     before = replica.stats(SECONDS)
     (completion,) = (future.result(SECONDS) for future in replica.submit(requests(1, kind.quick)))

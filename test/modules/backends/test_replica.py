@@ -10,6 +10,8 @@ import sys
 import numpy as np
 import pytest
 
+from support import toy_kind
+from torchrl_moe.modules.backends.process.replica import LocalReplica
 from torchrl_moe.modules.backends.replica import (
     Completion,
     CompletionMetrics,
@@ -19,7 +21,6 @@ from torchrl_moe.modules.backends.replica import (
     ReplicaStats,
     Request,
 )
-from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 
@@ -41,7 +42,7 @@ def completion(*outputs: CompletionOutput) -> Completion:
 
 
 def test_vllm_and_fake_replicas_fulfil_the_protocol() -> None:
-    assert isinstance(LocalReplica(0, {"model": "m"}, {}), Replica)
+    assert isinstance(LocalReplica(0, toy_kind, {"model": "m"}, {}), Replica)
     assert isinstance(FakeReplica(), Replica)
     assert not isinstance(object(), Replica)
 
@@ -81,7 +82,7 @@ def test_requests_infos_and_stats_cannot_be_changed() -> None:
 
 def test_the_protocol_loads_neither_an_engine_nor_transformers() -> None:
     code = (
-        "import sys; import torchrl_moe.modules.backends.replica, torchrl_moe.modules.backends.vllm.local_replica;"
+        "import sys; import torchrl_moe.modules.backends.replica, torchrl_moe.modules.backends.process.replica;"
         "print([name for name in ('vllm', 'ray', 'transformers', 'tensordict', 'torchrl') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -24,7 +24,7 @@ def serve() -> Iterator[Callable[..., FakeAsyncVLLM]]:
     yield make
     try:
         for engine in made:
-            until(lambda engine=engine: all(entry.inflight == 0 for entry in engine.roster))
+            until(lambda engine=engine: all(entry.inflight == 0 for entry in engine.replica_table))
     finally:
         for engine in made:
             engine.shutdown()
@@ -42,9 +42,9 @@ def fleet() -> Iterator[Callable[..., RestartingService]]:
     yield make
     try:
         for service in made:
-            until(lambda service=service: all(entry.inflight == 0 for entry in service.roster))
-            assert service.admission.taken == service.admission.waiting == 0
-            assert not service.roster.requests._cut
+            until(lambda service=service: all(entry.inflight == 0 for entry in service.replica_table))
+            until(lambda service=service: service.admission.taken == service.admission.waiting == 0)
+            assert not service._dispatcher._open
     finally:
         for service in made:
             service.shutdown()

@@ -2,86 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from support.clock import Clock
-from torchrl_moe.modules.serving.admission import PRIORITY_SECONDS, Admission, Ticket
+from support.requests import waiting_request
+from torchrl_moe.modules.serving.admission import PRIORITY_SECONDS, Admission
+from torchrl_moe.modules.serving.in_flight import InFlight
 
 
-def queue(limit: int | None, *priorities: int) -> tuple[Admission, list[Ticket], list[int]]:
-    """An admission, a ticket per priority, and a list of those that rang."""
-    rung: list[int] = []
-    tickets = [Ticket(p, lambda i=i: rung.append(i)) for i, p in enumerate(priorities)]  # type: ignore[misc]
-    return Admission(limit, Clock()), tickets, rung
+def queue(limit: int | None, *priorities: int) -> tuple[Admission, list[InFlight]]:
+    """An admission, and a request per priority that waits, in this order of arrival."""
+    admission, requests = Admission(limit, Clock()), [waiting_request(priority) for priority in priorities]
+    for request in requests:
+        admission.put(request)
+    return admission, requests
 
 
-def test_without_a_limit_everybody_has_a_place_at_once() -> None:
-    admission, (ticket,), rung = queue(None, 0)
-    assert admission.ask(ticket, 10**6) == 10**6
-    assert (admission.taken, admission.waiting, rung) == (10**6, 0, [])
+def test_without_a_limit_each_request_has_a_place_at_once() -> None:
+    admission, requests = queue(None, *[0] * 1000)
+    assert [admission.next() for _ in range(1001)] == [*requests, None]
+    assert (admission.taken, admission.waiting) == (1000, 0)
 
 
-def test_places_are_granted_in_order_of_arrival() -> None:
-    admission, (a, b, c), rung = queue(2, 0, 0, 0)
-    assert [admission.ask(a, 3), admission.ask(b, 1), admission.ask(c, 1)] == [2, 0, 0]
-    assert (admission.taken, admission.waiting) == (2, 3)
-    admission.give_back(2)
-    assert rung == [0, 1]
-    assert [admission.ask(ticket, 1) for ticket in (a, b)] == [1, 1]
+def test_places_are_given_in_order_of_arrival() -> None:
+    admission, (a, b, c) = queue(2, 0, 0, 0)
+    assert [admission.next(), admission.next(), admission.next()] == [a, b, None]
+    assert (admission.taken, admission.waiting) == (2, 1)
     admission.give_back()
-    assert rung == [0, 1, 2]
+    assert [admission.next(), admission.next()] == [c, None]
 
 
 def test_the_lower_priority_number_goes_first() -> None:
-    admission, (a, b, c), rung = queue(1, 0, 1, -1)
-    assert [admission.ask(ticket, 1) for ticket in (a, b, c)] == [1, 0, 0]
+    admission, (a, b, c) = queue(None, 0, 1, -1)
+    assert [admission.next() for _ in range(3)] == [c, a, b]
+
+
+def test_no_request_starves_a_priority_is_worth_so_many_seconds() -> None:
+    clock = Clock()
+    admission = Admission(None, clock)
+    low, early, late = waiting_request(1), waiting_request(0), waiting_request(0)
+    for request, now in ((low, 0.0), (early, PRIORITY_SECONDS - 1), (late, PRIORITY_SECONDS + 1)):
+        clock.now = now
+        admission.put(request)
+    assert [admission.next() for _ in range(3)] == [early, low, late]
+
+
+def test_a_request_that_comes_again_has_its_old_turn() -> None:
+    admission, (a, b) = queue(1, 0, 0)
+    assert admission.next() is a
     admission.give_back()
+    admission.put(a)  # no replica took it
+    assert admission.next() is a
     admission.give_back()
-    assert rung == [2, 1]
+    assert admission.next() is b
 
 
-def test_nobody_starves_a_priority_is_worth_so_many_seconds() -> None:
-    admission, (holder, low, early, late), rung = queue(1, 0, 1, 0, 0)
-    clock: Any = admission._clock
-    admission.ask(holder, 1)
-    admission.ask(low, 1)
-    clock.now = PRIORITY_SECONDS - 1
-    admission.ask(early, 1)
-    clock.now = PRIORITY_SECONDS + 1
-    admission.ask(late, 1)
-    for _ in range(3):
-        admission.give_back()
-    assert rung == [2, 1, 3]
-
-
-def test_a_ticket_keeps_its_turn_whenever_it_asks_again() -> None:
-    admission, (a, b), rung = queue(1, 0, 0)
-    clock: Any = admission._clock
-    assert admission.ask(a, 1) == 1
-    clock.now = 1.0
-    assert admission.ask(b, 1) == 0
-    clock.now = 2.0
-    assert admission.ask(a, 1) == 0  # its replica died
+def test_what_is_taken_out_leaves_nothing_behind() -> None:
+    admission, requests = queue(1, *[0] * 1000)
+    first = admission.next()
+    assert [admission.remove(request) for request in requests[1:900]] == [True] * 899
+    assert not admission.remove(requests[5])
+    assert first is not None and not admission.remove(first)
+    assert (admission.taken, admission.waiting) == (1, 100)
+    assert sum(map(len, admission._queues.values())) == 100
     admission.give_back()
-    assert rung == [0]
-
-
-def test_wanting_less_gives_what_was_granted_to_the_next() -> None:
-    admission, (a, b, c), rung = queue(2, 0, 0, 0)
-    admission.ask(a, 2)
-    admission.ask(b, 2)
-    admission.ask(c, 2)
-    admission.give_back(2)
-    assert rung == [1]
-    assert admission.ask(b, 0) == 0  # both places that it had been granted go on
-    assert rung == [1, 2]
-    assert admission.ask(c, 2) == 2
-    assert (admission.taken, admission.waiting) == (2, 0)
+    assert admission.next() is requests[900]
 
 
 @pytest.mark.parametrize("limit", [0, -1])
@@ -91,38 +79,49 @@ def test_a_limit_of_nothing_is_refused(limit: int) -> None:
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Calls that ask, take, give back and go away in any order, against a count kept by hand."""
+    """Requests that come, go, take and give back in any order, against lists kept by hand."""
 
     LIMIT = 3
 
     def __init__(self) -> None:
         super().__init__()
         self.admission = Admission(self.LIMIT, lambda: 0.0)
-        self.tickets = [Ticket(priority, lambda: None) for priority in (0, 0, 1, -1)]
-        self.wants = [0] * 4
-        self.holds = [0] * 4
+        self.waiting: list[InFlight] = []
+        self.holding: list[InFlight] = []
 
-    @rule(i=st.integers(0, 3), total=st.integers(0, 5))
-    def ask(self, i: int, total: int) -> None:
-        taken = self.admission.ask(self.tickets[i], total)
-        assert 0 <= taken <= total
-        self.holds[i] += taken
-        self.wants[i] = total - taken
+    @rule(priority=st.integers(-1, 1))
+    def put(self, priority: int) -> None:
+        self.waiting.append(waiting_request(priority))
+        self.admission.put(self.waiting[-1])
 
-    @precondition(lambda self: any(self.holds))
+    @rule()
+    def take(self) -> None:
+        request = self.admission.next()
+        if len(self.holding) == self.LIMIT or not self.waiting:
+            assert request is None
+            return
+        assert request is min(self.waiting, key=lambda r: (r.request.priority, r.arrived))
+        self.waiting.remove(request)
+        self.holding.append(request)
+
+    @precondition(lambda self: self.waiting)
     @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
-        i = data.draw(st.sampled_from([i for i in range(4) if self.holds[i]]))
-        self.holds[i] -= 1
+    def remove(self, data: st.DataObject) -> None:
+        request = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
+        assert self.admission.remove(request)
+
+    @precondition(lambda self: self.holding)
+    @rule(data=st.data(), again=st.booleans())
+    def give_back(self, data: st.DataObject, again: bool) -> None:
+        request = self.holding.pop(data.draw(st.integers(0, len(self.holding) - 1)))
         self.admission.give_back()
+        if again and all(request.arrived < other.arrived for other in self.waiting):  # type: ignore[operator]
+            self.admission.put(request)
+            self.waiting.append(request)
 
     @invariant()
     def counts_agree(self) -> None:
-        granted = sum(ticket.granted for ticket in self.tickets)
-        assert self.admission.taken == sum(self.holds) + granted <= self.LIMIT
-        assert [t.wanted + t.granted for t in self.tickets] == self.wants
-        if self.admission.waiting:  # nobody waits beside a free place
-            assert self.admission.taken == self.LIMIT
+        assert (self.admission.taken, self.admission.waiting) == (len(self.holding), len(self.waiting))
 
 
 TestAdmissionMachine = AdmissionMachine.TestCase

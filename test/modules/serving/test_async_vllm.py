@@ -33,7 +33,6 @@ from support.waiting import until
 from torchrl_moe._errors import EngineError, GenerationTimeout, ReplicaDiedError
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.modules import AsyncVLLM, make_async_vllm_engine
-from torchrl_moe.modules.backends.vllm import local_replica
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 
 ROOT = Path(__file__).parents[3]
@@ -47,14 +46,16 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """``made``: the replicas, with the arguments of a local one; ``script``: what being ready is, by index."""
     scripted = SimpleNamespace(made=[], script={})
 
-    def make(index: int, arguments: dict[str, Any], environment: dict[str, str], log_folder: Any) -> ScriptedReplica:
+    def make(
+        index: int, kind: Any, arguments: dict[str, Any], environment: dict[str, str], log_folder: Any
+    ) -> ScriptedReplica:
         ready = {"ready": scripted.script[index]} if index in scripted.script else {}
         replica = ScriptedReplica(index, script=ready)
         vars(replica).update(arguments=arguments, environment=environment, log_folder=log_folder)
         scripted.made.append(replica)
         return replica
 
-    monkeypatch.setattr(local_replica, "LocalReplica", make)
+    monkeypatch.setattr("torchrl_moe.modules.backends.process.replica.LocalReplica", make)
     monkeypatch.delenv("TORCHRL_VLLM_TIMEOUT_SECONDS", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     return scripted
@@ -76,7 +77,7 @@ def test_replicas_start_together_and_serve_when_all_are_ready(scripted: Any) -> 
         assert engine.start() is engine
         assert order == ["start"] * 3  # all before the first was waited for
         assert engine.is_running
-        assert [entry.state.name for entry in engine.roster] == ["SERVING"] * 3
+        assert [entry.state.name for entry in engine.replica_table] == ["SERVING"] * 3
         assert repr(engine).startswith("AsyncVLLM('fake', 3 replicas)\n  #0 SERVING, v0, 0 in flight")
         assert engine.generate("hi", {"max_tokens": 2}, use_tqdm=False).prompt == "hi"
     assert [replica.life for replica in scripted.made] == [["start", "ready", "shutdown"]] * 3
@@ -213,7 +214,7 @@ def test_a_replica_that_died_is_made_anew_with_noise_of_its_own(scripted: Any, m
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with AsyncVLLM.launch({"model": "m", "seed": 7}, 2, faults=FaultPolicy(first_delay=0.0)) as engine:
         scripted.made[1].die()
-        until(lambda: engine.roster[1].restarts == 1 and engine.roster[1].state.name == "SERVING")
+        until(lambda: engine.replica_table[1].restarts == 1 and engine.replica_table[1].state.name == "SERVING")
         _, old, new = scripted.made
         assert old.life == ["start", "ready", "shutdown"]
         assert new.life == ["start", "ready"]
@@ -226,7 +227,7 @@ def test_a_replica_that_died_is_made_anew_with_noise_of_its_own(scripted: Any, m
 def test_without_restarts_a_dead_replica_stays_dead(scripted: Any) -> None:
     with AsyncVLLM.launch({"model": "m"}, 2, faults=FaultPolicy(restart=False)) as engine:
         scripted.made[1].die()
-        until(lambda: engine.roster[1].state.name == "DEAD")
+        until(lambda: engine.replica_table[1].state.name == "DEAD")
         time.sleep(0.1)
         assert len(scripted.made) == 2
 
@@ -519,7 +520,7 @@ def test_a_timeout_aborts_what_is_late_and_keeps_what_is_finished(engine: AsyncV
     with pytest.raises(GenerationTimeout, match=r"2 of 2 requests were not finished within 0\.2 s") as caught:
         generate(engine, [IDS, IDS], timeout_seconds=0.2)
     engine.resume()
-    assert caught.value.partial == [None, None]
+    assert [completion.aborted for completion in caught.value.partial] == [True, True]
     assert engine.get_num_unfinished_requests() == [0]
     until_idle(engine)
 
@@ -647,7 +648,7 @@ def test_ctrl_c_while_generating_aborts_the_requests(engine: AsyncVLLM) -> None:
 
 
 @pytest.mark.engine("qwen3_moe")
-def test_figures_are_the_engines_own(engine: AsyncVLLM) -> None:
+def test_stats_are_the_engines_own(engine: AsyncVLLM) -> None:
     until_idle(engine)
     assert engine.get_cache_usage() == [0.0]
 
@@ -675,8 +676,8 @@ def test_figures_are_the_engines_own(engine: AsyncVLLM) -> None:
 
 
 @pytest.mark.engine("qwen3_moe")
-def test_figures_are_pushed_while_requests_run_and_say_when_they_are_over(engine: AsyncVLLM) -> None:
-    (entry,) = engine.roster
+def test_stats_are_pushed_while_requests_run_and_say_when_they_are_over(engine: AsyncVLLM) -> None:
+    (entry,) = engine.replica_table
     before = engine.stats()[0]
     engine.reset_prefix_cache()
     prompt = list(range(40, 240))
@@ -836,7 +837,7 @@ def test_a_running_engine_says_what_it_is(engine: AsyncVLLM, shelf: EngineShelf)
 
 def leaders(engine: AsyncVLLM) -> list[psutil.Process]:
     """The process of each replica."""
-    return [psutil.Process(entry.replica._child.process.pid) for entry in engine.roster]
+    return [psutil.Process(entry.replica._child.process.pid) for entry in engine.replica_table]
 
 
 @pytest.mark.engine("qwen3_moe", num_replicas=2)
@@ -936,7 +937,7 @@ INTERRUPTED = """
     try:
         engine.start()
     except KeyboardInterrupt:
-        print("interrupted", engine.roster[0].state.name, flush=True)
+        print("interrupted", engine.replica_table[0].state.name, flush=True)
 """
 
 

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from torchrl_moe.modules.serving.candidates import Candidates, RosterEntry, load_bound
-from torchrl_moe.modules.serving.roster import Roster
+from torchrl_moe.modules.serving.candidates import Candidates, TableEntry, load_bound
+from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.states import ReplicaState
 
 
-def entries(*inflight: int) -> list[RosterEntry]:
-    return [RosterEntry(i, None, inflight=count, cache=100 + i) for i, count in enumerate(inflight)]
+def entries(*inflight: int) -> list[TableEntry]:
+    return [TableEntry(i, None, inflight=count, cache=100 + i) for i, count in enumerate(inflight)]
 
 
 def test_candidates_are_a_sequence_that_can_be_asked_by_index_and_cache() -> None:
@@ -26,7 +26,7 @@ def test_candidates_are_a_sequence_that_can_be_asked_by_index_and_cache() -> Non
 
 
 def test_load_is_what_was_counted_here_or_a_larger_report() -> None:
-    entry = RosterEntry(0, None, inflight=2)
+    entry = TableEntry(0, None, inflight=2)
     assert entry.load == 2
     entry.polled = 1
     assert entry.load == 2
@@ -45,12 +45,12 @@ def test_the_least_loaded_is_found_with_ties_to_the_one_chosen_longest_ago() -> 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_is_kept_through_any_changes(seed: int) -> None:
     rng = random.Random(seed)
-    roster = Roster(range(7), ReplicaState.SERVING)
+    table = ReplicaTable(range(7), ReplicaState.SERVING)
     held: list[int] = []
     for step in range(2000):
-        with roster.changed:
-            candidates = roster.serving()
-            serving = [entry for entry in roster if entry.state is ReplicaState.SERVING]
+        with table.changed:
+            candidates = table.serving()
+            serving = [entry for entry in table if entry.state is ReplicaState.SERVING]
             assert candidates.total == sum(entry.load for entry in serving)
             best = min(serving, key=lambda entry: (entry.load, entry.chosen, entry.index))
             if step % 3:  # not at every step: changes add up between two questions
@@ -58,17 +58,17 @@ def test_the_order_is_kept_through_any_changes(seed: int) -> None:
             what = rng.random()
             if what < 0.5:
                 index = rng.choice(serving).index
-                roster.reserve(index)
+                table.reserve(index)
                 held.append(index)
             elif what < 0.9 and held:
-                roster.give_back(held.pop(rng.randrange(len(held))))
+                table.give_back(held.pop(rng.randrange(len(held))))
             elif what < 0.93:
-                roster.observe(rng.randrange(7), at=float(step), pending=rng.randrange(20))
+                table.observe(rng.randrange(7), at=float(step), pending=rng.randrange(20))
             elif what < 0.96:
-                roster.expire(before=float(step - 50))
+                table.expire(before=float(step - 50))
             elif best.index != 0:
-                roster.set_state(best.index, ReplicaState.DRAINING)
-                roster.set_state(best.index, ReplicaState.SERVING)
+                table.set_state(best.index, ReplicaState.DRAINING)
+                table.set_state(best.index, ReplicaState.SERVING)
 
 
 def test_the_bound_is_a_multiple_of_the_mean_and_never_below_the_margin() -> None:
@@ -80,7 +80,7 @@ def test_the_bound_is_a_multiple_of_the_mean_and_never_below_the_margin() -> Non
 
 
 def test_an_entry_takes_requests_if_it_serves_and_its_breaker_lets_them_pass() -> None:
-    entry = RosterEntry(0, "a", ReplicaState.SERVING)
+    entry = TableEntry(0, "a", ReplicaState.SERVING)
     assert entry.may_take
     entry.breaker.failed(trip=True)
     assert not entry.may_take

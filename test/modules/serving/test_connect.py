@@ -37,7 +37,7 @@ address, name, prompt, params = sys.argv[1:]
 ray.init(address=address, log_to_driver=False, logging_level="error")
 engine = AsyncVLLM.connect(name)
 completion = engine.generate(eval(prompt), eval(params), use_tqdm=False)
-print([entry.state.name for entry in engine.roster], completion.outputs[0].token_ids.tolist(), flush=True)
+print([entry.state.name for entry in engine.replica_table], completion.outputs[0].token_ids.tolist(), flush=True)
 """
 
 
@@ -83,9 +83,9 @@ def connect(monkeypatch: pytest.MonkeyPatch, dies_at: dict[int, str]) -> AsyncVL
 
 def test_who_comes_sees_what_died_and_why_while_another_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     with connect(monkeypatch, {0: "ready"}) as guest:
-        assert [entry.state.name for entry in guest.roster] == ["DEAD", "SERVING"]
-        assert [entry.version for entry in guest.roster] == [0, 5]
-        assert guest.roster[0].last_error == "gone at ready"
+        assert [entry.state.name for entry in guest.replica_table] == ["DEAD", "SERVING"]
+        assert [entry.version for entry in guest.replica_table] == [0, 5]
+        assert guest.replica_table[0].last_error == "gone at ready"
 
 
 @pytest.mark.parametrize("last", ["ready", "weights_version"])
@@ -122,7 +122,7 @@ def test_without_a_name_it_is_a_service_like_any_and_nothing_of_it_is_left(toy_s
         assert generate(engine, [1, 2]) == [2, 3]
         assert [len(completion.outputs) for completion in engine.generate([[1]] * 10, use_tqdm=False)] == [1] * 10
         assert [row["state"] for row in engine.stats()] == ["SERVING", "SERVING"]
-        processes = [pid for entry in engine.roster for pid in pids(entry.replica)]
+        processes = [pid for entry in engine.replica_table for pid in pids(entry.replica)]
         with pytest.raises(RuntimeError, match="this service ends with its driver"):
             engine.disconnect()
     assert groups_in_use() == []
@@ -146,14 +146,16 @@ def test_a_name_is_taken_while_its_service_runs_and_others_join_it_there(toy_ser
         assert [info.model for info in guest.infos] == ["toy", "toy"]
         assert generate(guest, [5]) == [6]
         assert generate(maker, [7], request_ids="same") == generate(guest, [7], request_ids="same")
-        assert [pids(entry.replica) for entry in guest.roster] == [pids(entry.replica) for entry in maker.roster]
+        assert [pids(entry.replica) for entry in guest.replica_table] == [
+            pids(entry.replica) for entry in maker.replica_table
+        ]
     with pytest.raises(RuntimeError, match="the service is not running"):
         guest.generate([1])
     assert generate(maker, [1]) == [2]  # the guest has left, no more
     assert other_driver(ray_cluster.address, "lasting", [8, 9], {}) == "['SERVING', 'SERVING'] [9, 10]"
     assert generate(maker, [1]) == [2]
     AsyncVLLM.connect("lasting").shutdown()  # ends it for all
-    until(lambda: not any(entry.replica.is_alive() for entry in maker.roster))
+    until(lambda: not any(entry.replica.is_alive() for entry in maker.replica_table))
     with pytest.raises((ReplicaDiedError, NoReplicaError)):
         maker.generate([1], use_tqdm=False)
     toy_service(1, name="lasting")
@@ -164,7 +166,7 @@ def test_who_comes_later_sees_which_replicas_serve_and_with_which_weights(
     toy_service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     maker = toy_service(3, name="partly", faults=FaultPolicy(restart=False))
-    maker.roster[1].replica.shutdown()
+    maker.replica_table[1].replica.shutdown()
     assert running_services(NAMESPACE) == {"partly": [0, 2]}
     call = RayReplica.call
 
@@ -174,10 +176,10 @@ def test_who_comes_later_sees_which_replicas_serve_and_with_which_weights(
 
     monkeypatch.setattr(RayReplica, "call", newer)
     with AsyncVLLM.connect("partly") as guest:
-        assert [entry.state.name for entry in guest.roster] == ["SERVING", "DEAD", "SERVING"]
-        assert [entry.version for entry in guest.roster] == [7, 0, 7]
+        assert [entry.state.name for entry in guest.replica_table] == ["SERVING", "DEAD", "SERVING"]
+        assert [entry.version for entry in guest.replica_table] == [7, 0, 7]
         assert generate(guest, [1]) == [2]
-        again = RayReplica(1, guest.roster[0].replica._service)  # as who restarts it would
+        again = RayReplica(1, guest.replica_table[0].replica._service)  # as who restarts it would
         again.start()
         assert again.wait_ready(60).model == "toy"
         again.disconnect()
@@ -224,7 +226,7 @@ def test_two_real_replicas_on_two_nodes_answer_alike_and_so_they_do_for_another_
 
 
 def actor_process(replica: Any) -> psutil.Process:
-    """The process of a real actor: the one that listens at its door."""
+    """The process of a real actor: the one that listens at its listener."""
     port = ray.get(replica._child._actor.describe.remote(), timeout=20).address.port
     candidates = [process for process in psutil.process_iter() if process.name().startswith("ray::")]
     (actor,) = [p for p in candidates if any(c.laddr.port == port for c in p.net_connections() if c.status == "LISTEN")]
@@ -234,11 +236,11 @@ def actor_process(replica: Any) -> psutil.Process:
 @pytest.mark.ray
 @pytest.mark.engine
 def test_a_real_actor_that_is_killed_is_dead_and_a_shutdown_leaves_nothing(ray_pair: AsyncVLLM) -> None:
-    actors = [actor_process(entry.replica) for entry in ray_pair.roster]
+    actors = [actor_process(entry.replica) for entry in ray_pair.replica_table]
     family = [process for actor in actors for process in (actor, *actor.children(recursive=True))]
     assert len(family) >= 8  # two times: actor, owner, engine core, worker
     os.kill(actors[1].pid, signal.SIGKILL)
-    until(lambda: not ray_pair.roster[1].replica.is_alive())
+    until(lambda: not ray_pair.replica_table[1].replica.is_alive())
     answer = ray_pair.generate(IDS, GREEDY, actor_index=0, use_tqdm=False)
     assert len(answer.outputs[0].token_ids) == 8
     ray_pair.shutdown()

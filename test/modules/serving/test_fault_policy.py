@@ -1,4 +1,4 @@
-"""The figures by which faults are judged."""
+"""The settings by which faults are judged."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Parts:
     """The processes of one replica."""
 
     def __init__(self, engine: AsyncVLLM, index: int) -> None:
-        child = engine.roster[index].replica._child
+        child = engine.replica_table[index].replica._child
         self.owner = psutil.Process(child.process.pid)
         self.core = self._child(self.owner, "EngineCore")
         self.worker = self._child(self.core, "Worker")
@@ -110,8 +110,8 @@ def check(engine: AsyncVLLM, completions: Any, expected: Any) -> None:
 def until_serving(engine: AsyncVLLM, restarts: int) -> None:
     """Wait until both replicas serve, restarted that often; one that a busy machine starved may have been once more."""
     deadline = time.monotonic() + RESTART
-    while not all(entry.state.name == "SERVING" and entry.restarts >= restarts for entry in engine.roster):
-        assert time.monotonic() < deadline, [(e.state, e.restarts, e.last_error) for e in engine.roster]
+    while not all(entry.state.name == "SERVING" and entry.restarts >= restarts for entry in engine.replica_table):
+        assert time.monotonic() < deadline, [(e.state, e.restarts, e.last_error) for e in engine.replica_table]
         time.sleep(0.1)
 
 
@@ -126,7 +126,7 @@ def test_killed_and_stopped_processes_lose_no_request(engine: AsyncVLLM) -> None
         assert all(shared)
         with ThreadPoolExecutor(1) as pool:
             call = pool.submit(flood, engine)
-            until(lambda: min(entry.inflight for entry in engine.roster) > 20)
+            until(lambda: min(entry.inflight for entry in engine.replica_table) > 20)
             for index, part, sign in shots:
                 getattr(parts[index], part).send_signal(sign)
             assert not call.done()
@@ -139,7 +139,7 @@ def test_killed_and_stopped_processes_lose_no_request(engine: AsyncVLLM) -> None
     until_serving(engine, 1)
     under_fire((0, "owner", signal.SIGKILL), (1, "core", signal.SIGSTOP))
     until_serving(engine, 2)
-    assert "gave no sign of life in 15 s and was ended" in str(engine.roster[1].last_error)
+    assert "gave no sign of life in 15 s and was ended" in str(engine.replica_table[1].last_error)
     check(engine, flood(engine), expected)
 
 

@@ -6,20 +6,20 @@ import threading
 
 import pytest
 
+from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
 from torchrl_moe.modules.serving.lease import Lease
-from torchrl_moe.modules.serving.load_balancer import LoadBalancer
 
 
 def inflight(balancer: LoadBalancer) -> list[int]:
-    return [entry.inflight for entry in balancer.roster]
+    return [entry.inflight for entry in balancer.replica_table]
 
 
 def test_a_lease_says_where_and_which_version() -> None:
     lb = LoadBalancer(["a", "b"])
-    lb.roster.set_version(0, 4)
+    lb.replica_table.set_version(0, 4)
     lease = lb.acquire()
     assert (lease.index, lease.version) == (0, 4)
-    lb.roster.set_version(0, 5)
+    lb.replica_table.set_version(0, 5)
     assert lease.version == 4
     assert repr(lease) == "Lease(replica=0, version=4, held)"
     lease.release()
@@ -56,7 +56,7 @@ def test_two_threads_that_both_found_the_lease_held_give_one_place_back() -> Non
     lb = LoadBalancer(["a"])
     lease = lb.acquire()
     threads = [threading.Thread(target=lease.release) for _ in range(2)]
-    with lb.roster.changed:  # both get past any first look, and wait here
+    with lb.replica_table.changed:  # both get past any first look, and wait here
         for thread in threads:
             thread.start()
         threads[0].join(0.05)
@@ -84,8 +84,8 @@ def test_an_error_inside_the_context_passes_and_the_place_is_given_back() -> Non
 def test_a_lease_keeps_the_replica_that_it_was_given_for() -> None:
     lb = LoadBalancer(["a"])
     lease = lb.acquire()
-    lb.roster.mark_dead(0)
-    lb.roster.replace(0, "b")
-    assert (lease.replica, lb.roster[0].replica) == ("a", "b")
+    lb.replica_table.mark_dead(0)
+    lb.replica_table.replace(0, "b")
+    assert (lease.replica, lb.replica_table[0].replica) == ("a", "b")
     lease.release(False)
     assert inflight(lb) == [0]

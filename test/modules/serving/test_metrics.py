@@ -9,9 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.requests import waiting_request
 from support.services import ask, slow_if, until_running
 from support.waiting import in_thread
-from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError
+from torchrl_moe._errors import (
+    EngineError,
+    GenerationTimeout,
+    NoReplicaError,
+    ReplicaDiedError,
+    RequestRefusedError,
+)
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput
 from torchrl_moe.modules.serving.metrics import BOUNDS, COUNTERS, MOST_RECENT, OUTCOMES, Histogram, Metrics
 from torchrl_moe.modules.serving.states import ReplicaState
@@ -66,7 +73,8 @@ def test_what_finished_is_counted_with_its_tokens_and_seconds() -> None:
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (ValueError("request 1 was refused"), {"refused": 1, "aborted": 2}),
+        (ValueError("request ids are in flight"), {"refused": 3}),
+        (RequestRefusedError("request 1 was refused"), {"refused": 3}),
         (EngineError("died"), {"failed": 3}),
         (NoReplicaError("none"), {"failed": 3}),
         (KeyboardInterrupt(), {"aborted": 3}),
@@ -90,7 +98,7 @@ def test_a_call_that_fails_counts_its_requests_by_the_reason_and_passes_it_on(
 def test_of_a_call_that_fails_what_had_finished_counts_as_that(error: type[EngineError], outcome: str) -> None:
     metrics = Metrics()
     with pytest.raises(error), metrics.call(3):
-        raise error("late", [None, completion(), None])
+        raise error("late", [waiting_request().cut_short(), completion(), waiting_request().cut_short()])
     counts = counted(metrics)
     assert (counts["completed"], counts[outcome], counts["sequences"]) == (1, 2, 1)
 
@@ -169,20 +177,21 @@ def test_a_service_counts_each_request_once_whatever_becomes_of_it(serve: Callab
     until_running(engine, [1])
     engine.abort("mine")
     assert call.result(60.0).aborted
-    for entry in engine.roster:
-        engine.roster.set_state(entry.index, ReplicaState.QUARANTINED)
+    for entry in engine.replica_table:
+        engine.replica_table.set_state(entry.index, ReplicaState.QUARANTINED)
     with pytest.raises(NoReplicaError):
         ask(engine, ["a", "b"])
     counts = counted(engine.metrics)
     assert {name: counts[name] for name in ("requests", *OUTCOMES)} == {
         "requests": 11,
-        "completed": 4,
-        "aborted": 2,
+        "completed": 5,
+        "aborted": 1,
         "timed_out": 2,
         "refused": 1,
         "failed": 2,
     }
-    assert counts["sequences"] == 2 + 3 + 1 + 1  # two, the three of one request, one that was in time, and the cut one
+    # two, the three of one request, two that had finished as their calls failed, and the cut one
+    assert counts["sequences"] == 2 + 3 + 2 + 1
 
 
 @pytest.mark.parametrize("method", ["generate", "agenerate"])

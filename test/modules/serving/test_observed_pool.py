@@ -1,4 +1,4 @@
-"""What a service shows: figures of this moment or as they were sent, tables, text, logs."""
+"""What a service shows: stats of this moment or as they were sent, tables, text, logs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrl_moe.testing.fake_engine import FakeReplica
 
 def test_stats_are_flat_and_true(serve: Callable[..., Any]) -> None:
     engine = serve(2)
-    engine.roster.set_version(1, 3)
+    engine.replica_table.set_version(1, 3)
     engine.generate([[1, 2], [3], [4]], {"max_tokens": 5, "n": 2}, use_tqdm=False)
     engine.replicas[1].die()
     first, second = engine.stats()
@@ -32,6 +32,7 @@ def test_stats_are_flat_and_true(serve: Callable[..., Any]) -> None:
         "breaker": "closed",
         "restarts": 0,
         "last_error": None,
+        "supervisor_error": None,
         "running": 0,
         "waiting": 0,
         "cache_usage": 0.0,
@@ -57,6 +58,7 @@ def test_stats_are_flat_and_true(serve: Callable[..., Any]) -> None:
         "breaker": "closed",
         "restarts": 0,
         "last_error": "replica 1 died: injected death",
+        "supervisor_error": None,
     }
 
 
@@ -93,8 +95,8 @@ def test_one_that_does_not_answer_shows_what_it_last_sent(
         raise EngineError("busy")
 
     engine.replicas[1].stats = fail
-    engine.roster.mark_dead(2)
-    engine.roster.set_state(2, ReplicaState.STARTING)
+    engine.replica_table.mark_dead(2)
+    engine.replica_table.set_state(2, ReplicaState.STARTING)
     engine.replicas[2].stats = lambda timeout: pytest.fail("it is starting: asked too early")
     monkeypatch.setattr(FakeReplica, "last_stats", ReplicaStats(requests=5))
     assert [row["requests"] for row in engine.stats()] == [5, 5, 5]

@@ -1,4 +1,4 @@
-"""Placing: for whom it is worth waiting, and with which words a wait ends."""
+"""Placing: what a lease is asked for, and for which replicas it is worth waiting."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.requests import named_requests
 from support.strategies import Says
-from torchrl_moe._errors import NoReplicaError, ReplicaDiedError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Request
+from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.load_balancer import LoadBalancer
-from torchrl_moe.modules.serving.placing import Placement, Placer
-from torchrl_moe.modules.serving.roster import Roster
+from torchrl_moe.modules.serving.in_flight import Call, Placement
+from torchrl_moe.modules.serving.placing import may_wait, needs, take_lease
+from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.states import ReplicaState
 
 
 def balancer(*states: str, **faults: Any) -> LoadBalancer:
-    roster = Roster(list(states), faults=FaultPolicy(**faults))
-    for entry, state in zip(roster, states, strict=True):
+    table = ReplicaTable(list(states), faults=FaultPolicy(**faults))
+    for entry, state in zip(table, states, strict=True):
         entry.state = ReplicaState[state]
-    holder = type("Holder", (), {"roster": roster})()
+    holder = type("Holder", (), {"replica_table": table})()
     return LoadBalancer(holder, "requests")
 
 
-def placer(lb: LoadBalancer, ends: bool = False, **placement: Any) -> Placer:
-    return Placer(lb, Placement(**placement), ends)
+def waits(lb: LoadBalancer, ends: bool = False, position: int = 0, **placement: Any) -> bool:
+    call = Call(lb, named_requests("ab"), Placement(**placement), 1.0 if ends else None)
+    return may_wait(call.requests[position])
 
 
 @pytest.mark.parametrize(
@@ -47,18 +49,18 @@ def placer(lb: LoadBalancer, ends: bool = False, **placement: Any) -> Placer:
 )
 def test_who_is_worth_waiting_for(state: str, recovery: Recovery, without_end: bool, with_end: bool) -> None:
     lb = balancer("DEAD", state)
-    lb.roster[1].recovery = recovery
-    assert placer(lb).may_wait(0) is without_end
-    assert placer(lb, ends=True).may_wait(0) is with_end
-    assert placer(lb, ends=True, actor_index=0).may_wait(0) is False
-    assert placer(lb, ends=True, actor_index=1).may_wait(0) is with_end
+    lb.replica_table[1].recovery = recovery
+    assert waits(lb) is without_end
+    assert waits(lb, ends=True) is with_end
+    assert waits(lb, ends=True, actor_index=0) is False
+    assert waits(lb, ends=True, actor_index=1) is with_end
 
 
 def test_one_whose_breaker_is_open_is_worth_waiting_for() -> None:
     lb = balancer("SERVING", "SERVING", breaker_failures=1)
-    lb.roster.fail(0, "bad")
-    assert placer(lb, actor_index=0).may_wait(0) is True
-    assert placer(lb, actor_index=1).may_wait(0) is False
+    lb.replica_table.fail(0, "bad")
+    assert waits(lb, actor_index=0) is True
+    assert waits(lb, actor_index=1) is False
 
 
 def answered(lb: LoadBalancer, group: str, version: int) -> None:
@@ -68,62 +70,53 @@ def answered(lb: LoadBalancer, group: str, version: int) -> None:
 @pytest.mark.parametrize(("group", "expected"), [(1, True), (2, True), (0, False)])
 def test_a_group_waits_only_for_those_that_may_come_with_its_version(group: int, expected: bool) -> None:
     lb = balancer("SERVING", "SYNCING")
-    lb.roster.set_version(1, 1)  # it keeps that if its update fails, else it comes with the latest
-    lb.roster.latest_version = 2
+    lb.replica_table.set_version(1, 1)  # it keeps that if its update fails, else it comes with the latest
+    lb.replica_table.latest_version = 2
     answered(lb, "g", group)
-    assert placer(lb, group_ids=["g"]).may_wait(0) is expected
+    assert waits(lb, group_ids=["g"]) is expected
 
 
 def test_a_group_of_which_nobody_was_answered_may_yet_begin_again() -> None:
     lb = balancer("SERVING")
     over = lb.groups.join("g", 0)
-    lb.roster.set_version(0, 1)
-    assert placer(lb, group_ids=["g"]).may_wait(0) is True
+    lb.replica_table.set_version(0, 1)
+    assert waits(lb, group_ids=["g"]) is True
     over(True)
-    assert placer(lb, group_ids=["g"]).may_wait(0) is False
+    assert waits(lb, group_ids=["g"]) is False
 
 
 def test_one_that_is_restarted_comes_with_the_latest_version() -> None:
     lb = balancer("DEAD")
-    lb.roster.set_recovery(0, Recovery.SUPERVISOR)
-    lb.roster.latest_version = 4
+    lb.replica_table.set_recovery(0, Recovery.SUPERVISOR)
+    lb.replica_table.latest_version = 4
     answered(lb, "g", 4)
     answered(lb, "old", 3)
-    assert placer(lb, group_ids=["g", "old"]).may_wait(0) is True
-    assert placer(lb, group_ids=["g", "old"]).may_wait(1) is False
+    assert waits(lb, group_ids=["g", "old"]) is True
+    assert waits(lb, group_ids=["g", "old"], position=1) is False
 
 
 def test_what_strategies_see_is_the_requests_own() -> None:
     lb, ear = balancer("SERVING"), Says()
-    holder = type("Holder", (), {"roster": lb.roster})()
-    where = placer(LoadBalancer(holder, ear), session_ids=["s", "t"], request_context={"k": 1})
+    holder = type("Holder", (), {"replica_table": lb.replica_table})()
     ids = np.array([1, 2], np.int32)
-    where.lease(1, Request(request_id="a", sampling_params=None, prompt_token_ids=ids)).release()
-    where.lease(0, Request(request_id="b", sampling_params=None, prompt="text")).release()
+    requests = [
+        Request(request_id="b", sampling_params=None, prompt="text"),
+        Request(request_id="a", sampling_params=None, prompt_token_ids=ids),
+    ]
+    where = Placement(session_ids=["s", "t"], request_context={"k": 1})
+    for request in reversed(Call(LoadBalancer(holder, ear), requests, where).requests):
+        take_lease(request).release()
     seen = [(context.prompt, context.session_id, context.request_context) for _, context in ear.asked]
     assert seen == [(ids, "t", {"k": 1}), ("text", "s", {"k": 1})]
 
 
-@pytest.mark.parametrize(
-    ("refusal", "state", "placement", "kind", "words"),
-    [
-        (NoReplicaError("nobody"), "DEAD", {}, NoReplicaError, "nobody"),
-        (StaleReplicaError("too old"), "SERVING", {"actor_index": 0}, StaleReplicaError, "too old"),
-        (NoReplicaError("busy"), "SYNCING", {"actor_index": 0}, NoReplicaError, "busy"),
-        (
-            NoReplicaError("nobody"),
-            "DEAD",
-            {"actor_index": 0},
-            ReplicaDiedError,
-            "replica 0, which actor_index names, is dead: its process is gone",
-        ),
-    ],
-)
-def test_the_words_at_the_end(refusal: Any, state: str, placement: Any, kind: type[Exception], words: str) -> None:
-    error = placer(balancer(state), **placement).error(refusal, None, ["a", None])
-    assert (type(error), str(error), error.partial) == (kind, words, ["a", None])
-
-
-def test_a_death_before_is_told_too() -> None:
-    error = placer(balancer("DEAD")).error(NoReplicaError("nobody"), ReplicaDiedError("out of memory"), [])
-    assert str(error) == "nobody. It had begun elsewhere: out of memory"
+def test_requests_that_any_replica_would_take_alike_have_the_same_needs() -> None:
+    lb = balancer("SERVING")
+    call = Call(lb, named_requests("abc"), Placement(session_ids=["s", "t", "u"], group_ids=["g", "g", "h"]))
+    a, b, c = map(needs, call.requests)
+    assert a == b != c
+    (other,) = Call(lb, named_requests("d"), Placement(group_ids=["g"])).requests
+    assert needs(other) == a
+    for changed in (Placement(group_ids=["g"], min_version=1), Placement(group_ids=["g"], actor_index=0)):
+        assert needs(Call(lb, named_requests("d"), changed).requests[0]) != a
+    assert needs(Call(lb, named_requests("d"), Placement(group_ids=["g"]), timeout=1.0).requests[0]) != a

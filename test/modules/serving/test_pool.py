@@ -1,4 +1,4 @@
-"""A pool of fake replicas: commands to all of them, figures, and the end."""
+"""A pool of fake replicas: commands to all of them, stats, and the end."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_replica_that_is_restarted_meanwhile_comes_back_paused(fleet: Any) -> 
     service = fleet(2)
     service.pause()
     service.kill(0)
-    until(lambda: service.restarts == [1, 0] and service.roster[0].replica._paused)
+    until(lambda: service.restarts == [1, 0] and service.replica_table[0].replica._paused)
     call = in_thread(lambda: ask(service, actor_index=0))
     time.sleep(0.05)
     assert not call.done()
@@ -159,22 +159,22 @@ def test_commands_go_round_dead_replicas(serve: Any) -> None:
     engine.resume()
     assert engine.reset_prefix_cache() is True
     assert engine.get_tokenizer().encode("a") == [97]
-    assert engine.roster[0].state is ReplicaState.DEAD
+    assert engine.replica_table[0].state is ReplicaState.DEAD
 
 
 def test_commands_go_round_replicas_that_only_start(serve: Any) -> None:
     engine = serve(2)
     engine.replicas[0].die()
-    engine.roster.mark_dead(0)
-    engine.roster.replace(0, FakeReplica(0, start_seconds=3600.0))
+    engine.replica_table.mark_dead(0)
+    engine.replica_table.replace(0, FakeReplica(0, start_seconds=3600.0))
     engine.pause()
     engine.resume()
-    engine.replicas[0].stats = engine.roster[0].replica.stats = lambda timeout: pytest.fail("asked")
+    engine.replicas[0].stats = engine.replica_table[0].replica.stats = lambda timeout: pytest.fail("asked")
     assert math.isnan(engine.get_cache_usage()[0])
     assert math.isnan(engine.get_cache_usage(0))
     assert [row["state"] for row in engine.stats()] == ["STARTING", "SERVING"]
     engine.replicas[1].die()
-    engine.roster.set_recovery(0, Recovery.SUPERVISOR)
+    engine.replica_table.set_recovery(0, Recovery.SUPERVISOR)
     with pytest.raises(NoReplicaError, match=r"no replica is alive: .*#0 STARTING.*Wait for their restart"):
         engine.pause()
 
@@ -189,7 +189,7 @@ def test_a_death_under_a_command_is_noted(serve: Any) -> None:
     engine.replicas[0].call = die
     with pytest.raises(ReplicaDiedError, match="died under it"):
         engine.resume()
-    assert [entry.state.name for entry in engine.roster] == ["DEAD", "SERVING"]
+    assert [entry.state.name for entry in engine.replica_table] == ["DEAD", "SERVING"]
 
 
 def test_the_prefix_cache_cannot_be_reset_under_requests(serve: Any) -> None:
@@ -202,15 +202,15 @@ def test_the_prefix_cache_cannot_be_reset_under_requests(serve: Any) -> None:
     call.result(60.0)
 
 
-# -- figures ----------------------------------------------------------------------------------------------------------
+# -- stats ----------------------------------------------------------------------------------------------------------
 
 
 def test_it_is_ready_while_a_replica_serves(serve: Any) -> None:
     engine = serve(2)
     assert engine.ready()
-    engine.roster.mark_dead(0)
+    engine.replica_table.mark_dead(0)
     assert engine.ready()
-    engine.roster.mark_dead(1)
+    engine.replica_table.mark_dead(1)
     assert not engine.ready()
     engine.shutdown()
     assert not engine.ready()
@@ -229,7 +229,7 @@ def test_unfinished_requests_are_counted_per_replica(serve: Any) -> None:
 
 @pytest.mark.parametrize("name", ["get_num_unfinished_requests", "get_cache_usage"])
 @pytest.mark.parametrize("index", [2, -1])
-def test_figures_of_a_replica_that_does_not_exist_are_an_index_error(serve: Any, name: str, index: int) -> None:
+def test_stats_of_a_replica_that_does_not_exist_are_an_index_error(serve: Any, name: str, index: int) -> None:
     with pytest.raises(IndexError, match=rf"actor index {index} out of range \[0, 2\)"):
         getattr(serve(2), name)(index)
 
@@ -253,7 +253,7 @@ def test_shutdown_is_idempotent_and_may_come_from_many_threads() -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: engine.shutdown(), range(8)))
     engine.shutdown()
-    assert [entry.state.name for entry in engine.roster] == ["DEAD"] * 3
+    assert [entry.state.name for entry in engine.replica_table] == ["DEAD"] * 3
     assert [replica.is_alive() for replica in engine.replicas] == [False] * 3
 
 

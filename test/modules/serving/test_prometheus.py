@@ -52,8 +52,8 @@ def test_replicas_are_told_apart_by_a_label(serve: Callable[..., Any], monkeypat
     }
     monkeypatch.setattr(FakeReplica, "last_stats", property(lambda replica: sent[replica.index]))
     monkeypatch.setattr(FakeReplica, "stats", lambda *_: pytest.fail("a scrape asks no engine"))
-    engine.roster.set_version(1, 4)
-    engine.roster[1].restarts = 2
+    engine.replica_table.set_version(1, 4)
+    engine.replica_table[1].restarts = 2
     families = read(engine.prometheus())
     for name, expected in {
         "running_sequences": (3, 0),
@@ -74,7 +74,7 @@ def test_a_replica_is_in_one_state_and_a_dead_one_has_no_load(
 ) -> None:
     engine = serve(2)
     monkeypatch.setattr(FakeReplica, "last_stats", ReplicaStats(running=3, requests=7))
-    engine.roster.mark_dead(0)
+    engine.replica_table.mark_dead(0)
     families = read(engine.prometheus())
     states = values(families, "torchrl_moe_replica_state")
     assert len(states) == 2 * len(ReplicaState)
@@ -88,7 +88,7 @@ def test_a_counter_does_not_fall_when_a_replica_restarts(serve: Callable[..., An
     ask(engine, ["a", "b"])
     assert values(read(engine.prometheus()), "torchrl_moe_replica_requests") == {("0",): 2}
     ask(engine, "c")
-    engine.roster[0].replica = FakeReplica()  # as after a restart
+    engine.replica_table[0].replica = FakeReplica()  # as after a restart
     assert values(read(engine.prometheus()), "torchrl_moe_replica_requests") == {("0",): 3}
     ask(engine, "d")
     assert values(read(engine.prometheus()), "torchrl_moe_replica_requests") == {("0",): 4}

@@ -24,7 +24,7 @@ from support.strategies import Says
 from support.waiting import in_thread, until
 from torchrl_moe._errors import GenerationTimeout, NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
-from torchrl_moe.modules.serving.load_balancer import LoadBalancer
+from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
 from torchrl_moe.modules.serving.observed_pool import ObservedPool
 from torchrl_moe.modules.serving.pool import ReplicaPool
 from torchrl_moe.modules.serving.service import GenerationService
@@ -182,7 +182,7 @@ def test_the_named_replica_is_used_and_must_exist_and_serve(serve: Any) -> None:
     for index in (3, -1):
         with pytest.raises(IndexError, match=rf"actor index {index} out of range \[0, 3\)"):
             ask(engine, actor_index=index)
-    engine.roster.set_state(1, ReplicaState.QUARANTINED)
+    engine.replica_table.set_state(1, ReplicaState.QUARANTINED)
     with pytest.raises(NoReplicaError, match="replica 1 is QUARANTINED, not SERVING; leave actor_index out"):
         ask(engine, actor_index=1)
 
@@ -203,7 +203,7 @@ def test_sessions_reach_the_strategy_and_one_name_will_do_for_one_prompt(serve: 
 
 def test_min_version_picks_fresh_replicas(serve: Any) -> None:
     engine = serve(3)
-    engine.roster.set_version(1, 4)
+    engine.replica_table.set_version(1, 4)
     assert {c.metrics.replica for c in ask(engine, list("abcd"), min_version=4)} == {1}
     assert asyncio.run(engine.agenerate("a", min_version=4)).metrics.replica == 1
     with pytest.raises(StaleReplicaError, match="no serving replica holds version 5; the newest is 4"):
@@ -240,15 +240,16 @@ def test_a_timeout_keeps_what_had_finished_and_frees_the_rest(serve: Any) -> Non
     with pytest.raises(GenerationTimeout, match=r"1 of 3 requests were not finished within 0\.1 s") as caught:
         ask(engine, ["a", "b", "c"], timeout_seconds=0.1)
     copy = pickle.loads(pickle.dumps(caught.value))
-    assert [None if c is None else c.prompt for c in copy.partial] == ["a", None, "c"]
+    assert [(c.prompt, c.aborted) for c in copy.partial] == [("a", False), ("b", True), ("c", False)]
     assert engine.get_num_unfinished_requests() == [0, 0]
     assert [row["running"] for row in engine.stats()] == [0, 0]
 
 
 def test_a_refused_request_is_named_and_the_service_goes_on(serve: Any) -> None:
-    engine = serve(2, token_seconds=slow_if("a"), refuse=lambda r: "too long" if r.prompt == "b" else None)
-    with pytest.raises(ValueError, match="request 1 was refused: too long"):
+    engine = serve(2, token_seconds=0.01, refuse=lambda r: "too long" if r.prompt == "b" else None)
+    with pytest.raises(ValueError, match="request 1 was refused: too long") as caught:
         ask(engine, ["a", "b", "c"])
+    assert [(c.prompt, c.aborted) for c in caught.value.partial] == [("a", False), ("b", True), ("c", False)]
     assert [row["running"] for row in engine.stats()] == [0, 0]
     assert ask(engine, "c").prompt == "c"
 
@@ -267,7 +268,7 @@ def test_a_death_under_a_call_marks_the_replica_and_the_others_go_on(serve: Any)
     until_running_there(engine, 2, 3)
     engine.abort(list("abcdef"))
     assert Counter(completion.metrics.replica for completion in call.result(60.0)) == {0: 3, 2: 3}
-    assert [entry.state.name for entry in engine.roster] == ["SERVING", "DEAD", "SERVING"]
+    assert [entry.state.name for entry in engine.replica_table] == ["SERVING", "DEAD", "SERVING"]
     assert engine.get_num_unfinished_requests() == [0, 0, 0]
     assert {ask(engine, f"{i}").metrics.replica for i in range(6)} == {0, 2}
 
@@ -276,7 +277,7 @@ def test_a_death_is_also_noted_by_a_task(serve: Any) -> None:
     engine = serve(2)
     engine.replicas[0].die()
     assert asyncio.run(engine.agenerate("a")).metrics.replica == 1
-    assert [entry.state.name for entry in engine.roster] == ["DEAD", "SERVING"]
+    assert [entry.state.name for entry in engine.replica_table] == ["DEAD", "SERVING"]
 
 
 def test_a_death_that_no_request_met_is_noted_by_the_next_look(serve: Any) -> None:
@@ -289,23 +290,23 @@ def test_a_death_that_no_request_met_is_noted_by_the_next_look(serve: Any) -> No
 def test_a_replica_that_is_only_starting_is_not_taken_for_dead(serve: Any) -> None:
     engine = serve(2)
     engine.replicas[0].die()
-    engine.roster.mark_dead(0)
-    engine.roster.set_state(0, ReplicaState.STARTING)
+    engine.replica_table.mark_dead(0)
+    engine.replica_table.set_state(0, ReplicaState.STARTING)
     assert [row["state"] for row in engine.stats()] == ["STARTING", "SERVING"]
-    assert engine.roster[0].state is ReplicaState.STARTING
+    assert engine.replica_table[0].state is ReplicaState.STARTING
 
 
 def test_calls_wait_while_all_replicas_are_in_sync(serve: Any) -> None:
     engine = serve(2)
     for index in range(2):
-        engine.roster.set_state(index, ReplicaState.SYNCING)
+        engine.replica_table.set_state(index, ReplicaState.SYNCING)
     call = in_thread(lambda: ask(engine, ["a", "b"]))
     task = in_thread(lambda: asyncio.run(engine.agenerate("c")))
     time.sleep(0.1)
     assert (call.done(), task.done()) == (False, False)
     with pytest.raises(NoReplicaError, match="no replica is serving"):
         ask(engine, timeout_seconds=0.1)
-    engine.roster.set_state(1, ReplicaState.SERVING)
+    engine.replica_table.set_state(1, ReplicaState.SERVING)
     assert [completion.metrics.replica for completion in call.result(60.0)] == [1, 1]
     assert task.result(60.0).metrics.replica == 1
 
@@ -441,9 +442,9 @@ def test_a_new_balancer_is_used_from_now_on(serve: Any) -> None:
 
 def test_groups_reach_the_balancer_one_for_each_prompt(serve: Any) -> None:
     engine = serve(4)
-    engine.roster.set_version(3, 1)
+    engine.replica_table.set_version(3, 1)
     assert {c.metrics.replica for c in ask(engine, list("abcd"), group_ids=["g", "h", "g", "h"])} == {3}
-    engine.roster.set_version(2, 2)
+    engine.replica_table.set_version(2, 2)
     assert asyncio.run(engine.agenerate("e", group_id="g")).metrics.replica == 3
     with pytest.raises(ValueError, match="group_ids must have one entry per prompt: got 1 for 2 prompts"):
         ask(engine, ["a", "b"], group_ids="g")
@@ -470,7 +471,7 @@ def test_a_named_replica_is_remembered_for_its_prefix(serve: Any) -> None:
     assert ask(engine, "x" * 100).metrics.replica == 1
 
 
-def test_a_balancer_goes_by_the_figures_that_replicas_sent_and_asks_none(
+def test_a_balancer_goes_by_the_stats_that_replicas_sent_and_asks_none(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = serve(3)
@@ -487,10 +488,10 @@ def test_a_balancer_goes_by_the_figures_that_replicas_sent_and_asks_none(
 
 def test_a_random_replica_is_one_that_serves(serve: Any) -> None:
     engine = serve(4)
-    engine.roster.set_state(1, ReplicaState.DRAINING)
+    engine.replica_table.set_state(1, ReplicaState.DRAINING)
     assert {engine.get_random_actor_index() for _ in range(200)} == {0, 2, 3}
     for index in (0, 2, 3):
-        engine.roster.set_state(index, ReplicaState.SYNCING)
+        engine.replica_table.set_state(index, ReplicaState.SYNCING)
     with pytest.raises(NoReplicaError, match="no replica is serving"):
         engine.get_random_actor_index()
 
@@ -569,12 +570,12 @@ def test_shutdown_under_calls_ends_them() -> None:
     for future in (call, task):
         with pytest.raises(NoReplicaError, match=r"It had begun elsewhere: replica . died: shut down"):
             future.result(60.0)
-    assert [entry.inflight for entry in engine.roster] == [0, 0]
+    assert [entry.inflight for entry in engine.replica_table] == [0, 0]
 
 
 def test_shutdown_under_waiting_calls_ends_them() -> None:
     engine = FakeAsyncVLLM()
-    engine.roster.set_state(0, ReplicaState.SYNCING)
+    engine.replica_table.set_state(0, ReplicaState.SYNCING)
     call = in_thread(lambda: ask(engine))
     task = in_thread(lambda: asyncio.run(engine.agenerate("c")))
     time.sleep(0.1)
@@ -626,7 +627,7 @@ def test_under_deaths_stalls_and_aborts_every_request_comes_back_once_with_its_o
 
     def disturb() -> None:
         while not stop.wait(rng.uniform(0.0, 0.05)):
-            replica = service.roster[rng.randrange(3)].replica
+            replica = service.replica_table[rng.randrange(3)].replica
             rng.choice([replica.die, replica.die, replica.stall])()
 
     def call(number: int) -> None:

@@ -20,7 +20,7 @@ from support.replicas import ScriptedReplica
 from support.services import HOUR, QUICK, RestartingService, ask, listening
 from support.waiting import PATIENCE, in_thread, until
 from torchrl_moe._errors import NoReplicaError, ReplicaDiedError, WeightSyncError
-from torchrl_moe.modules.backends.replica import Vitals
+from torchrl_moe.modules.backends.replica import ProbeReport
 from torchrl_moe.modules.serving import supervisor as supervisor_module
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.states import ReplicaState
@@ -38,7 +38,7 @@ def test_a_dead_replica_comes_back_as_another_one(fleet: Any) -> None:
     service = fleet()
     service.kill(0, "out of memory")
     until_serving(service, [1, 0])
-    assert service.roster[0].replica is service.made[0][1]
+    assert service.replica_table[0].replica is service.made[0][1]
     assert "out of memory" not in repr(service)
     assert {completion.metrics.replica for completion in ask(service, list("abcd"))} == {0, 1}
     service.kill(0)
@@ -50,7 +50,7 @@ def test_the_end_of_an_idle_replica_is_in_its_own_words(fleet: Any, serve: Any) 
     service.kill(0, "out of memory")
     unwatched.replicas[1].die("out of disk")
     until_serving(service, [1])
-    assert service.roster[0].last_error == "replica 0 died: out of memory"
+    assert service.replica_table[0].last_error == "replica 0 died: out of memory"
     assert [row["last_error"] for row in unwatched.stats()] == [None, "replica 1 died: out of disk"]
 
 
@@ -59,21 +59,23 @@ def test_a_death_under_a_request_is_noted_at_once(fleet: Any, monkeypatch: pytes
     service = fleet(1, lambda i, n: FakeReplica(i, die_under=lambda r: n == 0))
     assert ask(service).prompt == "hi"
     assert service.restarts == [1]
-    assert service.roster[0].last_error == f"replica 0 died: under {service.made[0][0].submitted[0].request_id!r}"
+    assert (
+        service.replica_table[0].last_error == f"replica 0 died: under {service.made[0][0].submitted[0].request_id!r}"
+    )
 
 
 def test_a_quarantined_replica_is_ended_and_restarted(fleet: Any) -> None:
     service = fleet()
-    service.roster.set_state(0, ReplicaState.SYNCING)
-    service.roster.set_state(0, ReplicaState.QUARANTINED)
+    service.replica_table.set_state(0, ReplicaState.SYNCING)
+    service.replica_table.set_state(0, ReplicaState.QUARANTINED)
     until_serving(service, [1, 0])
     assert not service.made[0][0].is_alive()
 
 
 def test_a_decision_that_comes_late_does_not_end_what_serves_again(fleet: Any) -> None:
     service = fleet()
-    entry, brought = service.roster[0], []
-    service.roster.set_version(0, 1)
+    entry, brought = service.replica_table[0], []
+    service.replica_table.set_version(0, 1)
     service.register_weight_sync(brought.append)
     service._supervisor._renew(entry)
     service._supervisor._catch_up(entry)
@@ -108,9 +110,9 @@ def broken_after(number: int) -> Callable[[int, int], FakeReplica]:
 def test_one_that_does_not_come_up_is_tried_again_so_often_and_then_stays_dead(fleet: Any) -> None:
     service = fleet(2, broken_after(0), replace(QUICK, max_restarts=3))
     service.kill(0)
-    until(lambda: service.roster[0].recovery is Recovery.NOBODY)
+    until(lambda: service.replica_table[0].recovery is Recovery.NOBODY)
     assert (service.states, service.restarts) == (["DEAD", "SERVING"], [3, 0])
-    assert service.roster[0].last_error == (
+    assert service.replica_table[0].last_error == (
         "restarted 3 times within 300 s, and given up. The last error: replica 0 died: no memory"
     )
     with pytest.raises(ReplicaDiedError, match="which actor_index names, is dead: restarted 3 times within 300 s"):
@@ -142,10 +144,10 @@ def test_delays_grow_with_each_restart(fleet: Any) -> None:
 
 def test_calls_end_at_once_when_the_last_hope_is_given_up(fleet: Any) -> None:
     service = fleet(1, broken_after(0), replace(QUICK, max_restarts=2))
-    service.roster[0].replica.token_seconds = HOUR
+    service.replica_table[0].replica.token_seconds = HOUR
     call = in_thread(lambda: ask(service))
     task = in_thread(lambda: asyncio.run(service.agenerate("b")))
-    until(lambda: service.roster[0].inflight == 2)
+    until(lambda: service.replica_table[0].inflight == 2)
     service.kill(0, "lightning")
     for future in (call, task):
         with pytest.raises(NoReplicaError, match=r"no replica is serving: .*It had begun elsewhere: .*lightning"):
@@ -158,7 +160,7 @@ def test_without_restarts_what_died_stays_dead(fleet: Any) -> None:
     service = fleet(2, faults=replace(QUICK, restart=False))
     service.kill(0)
     until(lambda: service.states == ["DEAD", "SERVING"])
-    assert service.roster[0].recovery is Recovery.NOBODY
+    assert service.replica_table[0].recovery is Recovery.NOBODY
     service.kill(1)
     with pytest.raises(NoReplicaError):
         ask(service)
@@ -167,11 +169,11 @@ def test_without_restarts_what_died_stays_dead(fleet: Any) -> None:
 
 def test_what_another_driver_has_shut_down_stays_so(fleet: Any) -> None:
     service = fleet()
-    service.roster[0].replica.was_ended = True
+    service.replica_table[0].replica.was_ended = True
     service.kill(0)
-    until(lambda: service.roster[0].recovery is Recovery.NOBODY)
+    until(lambda: service.replica_table[0].recovery is Recovery.NOBODY)
     assert (service.states, service.restarts) == (["DEAD", "SERVING"], [0, 0])
-    assert service.roster[0].last_error == "replica 0 was shut down by another driver"
+    assert service.replica_table[0].last_error == "replica 0 was shut down by another driver"
 
 
 def test_a_factory_that_fails_for_a_reason_of_its_own_is_the_end_and_says_so(fleet: Any) -> None:
@@ -188,8 +190,8 @@ def test_a_factory_that_fails_for_a_reason_of_its_own_is_the_end_and_says_so(fle
         until(lambda: heard == [KeyError])
     finally:
         threading.excepthook = before
-    assert (service.states, service.roster[0].recovery) == (["DEAD"], Recovery.NOBODY)
-    assert service.roster[0].last_error == "restarting failed with KeyError('settings')"
+    assert (service.states, service.replica_table[0].recovery) == (["DEAD"], Recovery.NOBODY)
+    assert service.replica_table[0].last_error == "restarting failed with KeyError('settings')"
 
 
 # -- the current weights ----------------------------------------------------------------------------------------------
@@ -197,15 +199,15 @@ def test_a_factory_that_fails_for_a_reason_of_its_own_is_the_end_and_says_so(fle
 
 def serve_version(service: RestartingService, version: int) -> Callable[[int], None]:
     def bring(index: int) -> None:
-        service.roster.set_version(index, version)
-        service.roster.set_state(index, ReplicaState.SERVING)
+        service.replica_table.set_version(index, version)
+        service.replica_table.set_state(index, ReplicaState.SERVING)
 
     return bring
 
 
 def test_it_serves_once_it_was_brought_to_the_newest_weights(fleet: Any) -> None:
     service = fleet()
-    service.roster.set_version(0, 7)
+    service.replica_table.set_version(0, 7)
     asked: list[tuple[int, str]] = []
 
     def bring(index: int) -> None:
@@ -218,13 +220,13 @@ def test_it_serves_once_it_was_brought_to_the_newest_weights(fleet: Any) -> None
     service.kill(0)
     until_serving(service, [1, 0])
     assert asked == [(0, "STARTING")] * 3
-    assert service.roster[0].version == 7
-    assert service.roster[0].last_error == "its weights could not be loaded: the store is busy"
+    assert service.replica_table[0].version == 7
+    assert service.replica_table[0].last_error == "its weights could not be loaded: the store is busy"
 
 
 def test_one_that_dies_while_it_is_brought_is_restarted(fleet: Any) -> None:
     service = fleet(1)
-    service.roster.set_version(0, 2)
+    service.replica_table.set_version(0, 2)
 
     def bring(index: int) -> None:
         if len(service.made[0]) == 2:
@@ -240,13 +242,13 @@ def test_one_that_dies_while_it_is_brought_is_restarted(fleet: Any) -> None:
 @pytest.mark.parametrize("ended", [True, False])
 def test_one_that_is_quarantined_while_it_is_brought_is_restarted(fleet: Any, ended: bool) -> None:
     service = fleet(1)
-    service.roster.set_version(0, 2)
+    service.replica_table.set_version(0, 2)
 
     def bring(index: int) -> None:
         if len(service.made[0]) == 2:
-            service.roster.set_state(index, ReplicaState.QUARANTINED)
+            service.replica_table.set_state(index, ReplicaState.QUARANTINED)
             if ended:
-                service.roster[index].replica.shutdown()
+                service.replica_table[index].replica.shutdown()
                 return
             raise RuntimeError("in the middle")
         serve_version(service, 2)(index)
@@ -258,11 +260,11 @@ def test_one_that_is_quarantined_while_it_is_brought_is_restarted(fleet: Any, en
 
 def test_one_that_is_noted_as_dead_while_it_is_brought_is_restarted_though_it_lives(fleet: Any) -> None:
     service = fleet(1)
-    service.roster.set_version(0, 2)
+    service.replica_table.set_version(0, 2)
 
     def bring(index: int) -> None:
         if len(service.made[0]) == 2:
-            service.roster.mark_dead(index)
+            service.replica_table.mark_dead(index)
             raise WeightSyncError("the replica is DEAD")
         serve_version(service, 2)(index)
 
@@ -285,9 +287,9 @@ def test_with_nothing_published_yet_the_checkpoints_weights_are_the_current_ones
 
 def test_without_a_registered_sync_it_waits_for_the_next_update(fleet: Any) -> None:
     service = fleet(1)
-    service.roster.set_version(0, 3)
+    service.replica_table.set_version(0, 3)
     service.kill(0)
-    until(lambda: service.roster[0].recovery is Recovery.UPDATE)
+    until(lambda: service.replica_table[0].recovery is Recovery.UPDATE)
     assert service.states == ["STARTING"]
     with pytest.raises(NoReplicaError):
         ask(service)  # for ever: the update may have to come from this very thread
@@ -296,31 +298,31 @@ def test_without_a_registered_sync_it_waits_for_the_next_update(fleet: Any) -> N
     assert not call.done()
     serve_version(service, 4)(0)
     assert call.result(60.0).metrics.replica == 0
-    assert service.roster[0].recovery is Recovery.SUPERVISOR
+    assert service.replica_table[0].recovery is Recovery.SUPERVISOR
 
 
 def test_one_that_waited_is_brought_once_a_sync_has_updated_the_others(fleet: Any) -> None:
     service = fleet()
-    service.roster.set_version(1, 3)
+    service.replica_table.set_version(1, 3)
     service.kill(0)
-    until(lambda: service.roster[0].recovery is Recovery.UPDATE)
+    until(lambda: service.replica_table[0].recovery is Recovery.UPDATE)
     brought: list[int] = []
     service.register_weight_sync(lambda index: (brought.append(index), serve_version(service, 4)(index)))  # type: ignore[arg-type,func-returns-value]
     time.sleep(0.6)
     assert brought == []  # nothing newer was published: it may not have what the others have
-    service.roster.set_version(1, 4)
+    service.replica_table.set_version(1, 4)
     until_serving(service, [1, 0])
     assert brought == [0]
-    assert [entry.version for entry in service.roster] == [4, 4]
+    assert [entry.version for entry in service.replica_table] == [4, 4]
 
 
 def test_one_whose_update_fails_for_a_reason_that_nobody_expected_is_restarted(
     fleet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = fleet()
-    service.roster.set_version(1, 3)
+    service.replica_table.set_version(1, 3)
     service.kill(0)
-    until(lambda: service.roster[0].recovery is Recovery.UPDATE)
+    until(lambda: service.replica_table[0].recovery is Recovery.UPDATE)
 
     def bring(index: int) -> None:
         if service.restarts[0] < 2:
@@ -330,16 +332,16 @@ def test_one_whose_update_fails_for_a_reason_that_nobody_expected_is_restarted(
     heard: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", lambda told: heard.append(told.exc_type))
     service.register_weight_sync(bring)
-    service.roster.set_version(1, 4)
+    service.replica_table.set_version(1, 4)
     until_serving(service, [2, 0])
     until(lambda: heard == [KeyError])
 
 
 def test_a_store_that_cannot_be_read_is_tried_again(fleet: Any) -> None:
     service = fleet()
-    service.roster.set_version(1, 3)
+    service.replica_table.set_version(1, 3)
     service.kill(0)
-    until(lambda: service.roster[0].recovery is Recovery.UPDATE)
+    until(lambda: service.replica_table[0].recovery is Recovery.UPDATE)
     tries = []
 
     def bring(index: int) -> None:
@@ -349,17 +351,19 @@ def test_a_store_that_cannot_be_read_is_tried_again(fleet: Any) -> None:
         serve_version(service, 4)(index)
 
     service.register_weight_sync(bring)
-    service.roster.set_version(1, 4)
+    service.replica_table.set_version(1, 4)
     until_serving(service, [1, 0])
     assert tries == [0, 0, 0]
 
 
 def test_one_that_dies_while_it_waits_for_an_update_is_restarted(fleet: Any) -> None:
     service = fleet(1)
-    service.roster.set_version(0, 3)
+    service.replica_table.set_version(0, 3)
     for number in (1, 2):
         service.kill(0)
-        until(lambda number=number: (service.restarts, service.roster[0].recovery) == ([number], Recovery.UPDATE))
+        until(
+            lambda number=number: (service.restarts, service.replica_table[0].recovery) == ([number], Recovery.UPDATE)
+        )
 
 
 def test_one_that_another_driver_may_have_updated_asks_the_others_before_it_serves(fleet: Any) -> None:
@@ -369,12 +373,12 @@ def test_one_that_another_driver_may_have_updated_asks_the_others_before_it_serv
     unsure.call = lambda command, timeout, **kwargs: 0
 
     def call(command: str, timeout: float, **kwargs: Any) -> Any:
-        return 5 if command == "weights_version" else Vitals(core_answered=True)
+        return 5 if command == "weights_version" else ProbeReport(core_answered=True)
 
     knowing.call = call
     service.kill(0)
-    until(lambda: service.roster[0].recovery is Recovery.UPDATE)
-    assert (service.states[0], service.roster.latest_version) == ("STARTING", 5)
+    until(lambda: service.replica_table[0].recovery is Recovery.UPDATE)
+    assert (service.states[0], service.replica_table.latest_version) == ("STARTING", 5)
     assert 0 not in {completion.metrics.replica for completion in ask(service, list("abcd"))}
     serve_version(service, 6)(0)
     assert ask(service, actor_index=0, timeout_seconds=5.0).metrics.replica == 0
@@ -386,13 +390,13 @@ def test_one_that_another_driver_may_have_updated_asks_the_others_before_it_serv
 def test_in_a_paused_service_one_is_paused_before_it_takes_requests(fleet: Any) -> None:
     service = fleet(1)
     service.pause()
-    entry, seen = service.roster[0], set()
+    entry, seen = service.replica_table[0], set()
 
     def note() -> None:
         if entry.restarts and entry.state is ReplicaState.SERVING:
             seen.add(entry.replica._paused)
 
-    with listening(service.roster, note):
+    with listening(service.replica_table, note):
         service.kill(0)
         until(lambda: seen)
     assert seen == {True}
@@ -402,12 +406,12 @@ def test_in_a_paused_service_one_is_paused_before_it_takes_requests(fleet: Any) 
 
 def test_in_a_paused_service_one_that_an_update_of_the_users_brings_is_paused(fleet: Any) -> None:
     service = fleet(1)
-    service.roster.set_version(0, 3)
+    service.replica_table.set_version(0, 3)
     service.pause()
     service.kill(0)
-    until(lambda: service.roster[0].recovery is Recovery.UPDATE)
+    until(lambda: service.replica_table[0].recovery is Recovery.UPDATE)
     serve_version(service, 4)(0)
-    until(lambda: service.roster[0].replica._paused)
+    until(lambda: service.replica_table[0].replica._paused)
     service.resume()
     ask(service, timeout_seconds=5.0)
 
@@ -420,17 +424,17 @@ def test_a_stalled_replica_is_ended_and_its_requests_go_elsewhere(fleet: Any, pa
     service = fleet(2, lambda i, n: FakeReplica(i, token_seconds=HOUR if (i, n) == (0, 0) else 0.0))
     call = in_thread(lambda: ask(service, actor_index=0))
     free = in_thread(lambda: ask(service, ["a", "b"]))
-    until(lambda: service.roster[0].inflight == 2)
+    until(lambda: service.replica_table[0].inflight == 2)
     stalled = service.made[0][0]
     if part == "owner":
         stalled.stall()
     else:
-        stalled.vitals = Vitals(core_answered=False, stopped=True)
+        stalled.probe_report = ProbeReport(core_answered=False, stopped=True)
     assert call.result(60.0).metrics.replica == 0
     assert len(free.result(60.0)) == 2
     assert not stalled.is_alive()
     assert service.restarts == [1, 0]
-    assert service.roster[0].last_error == "replica 0 gave no sign of life in 0.1 s and was ended"
+    assert service.replica_table[0].last_error == "replica 0 gave no sign of life in 0.1 s and was ended"
 
 
 def test_a_slow_replica_is_not_ended_nor_one_in_sync_or_paused(fleet: Any) -> None:
@@ -438,8 +442,8 @@ def test_a_slow_replica_is_not_ended_nor_one_in_sync_or_paused(fleet: Any) -> No
     slow, syncing, paused = (line[0] for line in service.made)
 
     ticks = iter(range(1, 10**6))
-    slow.call = lambda command, timeout, **kwargs: Vitals(core_answered=False, cpu_seconds=float(next(ticks)))
-    service.roster.set_state(1, ReplicaState.SYNCING)
+    slow.call = lambda command, timeout, **kwargs: ProbeReport(core_answered=False, cpu_seconds=float(next(ticks)))
+    service.replica_table.set_state(1, ReplicaState.SYNCING)
     syncing.stall()
     paused.pause("keep", False, 1.0)
     time.sleep(0.5)
@@ -450,13 +454,38 @@ def test_a_slow_replica_is_not_ended_nor_one_in_sync_or_paused(fleet: Any) -> No
 def test_a_late_request_has_its_replica_looked_at_now(fleet: Any) -> None:
     service = fleet(1, lambda i, n: FakeReplica(i, token_seconds=HOUR), replace(QUICK, probe=HOUR, patience=HOUR))
     asked = threading.Event()
-    service.made[0][0].call = lambda command, timeout, **kwargs: asked.set() or Vitals(core_answered=True)
+    service.made[0][0].call = lambda command, timeout, **kwargs: asked.set() or ProbeReport(core_answered=True)
     with pytest.raises(TimeoutError):
         ask(service, timeout_seconds=0.05)
     assert asked.wait(60.0)
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_it_outlives_an_error_says_so_and_goes_on(fleet: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    service = fleet()
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("torchrl_moe-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        until(lambda: service._supervisor.error is not None)  # at its first probe
+        assert {row["supervisor_error"] for row in service.stats()} == {"RuntimeError: can't start new thread"}
+        service.kill(0)
+        time.sleep(0.1)  # it tries to restart it all this while
+    until_serving(service, [1, 0])
+    until(lambda: service._supervisor.error is None)
+    assert {row["supervisor_error"] for row in service.stats()} == {None}
+    assert [record.message for record in caplog.records].count(
+        "the supervisor could not look at the replicas; it tries again"
+    ) >= 1
+    service.replica_table[1].replica.stall()  # probes go on, too
+    until_serving(service, [1, 1])
 
 
 def test_shutdown_during_a_restart_leaves_nothing(fleet: Any) -> None:
@@ -492,15 +521,15 @@ def test_a_replica_that_is_ready_after_the_end_is_awaited_by_nobody(fleet: Any) 
         assert ready.wait(60.0)
 
     service = fleet(1, lambda i, n: ScriptedReplica(i, script={"ready": wait} if n else {}))
-    service.roster.set_version(0, 3)
+    service.replica_table.set_version(0, 3)
     service.kill(0)
     until(lambda: service.restarts == [1])
     call = in_thread(lambda: ask(service))
     service._supervisor.stop()
     ready.set()
     service._supervisor.join()
-    service.roster.mark_dead(0)
-    assert service.roster[0].recovery is Recovery.NOBODY
+    service.replica_table.mark_dead(0)
+    assert service.replica_table[0].recovery is Recovery.NOBODY
     with pytest.raises(NoReplicaError):
         call.result(60.0)
 
@@ -554,7 +583,7 @@ class Child: pass
 def end():  # as the replicas of processes do
     engine.replicas[0].die()
     time.sleep(1.0)
-    print(engine.roster[0].restarts, engine.roster[0].state.name, flush=True)
+    print(engine.replica_table[0].restarts, engine.replica_table[0].state.name, flush=True)
 
 child = Child()
 weakref.finalize(child, end)
@@ -571,6 +600,6 @@ def test_the_fake_engine_restarts_if_it_has_a_policy() -> None:
     with FakeAsyncVLLM(2, seed=3, faults=QUICK) as engine:
         before = engine.generate("hi", use_tqdm=False, actor_index=1).outputs[0].text
         engine.replicas[1].die()
-        until(lambda: engine.roster[1].restarts == 1 and engine.roster[1].state is ReplicaState.SERVING)
+        until(lambda: engine.replica_table[1].restarts == 1 and engine.replica_table[1].state is ReplicaState.SERVING)
         assert engine.replicas[1].is_alive()
         assert engine.generate("hi", use_tqdm=False, actor_index=1).outputs[0].text == before

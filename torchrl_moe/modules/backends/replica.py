@@ -25,13 +25,13 @@ __all__ = [
     "CompletionMetrics",
     "CompletionOutput",
     "PauseMode",
+    "ProbeReport",
     "Replica",
     "ReplicaInfo",
     "ReplicaStats",
     "Request",
     "StageReport",
     "SwapReport",
-    "Vitals",
 ]
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -142,7 +142,7 @@ class ReplicaInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStats:
-    """A replica's own figures, read at one moment; counts are since its engine started.
+    """A replica's own stats, read at one moment; counts are since its engine started.
 
     Attributes:
         running: answers being generated.
@@ -224,8 +224,8 @@ class SwapReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vitals:
-    """How an engine is, by the process that owns it: the answer to the command ``vitals``.
+class ProbeReport:
+    """How an engine is, by the process that owns it: the answer to the command ``probe``.
 
     Attributes:
         core_answered: whether the engine core answered a ping in time; one in the middle of a long step does not.
@@ -261,7 +261,7 @@ class Replica(Protocol):
 
     @property
     def last_stats(self) -> ReplicaStats | None:
-        """The figures that the replica last sent by itself, as it does whenever they change; ``None`` before."""
+        """The stats that the replica last sent by itself, as it does whenever they change; ``None`` before."""
 
     def start(self) -> None:
         """Begin to start the engine, without waiting for it."""
@@ -285,7 +285,7 @@ class Replica(Protocol):
         """Run a named command of the engine process and return its value."""
 
     def stats(self, timeout: float) -> ReplicaStats:
-        """Ask for the engine's figures of this moment."""
+        """Ask for the engine's stats of this moment."""
 
     def is_alive(self) -> bool:
         """Whether the engine can still answer, as far as is known without asking it: this is read twice a second."""

@@ -20,17 +20,18 @@ import torch
 from tqdm.auto import tqdm
 
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
-from torchrl_moe.modules.serving.factories import local_factory, ray_factory
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.launch_arguments import (
+from torchrl_moe.modules.serving.launch import (
     TIMEOUT_VARIABLE,
     check_backend,
     check_model,
     default_timeout,
+    local_factory,
+    ray_factory,
     with_fp32_head,
 )
 from torchrl_moe.modules.serving.pool import CALL_SECONDS
-from torchrl_moe.modules.serving.roster import RosterEntry
+from torchrl_moe.modules.serving.replica_table import TableEntry
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 
@@ -87,10 +88,10 @@ class AsyncVLLM(GenerationService):
         resources: Mapping[str, float] | None = None,
     ) -> None:
         # here and not at the top: this room is imported without vLLM's side
-        from torchrl_moe.modules.backends.vllm.engine_args import arguments_of
+        from torchrl_moe.modules.backends.vllm import kind
 
         check_backend(backend, num_replicas, name=name, namespace=namespace, resources=resources)
-        arguments = arguments_of(engine_args)
+        arguments = kind.arguments_of(engine_args)
         if enable_prefix_caching is not None:
             arguments["enable_prefix_caching"] = enable_prefix_caching
         self.engine_args = arguments
@@ -99,6 +100,7 @@ class AsyncVLLM(GenerationService):
         self._is_guest = False  # in a service that another driver made
         if backend == "ray":
             make_replica = ray_factory(
+                kind,
                 arguments,
                 num_replicas,
                 name=name,
@@ -108,7 +110,7 @@ class AsyncVLLM(GenerationService):
                 log_folder=log_folder,
             )
         else:
-            make_replica = local_factory(arguments, num_replicas, verbose, log_folder)
+            make_replica = local_factory(kind, arguments, num_replicas, verbose, log_folder)
         super().__init__(
             [make_replica(index) for index in range(num_replicas)],
             sampling_params,
@@ -133,7 +135,7 @@ class AsyncVLLM(GenerationService):
         if self._running:
             warnings.warn("the service is already running; start() does nothing", stacklevel=2)
             return self
-        if any(entry.state is not ReplicaState.STARTING for entry in self.roster):
+        if any(entry.state is not ReplicaState.STARTING for entry in self.replica_table):
             raise RuntimeError("start: the service was shut down. Make a new one.")
         seconds = default_timeout() if timeout_seconds is None else timeout_seconds
         self._check_name()
@@ -154,13 +156,13 @@ class AsyncVLLM(GenerationService):
 
     def _start_all(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        for entry in self.roster:
+        for entry in self.replica_table:
             entry.replica.start()
         # disable=None: a bar on a terminal, silence in a log file
-        for entry in tqdm(self.roster, desc="starting vLLM", total=self.num_replicas, leave=False, disable=None):
+        for entry in tqdm(self.replica_table, desc="starting vLLM", total=self.num_replicas, leave=False, disable=None):
             self._serve(entry, deadline, seconds)
 
-    def _serve(self, entry: RosterEntry, deadline: float, seconds: float) -> None:
+    def _serve(self, entry: TableEntry, deadline: float, seconds: float) -> None:
         """Wait for a replica and let it serve."""
         try:
             self.infos.append(entry.replica.wait_ready(max(deadline - time.monotonic(), 0.0)))
@@ -171,7 +173,7 @@ class AsyncVLLM(GenerationService):
                 f"{error}\nAll replicas together had {seconds:g} s: raise timeout_seconds, or the environment's "
                 f"{TIMEOUT_VARIABLE}."
             ) from error
-        self.roster.set_state(entry.index, ReplicaState.SERVING)
+        self.replica_table.set_state(entry.index, ReplicaState.SERVING)
 
     @classmethod
     def connect(
@@ -226,16 +228,16 @@ class AsyncVLLM(GenerationService):
 
     def _join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        for entry in self.roster:
+        for entry in self.replica_table:
             entry.replica.join()
-        for entry in self.roster:
+        for entry in self.replica_table:
             try:
                 self._serve(entry, deadline, seconds)
-                self.roster.set_version(entry.index, entry.replica.call("weights_version", CALL_SECONDS))
+                self.replica_table.set_version(entry.index, entry.replica.call("weights_version", CALL_SECONDS))
             except ReplicaDiedError as error:
-                self.roster.mark_dead(entry.index, str(error))
-        if all(entry.state is ReplicaState.DEAD for entry in self.roster):
-            raise NoReplicaError(f"service {self.name!r}: no replica is alive. {self.roster[0].last_error}")
+                self.replica_table.mark_dead(entry.index, str(error))
+        if all(entry.state is ReplicaState.DEAD for entry in self.replica_table):
+            raise NoReplicaError(f"service {self.name!r}: no replica is alive. {self.replica_table[0].last_error}")
         self._running = True
         self._supervisor.start()
 
@@ -249,10 +251,11 @@ class AsyncVLLM(GenerationService):
             raise RuntimeError("disconnect: this service ends with its driver: use shutdown(), or launch it by name")
         self._running = False
         self._supervisor.stop()
-        for entry in self.roster:
-            self.roster.mark_dead(entry.index)
+        for entry in self.replica_table:
+            self.replica_table.mark_dead(entry.index)
             entry.replica.disconnect()
         self._supervisor.join()
+        self._dispatcher.stop()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -24,7 +24,7 @@ class Breaker:
     """The breaker of one replica. Pure bookkeeping; the caller sees to it that one thread at a time uses it.
 
     Args:
-        policy: its figures.
+        policy: its limits.
         clock: seconds.
 
     >>> breaker = Breaker(FaultPolicy(breaker_failures=2))

@@ -1,4 +1,4 @@
-"""The replicas that may take a request, as a strategy sees them: live figures, and the least loaded at once.
+"""The replicas that may take a request, as a strategy sees them: live stats, and the least loaded at once.
 
 A fleet may have a thousand replicas, and every request asks for the least loaded of them. So their order is kept in a
 heap that is told of each change, instead of being found anew; entries that later changes made obsolete are dropped as
@@ -17,7 +17,7 @@ from torchrl_moe.modules.serving.breaker import Breaker
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.states import ReplicaState
 
-__all__ = ["CacheUsage", "Candidates", "Recovery", "RosterEntry", "load_bound"]
+__all__ = ["CacheUsage", "Candidates", "Recovery", "TableEntry", "load_bound"]
 
 
 class Recovery(Enum):
@@ -41,8 +41,8 @@ class CacheUsage:
 
 
 @dataclass(slots=True, eq=False)
-class RosterEntry:
-    """One line of the roster. Read it anywhere; only the roster changes it, since others keep count of the changes."""
+class TableEntry:
+    """One line of the replica table. Read it anywhere; only the table changes it: others keep count of the changes."""
 
     index: int
     replica: Any
@@ -51,10 +51,10 @@ class RosterEntry:
     inflight: int = 0  # what was handed out here and did not come back
     polled: int = 0  # what the replica itself reported, while that is fresh
     polled_at: float = 0.0
-    chosen: int = -1  # when it was last chosen, on the roster's own clock
+    chosen: int = -1  # when it was last chosen, on the replica table's own clock
     cache: int = -1  # a number of its own, another one whenever the replica loses its cached prefixes
     usage: CacheUsage | None = None
-    figures: Any = None  # the last that the replica sent by itself and the roster read
+    stats: Any = None  # the last that the replica sent by itself and the replica table read
     breaker: Breaker = field(default_factory=lambda: Breaker(FaultPolicy()))
     recovery: Recovery = Recovery.NOBODY
     restarts: int = 0
@@ -75,13 +75,13 @@ class RosterEntry:
 
 
 class Candidates:
-    """Roster entries that may take a request; a sequence, as far as ``len``, iteration and ``[position]`` go.
+    """Entries that may take a request; a sequence, as far as ``len``, iteration and ``[position]`` go.
 
     Attributes:
         total: sum of their loads.
     """
 
-    def __init__(self, entries: Iterable[RosterEntry]) -> None:
+    def __init__(self, entries: Iterable[TableEntry]) -> None:
         self._by_index = {entry.index: entry for entry in entries}
         self._by_cache = {entry.cache: entry for entry in self._by_index.values()}
         self._entries = list(self._by_index.values())
@@ -91,21 +91,21 @@ class Candidates:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[RosterEntry]:
+    def __iter__(self) -> Iterator[TableEntry]:
         return iter(self._entries)
 
-    def __getitem__(self, position: int) -> RosterEntry:
+    def __getitem__(self, position: int) -> TableEntry:
         return self._entries[position]
 
-    def find(self, index: int) -> RosterEntry | None:
+    def find(self, index: int) -> TableEntry | None:
         """Return a candidate by its replica's index, or ``None``."""
         return self._by_index.get(index)
 
-    def with_cache(self, cache: int) -> RosterEntry | None:
+    def with_cache(self, cache: int) -> TableEntry | None:
         """Return the candidate whose cache has this number, or ``None``."""
         return self._by_cache.get(cache)
 
-    def least_loaded(self) -> RosterEntry:
+    def least_loaded(self) -> TableEntry:
         """Return the candidate of least load; among equals, the one that was chosen longest ago.
 
         Ties by position would pile everything onto the first replica, or starve it whenever candidates come and go.
@@ -120,7 +120,7 @@ class Candidates:
                 return entry
             heapq.heappop(self._queue)
 
-    def moved(self, entry: RosterEntry, change: int) -> None:
+    def moved(self, entry: TableEntry, change: int) -> None:
         """Note that a replica was chosen, or that its load changed by so much."""
         if entry.index not in self._by_index:
             return

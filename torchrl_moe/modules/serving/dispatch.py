@@ -1,346 +1,396 @@
-"""One call's requests on their way through the service: admitted, placed, awaited, and placed again if a replica dies.
+"""Calls on their way through the service: admitted, placed, handed over, and placed again if a replica dies.
 
-A call is a small machine. Everything that happens (an answer, a death, a place that became free, a replica that came
-back) rings its bell; then one step takes in what has ended and places what waits. The call's own thread or task makes
-the steps, so the service needs no thread for it.
+All of it happens in one thread, the service's event loop: one coroutine per request that has a place, none for those
+that wait. A change of the replica table concerns only requests that no replica took, and of each kind of these only the
+first is tried until one is taken; an answer concerns only its request. So n requests cost n wake-ups, however they end.
 
 A killed replica delivers nothing: its requests begin again, from their prompts, on a replica that the balancer picks.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from torchrl_moe._errors import GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Request
-from torchrl_moe.modules.serving.admission import Admission, Ticket
-from torchrl_moe.modules.serving.bells import LoopBell, ThreadBell
-from torchrl_moe.modules.serving.errands import Errand, Progress
-from torchrl_moe.modules.serving.load_balancer import LoadBalancer
-from torchrl_moe.modules.serving.placing import Placement, Placer
+from torchrl_moe._errors import (
+    EngineError,
+    NoReplicaError,
+    ReplicaDiedError,
+    RequestRefusedError,
+    StaleReplicaError,
+)
+from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.modules.serving.admission import Admission
+from torchrl_moe.modules.serving.event_loop import EventLoop, wake
+from torchrl_moe.modules.serving.in_flight import Call, InFlight
+from torchrl_moe.modules.serving.placing import Needs, may_wait, needs, take_lease
+from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.submissions import Submissions
 
-__all__ = ["Dispatch"]
+__all__ = ["Dispatcher"]
 
 ABORT_GRACE_SECONDS = 5.0
+AT_ONCE = 128
+"""Requests that begin in one turn of the loop, so that others are not held up."""
 
 
-class Dispatch:
-    """The requests of one call; use it once.
+class Dispatcher:
+    """Brings calls to their ends. Its public methods may be called from any thread.
 
     Args:
-        balancer: gives the leases.
-        requests: in input order, all of one priority.
-        placement: where they may go.
-        timeout: seconds that each request has, from now; ``None`` for ever.
-        admission: how many requests the service has at a time.
+        table: the replicas.
+        admission: how many requests the engines have at a time; it belongs to the dispatcher from now on.
         attempts: how many replicas may die under a request.
-        retried: told of how many requests were handed over again.
+        retried: told of each request that is handed over again.
     """
 
     def __init__(
         self,
-        balancer: LoadBalancer,
-        requests: Sequence[Request],
-        placement: Placement,
-        timeout: float | None,
+        table: ReplicaTable,
         admission: Admission | None = None,
         attempts: int = 3,
-        retried: Callable[[int], object] = lambda _: None,
+        retried: Callable[[], object] = lambda: None,
     ) -> None:
-        self._roster = balancer.roster
-        self._placer = Placer(balancer, placement, ends=timeout is not None)
+        self._table = table
         self._admission = admission or Admission()
         self._attempts = attempts
         self._retried = retried
-        self._timeout = timeout
-        self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._errands = [Errand(position, request) for position, request in enumerate(requests)]
-        self._by_id = {errand.request.request_id: errand for errand in self._errands}
-        self._waiting = deque(self._errands)
-        self._parked: list[Errand] = []  # those that no replica took, until something changes
-        self._unfinished = len(self._errands)
-        self._ring: Callable[[], object] = lambda: None
-        self._ticket = Ticket(requests[0].priority, self._ring)
-        # what other threads write
-        self._lock = threading.Lock()
-        self._open = False
-        self._flying = 0  # requests that an engine has, and gives back in time
-        self._roster_changed = False
-        self._ended: deque[tuple[Errand, Future[Completion]]] = deque()
-        self._cut: deque[Errand] = deque()
+        self._loop = EventLoop("torchrl_moe-service")
+        # what only the loop's thread touches
+        self._open: dict[str, InFlight] = {}
+        self._parked: dict[Needs, OrderedDict[InFlight, None]] = {}  # those that no replica took, by what they need
+        self._submissions = Submissions(self._loop)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._admitting = False
+        self._stopped = False
+        self._retrying = False  # other threads set it, under the table's lock
+        self.table_changed = _Weak(self)
+        table.add_listener(self.table_changed)
 
-    # -- the two ways of waiting ------------------------------------------------------------------------------------
+    # -- calls ------------------------------------------------------------------------------------------------------
 
-    def run(self, use_tqdm: bool = False) -> list[Completion]:
-        """Wait for all requests, in input order; whatever ends the wait early aborts the rest.
+    def run(self, call: Call) -> list[Completion]:
+        """Wait for all requests, in input order; Ctrl-C aborts what is not finished.
 
         Raises:
-            GenerationTimeout: some were not finished in time; ``.partial`` holds those that were.
+            GenerationTimeout: some were not finished in time.
             NoReplicaError: no replica serves, and none will in time.
             StaleReplicaError: none holds the version asked for, and none will in time.
             ReplicaDiedError: replicas died under a request again and again, or the named one is gone.
-            ValueError: the engine refused a request, or a request id is in flight already.
+            RequestRefusedError: the engine refused a request; the others were finished before that is raised.
+            ValueError: a request id is in flight already.
             EngineError: the engine failed at a request.
         """
-        bell = ThreadBell()
+        over = threading.Event()
+        call.on_over = over.set
         try:
-            with self._under_way(bell), Progress(len(self._errands), use_tqdm) as progress:
-                while not self._step(bell, progress):
-                    bell.wait(self._seconds_left())
-        except BaseException:
-            with bell.guard():
-                self._close()  # again: a second Ctrl-C may have come before the first
-            patience = time.monotonic() + ABORT_GRACE_SECONDS
-            while self._flying and (left := patience - time.monotonic()) > 0.0:
-                bell.wait(left)
+            self._hand_in(call)
+            over.wait()
+        except BaseException as interrupt:
+            self._loop.call(self._cancel, call)
+            over.wait(2 * ABORT_GRACE_SECONDS)  # a second Ctrl-C ends this wait; the requests are aborted all the same
+            interrupt.partial = call.partial()  # type: ignore[attr-defined]
             raise
-        return self._results()
+        return call.result()
 
-    async def run_async(self) -> Completion:
-        """:meth:`run` in the event loop, for the only request of a call; cancelling the wait aborts the request."""
-        bell = LoopBell()
+    async def run_async(self, call: Call) -> list[Completion]:
+        """:meth:`run` in the caller's event loop, without a thread that waits; cancelling it aborts the requests."""
+        loop = asyncio.get_running_loop()
+        over = loop.create_future()
+        call.on_over = partial(wake, loop, over)
+        self._hand_in(call)
         try:
-            with self._under_way(bell):
-                while not self._step(bell):
-                    await bell.wait(self._seconds_left())
-        except GenerationTimeout:
-            patience = time.monotonic() + ABORT_GRACE_SECONDS
-            while self._flying and (left := patience - time.monotonic()) > 0.0:
-                await bell.wait(left)
+            await over
+        except asyncio.CancelledError:
+            self._loop.call(self._cancel, call)
             raise
-        return self._results()[0]
+        return call.result()
 
-    @contextmanager
-    def _under_way(self, bell: ThreadBell | LoopBell) -> Iterator[None]:
-        # the bell's, not ours: in a circle of references the answers would stay until Python looks for circles
-        self._ring = self._ticket.ring = bell.ring
-        try:
-            with bell.guard():
-                self._roster.requests.add(self._by_id, self.cut)
-                self._open = True
-                self._roster.add_listener(self._change)
-            yield
-        finally:
-            with bell.guard():
-                self._close()
+    def _hand_in(self, call: Call) -> None:
+        if not self._loop.call(self._begin, call):
+            raise EngineError("the service was shut down")
 
-    def _results(self) -> list[Completion]:
-        return [errand.outcome for errand in self._errands if errand.outcome is not None]
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Cut requests short; what they have so far is their answer. Unknown ids are ignored."""
+        self._loop.call(self._abort_by_id, list(request_ids))
 
-    def _seconds_left(self) -> float | None:
-        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+    def stop(self) -> None:
+        """End the loop. Every replica must have been shut down: then nothing is in flight."""
+        self._table.remove_listener(self.table_changed)
+        self._loop.call(self._stop)
 
-    # -- what other threads tell ------------------------------------------------------------------------------------
+    # -- the ends of a call, in the loop ----------------------------------------------------------------------------
 
-    def _change(self) -> None:
-        """Note that a replica may take what none took before."""
-        self._roster_changed = True
-        self._ring()
-
-    def cut(self, ids: Iterable[str]) -> None:
-        """Cut requests short, wherever they are; what they have so far is their answer."""
-        errands = [self._by_id[request_id] for request_id in ids]
-        for errand in errands:
-            errand.cut = True
-        self._cut.extend(errands)
-        self._abort(errands)
-        self._ring()
-
-    def _over(self, errand: Errand, future: Future[Completion]) -> None:
-        """Take note that an engine is done with a request, in the thread that says so."""
-        lease, error = errand.lease, future.exception()
-        assert lease is not None
-        died = isinstance(error, ReplicaDiedError)
-        answered = error is None or isinstance(error, ValueError)
-        with self._lock:
-            unheard = error is None and not self._open  # it was aborted for us: nobody holds what it had
-        lease.release(None if unheard else answered)
-        self._admission.give_back()
-        if died:
-            self._roster.mark_dead(lease.index, str(error), lease.replica)
-        elif not answered:
-            self._roster.fail(lease.index, str(error))
-        with self._lock:
-            self._ended.append((errand, future))
-            self._flying -= 1
-            final = not died or not self._open
-        if final:
-            self._roster.requests.remove([errand.request.request_id], self.cut)
-        self._ring()
-
-    # -- one step ---------------------------------------------------------------------------------------------------
-
-    def _step(self, bell: ThreadBell | LoopBell, progress: Progress | None = None) -> bool:
-        """Go as far as possible without waiting; whether all requests are finished."""
-        with bell.guard():
-            finished = self._collect()
-            self._place()
-            while self._ended:  # some engines answer at once
-                finished += self._collect()
-                self._place()
-        if progress is not None:
-            progress.add(finished)
-        if self._unfinished and self._seconds_left() == 0.0:
-            raise self._late()
-        return not self._unfinished
-
-    def _collect(self) -> list[Completion]:
-        """Take in what has ended."""
-        finished: list[Completion] = []
-        failed: list[tuple[int, BaseException]] = []
-        while self._ended:
-            errand, future = self._ended.popleft()
-            errand.lease = errand.future = None
-            error = future.exception()
-            if error is None:
-                finished.append(self._finish(errand, future.result()))
-            elif not isinstance(error, ReplicaDiedError):
-                failed.append((errand.position, error))
-            elif errand.cut:
-                self._cut.append(errand)
-            elif errand.died(error) < self._attempts:
-                self._waiting.appendleft(errand)
-            else:
-                failed.append((errand.position, errand.given_up(self._partial())))
-        while self._cut:
-            errand = self._cut.popleft()
-            if errand.outcome is None and errand.lease is None:
-                self._forget(errand)
-                finished.append(self._finish(errand, errand.cut_short()))
-        if failed:
-            raise self._failure(*min(failed, key=lambda pair: pair[0]))
-        return finished
-
-    def _finish(self, errand: Errand, completion: Completion) -> Completion:
-        errand.outcome = completion
-        self._unfinished -= 1
-        return completion
-
-    def _forget(self, errand: Errand) -> None:
-        """Place it no more."""
-        if errand in self._waiting:
-            self._waiting.remove(errand)
-        if errand in self._parked:
-            self._parked.remove(errand)
-        self._roster.requests.remove([errand.request.request_id], self.cut)
-
-    def _failure(self, position: int, error: BaseException) -> BaseException:
-        if not isinstance(error, ValueError):
-            return error
-        refusal = ValueError(f"request {position} was refused: {error}")
-        refusal.__cause__ = error
-        return refusal
-
-    def _place(self) -> None:
-        """Hand over what waits, as far as there are places and replicas."""
-        if self._roster_changed:
-            self._roster_changed = False
-            self._waiting.extend(self._parked)
-            self._parked.clear()
-        while batch := self._admitted():
-            taken = self._lease(batch)
-            for index in dict.fromkeys(errand.index for errand in taken):
-                self._hand_over([errand for errand in taken if errand.index == index])
-
-    def _admitted(self) -> list[Errand]:
-        """Take those that have a place."""
-        granted = self._admission.ask(self._ticket, len(self._waiting))
-        batch = [self._waiting.popleft() for _ in range(granted)]
-        for errand in batch:
-            errand.admitted = True
-        return batch
-
-    def _lease(self, batch: Sequence[Errand]) -> list[Errand]:
-        """Lease replicas for those with a place, and return those that got one; the others leave their place."""
-        hopeless = None
-        with self._roster.lock:
-            for errand in batch:
-                try:
-                    errand.lease = self._placer.lease(errand.position, errand.request)
-                    errand.refusal = None
-                except (NoReplicaError, StaleReplicaError) as refusal:
-                    errand.refusal = refusal
-                    if not self._placer.may_wait(errand.position):
-                        hopeless = errand
-        taken = [errand for errand in batch if errand.lease is not None]
-        left = [errand for errand in batch if errand.lease is None]
-        self._parked += left
-        for errand in left:
-            errand.admitted = False
-        if left:
-            self._admission.give_back(len(left))
-        if hopeless is not None:
-            raise self._no_replica(hopeless)
-        return taken
-
-    def _hand_over(self, errands: Sequence[Errand]) -> None:
-        lease = errands[0].lease
-        assert lease is not None
-        futures = lease.replica.submit([errand.request for errand in errands])
-        with self._lock:
-            self._flying += len(futures)
-        for errand, future in zip(errands, futures, strict=True):
-            errand.admitted, errand.future = False, future  # from now on its end gives lease and place back
-            future.add_done_callback(partial(self._over, errand))
-        if again := sum(errand.deaths > 0 for errand in errands):
-            self._retried(again)
-        if cut := [errand for errand in errands if errand.cut]:
-            self._abort(cut)  # again: the first may have come before its request
-
-    # -- ends that come early ---------------------------------------------------------------------------------------
-
-    def _late(self) -> Exception:
-        unplaced = [errand for errand in self._parked if errand.refusal is not None]
-        if unplaced:
-            return self._no_replica(unplaced[0])
-        for errand in self._errands:
-            if errand.future is not None:
-                self._roster.doubt(errand.index)
-        partial_ = self._partial()
-        return GenerationTimeout(
-            f"{self._unfinished} of {len(partial_)} requests were not finished within {self._timeout:g} s and were "
-            "aborted; what had finished is in .partial. Raise timeout_seconds or lower max_tokens.",
-            partial_,
-        )
-
-    def _no_replica(self, errand: Errand) -> Exception:
-        assert errand.refusal is not None
-        return self._placer.error(errand.refusal, errand.death, self._partial())
-
-    def _partial(self) -> list[Completion | None]:
-        return [errand.outcome for errand in self._errands]
-
-    def _abort(self, errands: Iterable[Errand]) -> None:
-        """Have the engines abort those that they may have; one message for each."""
-        ids: dict[Any, list[str]] = {}
-        for errand in errands:
-            if (lease := errand.lease) is not None:
-                ids.setdefault(lease.replica, []).append(errand.request.request_id)
-        for replica, names in ids.items():
-            replica.abort(names)
-
-    def _close(self) -> None:
-        """Abort what is not finished, and give back what no engine will. What an engine still has, it gives back."""
-        if not self._open:
+    def _begin(self, call: Call) -> None:
+        if call.over:  # cancelled before it began
             return
-        self._roster.remove_listener(self._change)
-        self._admission.ask(self._ticket, 0)
-        with self._lock:
-            self._open = False
-            over = {errand.position for errand, _ in self._ended}
-        unfinished = [errand for errand in self._errands if errand.outcome is None and errand.position not in over]
-        for errand in unfinished:
-            if errand.admitted:
-                self._admission.give_back()
-            if errand.lease is not None and errand.future is None:
-                errand.lease.release(None)
-        gone = [errand for errand in self._errands if errand.future is None or errand.position in over]
-        self._roster.requests.remove((errand.request.request_id for errand in gone), self.cut)
+        if self._stopped:
+            call.error = EngineError("the service was shut down")
+            self._end(call)
+            return
+        ids = {request.request.request_id: request for request in call.requests}
+        if taken := sorted(ids.keys() & self._open.keys()):
+            call.error = ValueError(f"request ids are in flight already: {', '.join(taken)}. Use an id once at a time.")
+            self._end(call)
+            return
+        call.has_begun = True
+        self._open |= ids
+        if call.deadline is not None:
+            left = max(call.deadline - time.monotonic(), 0.0)
+            call.timer = asyncio.get_running_loop().call_later(left, self._late, call)
+        for request in call.requests:
+            self._admission.put(request)
+        self._admit()
+
+    def _cancel(self, call: Call) -> None:
+        """Abort what is not finished; the caller has been told, or is not there any more."""
+        if call.over:
+            return
+        if call.has_begun:
+            self._end_early(call)
+        else:
+            self._end(call)
+
+    def _late(self, call: Call) -> None:
+        if call.over:
+            return
+        call.is_late = True
+        for request in call.requests:
+            if request.lease is not None and not request.is_over:
+                self._table.doubt(request.lease.index)
+        self._end_early(call)
+
+    def _end_early(self, call: Call) -> None:
+        """Abort what is not finished, and wait a little for what the engines had of it."""
+        if call.timer is not None:
+            call.timer.cancel()
+        unfinished = [request for request in call.requests if not request.is_over]
+        for request in unfinished:
+            request.dropped = True
         self._abort(unfinished)
+        if not call.over:
+            call.timer = asyncio.get_running_loop().call_later(ABORT_GRACE_SECONDS, self._abandon, call)
+
+    def _abandon(self, call: Call) -> None:
+        """End a call whose engines do not answer; its requests count as theirs until they do."""
+        self._end(call)
+
+    def _finish(
+        self, request: InFlight, completion: Completion | None = None, error: BaseException | None = None
+    ) -> None:
+        """Give a request its outcome."""
+        if self._open.get(request.request.request_id) is request:
+            del self._open[request.request.request_id]
+        request.outcome, request.error = completion, error
+        self._leave(request)  # before its call ends: then all counts are right
+        if request.is_first:
+            request.is_first = False
+            self._try_first(needs(request))
+        call = request.call
+        if call.over:
+            return
+        if completion is not None and not request.dropped:
+            call.finished(completion)
+        call.unfinished -= 1
+        if not call.unfinished:
+            self._end(call)
+
+    def _end(self, call: Call) -> None:
+        if call.timer is not None:
+            call.timer.cancel()
+        call.over, call.timer = True, None
+        call.on_over()
+
+    # -- places -----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Begin the requests that are next, as far as there are places, a few in each turn of the loop."""
+        self._admitting = False
+        loop = asyncio.get_running_loop()
+        for _ in range(AT_ONCE):
+            request = self._admission.next()
+            if request is None:
+                return
+            request.has_place = True
+            task = loop.create_task(self._serve(request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._admit_soon()
+
+    def _admit_soon(self) -> None:
+        if not self._admitting:
+            self._admitting = True
+            asyncio.get_running_loop().call_soon(self._admit)
+
+    async def _serve(self, request: InFlight) -> None:
+        """Bring a request that has a place to its outcome, or have it wait without one for a replica."""
+        try:
+            while not request.is_over and self._place(request):
+                await self._ask(request)
+        except BaseException as error:
+            self._finish(request, error=error)
+            raise
+        finally:
+            self._leave(request)
+
+    def _leave(self, request: InFlight) -> None:
+        """Give back the place of a request, if it has one."""
+        if request.has_place:
+            request.has_place = False
+            self._admission.give_back()
+            self._admit_soon()
+
+    def _place(self, request: InFlight) -> bool:
+        """Lease a replica; false if none takes the request now. Under the lock, so that no change is missed."""
+        if request.aborted:
+            self._finish(request, request.cut_short())
+            return False
+        key = needs(request)
+        with self._table.lock:
+            alike = self._parked.get(key)
+            if alike and not request.is_first:  # the first of them is tried again at each change
+                request.refusal = next(iter(alike)).refusal
+                alike[request] = None
+                return False
+            try:
+                request.lease = take_lease(request)
+            except (NoReplicaError, StaleReplicaError) as why:
+                request.is_first, request.refusal = False, why
+                alike = self._parked.setdefault(key, OrderedDict())
+                alike[request] = None
+                alike.move_to_end(request, last=False)
+                hopeless = not may_wait(request)
+            except BaseException as error:  # a strategy's warning that is an error, say
+                self._finish(request, error=error)
+                if not isinstance(error, Exception):
+                    raise
+                return False
+            else:
+                request.is_first, request.refusal = False, None
+                self._unpark(key, list(alike or ()))
+                return True
+        if hopeless:
+            for one in self._parked.pop(key):
+                one.refusal = request.refusal
+                self._finish(one, error=one.not_placed())
+        return False
+
+    # -- waiting for a replica --------------------------------------------------------------------------------------
+
+    def on_table_change(self) -> None:
+        """Try requests that no replica took, soon. Called under the table's lock, from any thread."""
+        if self._parked and not self._retrying:
+            self._retrying = True
+            self._loop.call(self._retry)
+
+    def _retry(self) -> None:
+        """Try the first of each kind; if a replica takes it, the others of its kind follow."""
+        self._retrying = False
+        for key in list(self._parked):
+            self._try_first(key)
+
+    def _try_first(self, key: Needs) -> None:
+        if alike := self._parked.get(key):
+            first = next(iter(alike))
+            first.is_first = True
+            self._unpark(key, [first])
+
+    def _unpark(self, key: Needs, chosen: Sequence[InFlight]) -> None:
+        """Have requests that waited for a replica wait for a place again, in their old turn."""
+        for request in reversed(chosen):
+            self._remove_parked(key, request)
+            self._admission.put(request)
+        if chosen:
+            self._admit_soon()
+
+    def _remove_parked(self, key: Needs, request: InFlight) -> bool:
+        alike = self._parked.get(key, OrderedDict())
+        if request not in alike:
+            return False
+        del alike[request]
+        if not alike:
+            del self._parked[key]
+        return True
+
+    # -- engines ----------------------------------------------------------------------------------------------------
+
+    async def _ask(self, request: InFlight) -> None:
+        """Hand a request to the replica of its lease and take what comes of it."""
+        lease = request.lease
+        assert lease is not None
+        ended = await self._submissions.put(lease.replica, request)
+        if (error := ended.exception()) is not None:
+            self._failed(request, error)
+            return
+        completion = ended.result()
+        request.lease = None
+        # what was aborted because its call ended early is nobody's answer
+        lease.release(None if request.dropped and completion.aborted else True)
+        self._finish(request, completion)
+
+    def _failed(self, request: InFlight, error: BaseException) -> None:
+        lease, request.lease = request.lease, None
+        assert lease is not None
+        refused = isinstance(error, ValueError)
+        lease.release(refused)
+        if isinstance(error, ReplicaDiedError):
+            self._table.mark_dead(lease.index, str(error), lease.replica)
+            request.died(error)
+            if request.aborted:
+                self._finish(request, request.cut_short())
+            elif request.deaths >= self._attempts:
+                self._finish(request, error=request.given_up())
+            else:
+                self._retried()
+        elif refused:
+            refusal_ = RequestRefusedError(f"request {request.position} was refused: {error}")
+            refusal_.__cause__ = error
+            self._finish(request, error=refusal_)
+        else:
+            if isinstance(error, EngineError):
+                self._table.fail(lease.index, str(error))
+            self._finish(request, error=error)
+
+    # -- aborts -----------------------------------------------------------------------------------------------------
+
+    def _abort_by_id(self, ids: Sequence[str]) -> None:
+        self._abort([self._open[name] for name in ids if name in self._open])
+
+    def _abort(self, requests: Iterable[InFlight]) -> None:
+        """Cut requests short, wherever they are: those that engines have, with one message for each replica."""
+        names: dict[Any, list[str]] = {}
+        for request in requests:
+            request.aborted = True
+            if request.lease is not None:
+                names.setdefault(request.lease.replica, []).append(request.request.request_id)
+            elif self._withdraw(request):
+                self._finish(request, request.cut_short())
+        for replica, ids in names.items():
+            replica.abort(ids)
+
+    def _withdraw(self, request: InFlight) -> bool:
+        """Take out a request that waits for a place or for a replica; false if it is on its way between the two."""
+        return self._admission.remove(request) or self._remove_parked(needs(request), request)
+
+    def _stop(self) -> None:
+        self._stopped = True
+        for request in list(self._open.values()):
+            self._finish(request, error=EngineError("the service was shut down"))
+        self._loop.stop()
+
+
+class _Weak:
+    """A listener of the table that does not keep its dispatcher alive."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = weakref.ref(dispatcher)
+
+    def __call__(self) -> None:
+        if (dispatcher := self._dispatcher()) is not None:
+            dispatcher.on_table_change()

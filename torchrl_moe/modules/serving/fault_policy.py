@@ -9,7 +9,7 @@ __all__ = ["FaultPolicy"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultPolicy:
-    """The figures by which faults are judged; all times in seconds.
+    """The settings by which faults are judged; all times in seconds.
 
     Attributes:
         restart: whether replicas that died are started again.

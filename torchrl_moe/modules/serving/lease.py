@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import TracebackType
 
-from torchrl_moe.modules.serving.roster import Roster, RosterEntry
+from torchrl_moe.modules.serving.replica_table import ReplicaTable, TableEntry
 
 __all__ = ["Lease"]
 
@@ -19,12 +19,12 @@ class Lease:
         replica: the very object, which another may have replaced by the time that the lease is used.
     """
 
-    __slots__ = ("_over", "_roster", "_trial", "index", "replica", "version")
+    __slots__ = ("_over", "_table", "_trial", "index", "replica", "version")
 
     def __init__(
-        self, roster: Roster, entry: RosterEntry, trial: bool, over: Callable[[bool | None], bool] | None
+        self, table: ReplicaTable, entry: TableEntry, trial: bool, over: Callable[[bool | None], bool] | None
     ) -> None:
-        self._roster: Roster | None = roster
+        self._table: ReplicaTable | None = table
         self._trial = trial
         self._over = over
         self.index = entry.index
@@ -37,15 +37,15 @@ class Lease:
         Args:
             success: whether the replica gave an answer; ``None`` if it was not asked, or was not let finish.
         """
-        roster = self._roster
-        if roster is None:
+        table = self._table
+        if table is None:
             return
-        with roster.lock:  # two threads may both have come this far
-            if self._roster is not None:
-                self._roster = None
-                roster.give_back(self.index, self._trial, success)
+        with table.lock:  # two threads may both have come this far
+            if self._table is not None:
+                self._table = None
+                table.give_back(self.index, self._trial, success)
                 if self._over is not None and self._over(success):
-                    roster.tell()
+                    table.tell()
 
     def __enter__(self) -> Lease:
         return self
@@ -56,4 +56,4 @@ class Lease:
         self.release()
 
     def __repr__(self) -> str:
-        return f"Lease(replica={self.index}, version={self.version}, {'held' if self._roster else 'released'})"
+        return f"Lease(replica={self.index}, version={self.version}, {'held' if self._table else 'released'})"

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from torchrl_moe._errors import EngineError, GenerationTimeout
+from torchrl_moe._errors import EngineError, GenerationTimeout, RequestRefusedError
 from torchrl_moe.modules.backends.replica import Completion
 
 __all__ = ["COUNTERS", "OUTCOMES", "Histogram", "Metrics"]
@@ -107,13 +107,12 @@ class Metrics:
         try:
             yield self._finish
         except EngineError as error:
-            partial = [completion for completion in error.partial if completion is not None]
-            self._finish(partial)
-            self.count("timed_out" if isinstance(error, GenerationTimeout) else "failed", requests - len(partial))
+            whole = [completion for completion in error.partial if not completion.aborted]
+            self._finish(whole)
+            self.count(_outcome(error), requests - len(whole))
             raise
         except ValueError:
-            self.count("refused")
-            self.count("aborted", requests - 1)
+            self.count("refused", requests)
             raise
         except BaseException:
             self.count("aborted", requests)
@@ -150,3 +149,10 @@ class Metrics:
         """Return, by name, how many values fell in each bucket of ``BOUNDS`` and above, and the sum of all."""
         with self._lock:
             return {name: (list(h.counts), h.total) for name, h in self._histograms.items()}
+
+
+def _outcome(error: EngineError) -> str:
+    """Return what becomes of those requests of a call that have not finished as it ends with an error."""
+    if isinstance(error, RequestRefusedError):
+        return "refused"
+    return "timed_out" if isinstance(error, GenerationTimeout) else "failed"

@@ -1,4 +1,4 @@
-"""The replicas of a service: their life, commands to all of them, and their figures.
+"""The replicas of a service: their life, commands to all of them, and their stats.
 
 They are known only by the :class:`~torchrl_moe.modules.backends.replica.Replica` protocol.
 """
@@ -19,7 +19,7 @@ from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaInfo
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.roster import Roster, RosterEntry
+from torchrl_moe.modules.serving.replica_table import ReplicaTable, TableEntry
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.modules.serving.supervisor import Supervisor, last_words
 
@@ -47,7 +47,7 @@ class ReplicaPool:
         if not replicas:
             raise ValueError("a service needs at least one replica, got none")
         self.faults = faults or FaultPolicy()
-        self.roster = Roster(replicas, faults=self.faults)
+        self.replica_table = ReplicaTable(replicas, faults=self.faults)
         self.infos: list[ReplicaInfo] = []
         self._running = False
         self._bring: Callable[[int], None] | None = None
@@ -55,7 +55,7 @@ class ReplicaPool:
         self._paused = False  # by the user
         self._pausing = threading.Lock()
         self._supervisor = Supervisor(
-            self.roster, self.faults, make_replica, lambda: self._bring, self._pause_as_the_others
+            self.replica_table, self.faults, make_replica, lambda: self._bring, self._pause_as_the_others
         )
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ class ReplicaPool:
     @property
     def num_replicas(self) -> int:
         """How many replicas the service has, serving or not."""
-        return len(self.roster)
+        return len(self.replica_table)
 
     @property
     def is_running(self) -> bool:
@@ -84,10 +84,10 @@ class ReplicaPool:
         """End every replica, at the same time. Idempotent; calls that wait end with an ``EngineError``."""
         self._running = False
         self._supervisor.stop()
-        for entry in self.roster:
-            self.roster.mark_dead(entry.index)
+        for entry in self.replica_table:
+            self.replica_table.mark_dead(entry.index)
         with ThreadPoolExecutor(max_workers=max(self.num_replicas, 1)) as pool:
-            list(pool.map(lambda entry: entry.replica.shutdown(), self.roster))
+            list(pool.map(lambda entry: entry.replica.shutdown(), self.replica_table))
         self._supervisor.join()
 
     def __enter__(self) -> Self:
@@ -107,21 +107,21 @@ class ReplicaPool:
             raise
 
     def _note_deaths(self) -> None:
-        for entry in self.roster:
+        for entry in self.replica_table:
             replica = entry.replica
             if entry.state not in SILENT and not replica.is_alive():
-                self.roster.mark_dead(entry.index, last_words(replica), replica)
+                self.replica_table.mark_dead(entry.index, last_words(replica), replica)
 
     # -- commands to all replicas -----------------------------------------------------------------------------------
 
-    def _alive(self) -> list[RosterEntry]:
+    def _alive(self) -> list[TableEntry]:
         """The replicas that can answer; one that has died unnoticed is noted here."""
         self._note_deaths()
-        alive = [entry for entry in self.roster if entry.state not in SILENT]
+        alive = [entry for entry in self.replica_table if entry.state not in SILENT]
         if not alive:
-            coming = any(entry.recovery is not Recovery.NOBODY for entry in self.roster)
+            coming = any(entry.recovery is not Recovery.NOBODY for entry in self.replica_table)
             advice = "Wait for their restart." if coming else "Make a new service."
-            raise NoReplicaError(f"no replica is alive: {self.roster!r}. {advice}")
+            raise NoReplicaError(f"no replica is alive: {self.replica_table!r}. {advice}")
         return alive
 
     def call_all(self, command: str, timeout_seconds: float = CALL_SECONDS, **kwargs: Any) -> list[Any]:
@@ -196,8 +196,8 @@ class ReplicaPool:
         return done
 
     def _forget_prefixes(self) -> None:
-        for entry in self.roster:
-            self.roster.forget_prefixes(entry.index)
+        for entry in self.replica_table:
+            self.replica_table.forget_prefixes(entry.index)
 
     def collective_rpc(
         self, method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None
@@ -249,18 +249,18 @@ class ReplicaPool:
             )
         return self._update(pairs)
 
-    # -- figures ----------------------------------------------------------------------------------------------------
+    # -- stats ----------------------------------------------------------------------------------------------------
 
     def ready(self) -> bool:
         """Whether a request would be taken now: the service runs, and a replica serves. TorchRL's name."""
-        return self.is_running and any(entry.may_take for entry in self.roster)
+        return self.is_running and any(entry.may_take for entry in self.replica_table)
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
         """Requests in flight as the service counts them, of one replica or a list of all."""
         self._check_running("get_num_unfinished_requests")
         if actor_index is not None:
-            return self.roster[actor_index].inflight
-        return [entry.inflight for entry in self.roster]
+            return self.replica_table[actor_index].inflight
+        return [entry.inflight for entry in self.replica_table]
 
     def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
         """Share of KV-cache blocks in use, 0 to 1, of one replica or a list of all: the engine's own figure.
@@ -270,9 +270,9 @@ class ReplicaPool:
         self._check_running("get_cache_usage")
         self._note_deaths()
         if actor_index is not None:
-            return _cache_usage(self.roster[actor_index])
-        return [_cache_usage(entry) for entry in self.roster]
+            return _cache_usage(self.replica_table[actor_index])
+        return [_cache_usage(entry) for entry in self.replica_table]
 
 
-def _cache_usage(entry: RosterEntry) -> float:
+def _cache_usage(entry: TableEntry) -> float:
     return math.nan if entry.state in SILENT else float(entry.replica.stats(CALL_SECONDS).cache_usage)

@@ -1,4 +1,4 @@
-"""The figures of a service as Prometheus reads them. A scrape reads what is known already and asks no engine.
+"""The stats of a service as Prometheus reads them. A scrape reads what is known already and asks no engine.
 
 ``prometheus_client`` is an extra, imported on first use.
 """
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torchrl_moe.modules.backends.replica import ReplicaStats
-from torchrl_moe.modules.serving.candidates import RosterEntry
-from torchrl_moe.modules.serving.figures import Totals, breaker_state
+from torchrl_moe.modules.serving.candidates import TableEntry
 from torchrl_moe.modules.serving.metrics import BOUNDS, COUNTERS, OUTCOMES, Metrics
-from torchrl_moe.modules.serving.roster import Roster
+from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.stats_table import Totals, breaker_state
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["ServiceCollector", "prometheus_text"]
 
 PREFIX = "torchrl_moe_"
-GAUGES: dict[str, tuple[str, Callable[[RosterEntry, ReplicaStats], float]]] = {
+GAUGES: dict[str, tuple[str, Callable[[TableEntry, ReplicaStats], float]]] = {
     "policy_version": ("Version of the weights.", lambda entry, _: entry.version),
     "inflight_requests": ("Requests handed to the replica and not back yet.", lambda entry, _: entry.inflight),
     "running_sequences": ("Answers being generated.", lambda _, stats: stats.running),
@@ -63,14 +63,14 @@ class ServiceCollector:
     Counters of replicas go on over restarts. With metrics off, those of the service itself are left out.
 
     Args:
-        roster: the replicas.
+        table: the replicas.
         totals: their counts.
         metrics: the service's own.
     """
 
-    def __init__(self, roster: Roster, totals: Totals, metrics: Metrics) -> None:
+    def __init__(self, table: ReplicaTable, totals: Totals, metrics: Metrics) -> None:
         self._families = _prometheus().core
-        self._roster = roster
+        self._table = table
         self._totals = totals
         self._metrics = metrics
 
@@ -81,7 +81,7 @@ class ServiceCollector:
             yield from self._of_service()
 
     def _of_replicas(self) -> Iterator[Any]:
-        entries = list(self._roster)
+        entries = list(self._table)
         states = self._families.GaugeMetricFamily(
             f"{PREFIX}replica_state", "1 for the state that the replica is in.", labels=["replica", "state"]
         )
@@ -92,8 +92,8 @@ class ServiceCollector:
         stats = [_living_stats(entry) for entry in entries]
         for name, (meaning, read) in GAUGES.items():
             gauge = self._families.GaugeMetricFamily(f"{PREFIX}replica_{name}", meaning, labels=["replica"])
-            for entry, figures in zip(entries, stats, strict=True):
-                gauge.add_metric([str(entry.index)], float(read(entry, figures)))
+            for entry, own in zip(entries, stats, strict=True):
+                gauge.add_metric([str(entry.index)], float(read(entry, own)))
             yield gauge
         counts = [{**self._totals.of(entry), "restarts": entry.restarts} for entry in entries]
         for key, (name, meaning) in {**TOTALS, "restarts": ("restarts", "Restarts of the replica.")}.items():
@@ -123,8 +123,8 @@ class ServiceCollector:
             )
 
 
-def _living_stats(entry: RosterEntry) -> ReplicaStats:
-    """Return the last figures of a replica that may still be in that condition, else zeros."""
+def _living_stats(entry: TableEntry) -> ReplicaStats:
+    """Return the last stats of a replica that may still be in that condition, else zeros."""
     gone = entry.state in (ReplicaState.DEAD, ReplicaState.STARTING)
     return ReplicaStats() if gone else entry.replica.last_stats or ReplicaStats()
 

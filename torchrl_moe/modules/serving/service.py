@@ -14,17 +14,18 @@ from functools import partial
 from typing import Any, Literal
 
 from torchrl_moe._errors import NoReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Replica, Request
+from torchrl_moe.modules.backends.replica import Completion, Replica
 from torchrl_moe.modules.serving.admission import Admission
-from torchrl_moe.modules.serving.dispatch import Dispatch
+from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
+from torchrl_moe.modules.serving.balancing.simple import Strategy
+from torchrl_moe.modules.serving.dispatch import Dispatcher
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.load_balancer import LoadBalancer
+from torchrl_moe.modules.serving.in_flight import Call, Placement
 from torchrl_moe.modules.serving.observed_pool import ObservedPool
-from torchrl_moe.modules.serving.placing import Placement
 from torchrl_moe.modules.serving.pool import CALL_SECONDS
+from torchrl_moe.modules.serving.progress import Progress
 from torchrl_moe.modules.serving.prompts import normalise_prompts
 from torchrl_moe.modules.serving.requests import check_timeout, common_fields, make_request, one_each
-from torchrl_moe.modules.serving.strategies import Strategy
 
 __all__ = ["GenerationService"]
 
@@ -64,6 +65,9 @@ class GenerationService(ObservedPool):
         self.admission = Admission(max_concurrent_requests)
         self.sampling_params = DEFAULT_SAMPLING_PARAMS if sampling_params is None else sampling_params
         self.load_balancer = LoadBalancer(self)
+        self._dispatcher = Dispatcher(
+            self.replica_table, self.admission, self.faults.attempts, partial(self.metrics.count, "retried")
+        )
         self._tokenizer: Any = None
         self._ids = itertools.count()
         self._id_prefix = uuid.uuid4().hex[:8]
@@ -117,8 +121,11 @@ class GenerationService(ObservedPool):
 
         Raises:
             RuntimeError: the service is not running.
-            ValueError: bad prompts, or a request that the engine refuses.
-            GenerationTimeout: some requests were late; ``.partial`` holds the others, as it does below.
+            ValueError: bad prompts, or request ids that are in flight.
+            RequestRefusedError: the engine refused a request; that is raised once the others are finished.
+            GenerationTimeout: some requests were late, and were aborted. Here as below, and on a Ctrl-C's
+                ``KeyboardInterrupt``, ``.partial`` holds one completion per request, in input order: whole if it had
+                finished, else with what there is of it.
             NoReplicaError: no replica serves, and none will in time.
             StaleReplicaError: none holds the version asked for, and none will in time.
             ReplicaDiedError: replicas died under a request again and again, or the one of ``actor_index`` did.
@@ -140,22 +147,12 @@ class GenerationService(ObservedPool):
             group_ids=one_each(group_ids, count, "group_ids"),
             request_context=request_context,
         )
-        dispatch = self._dispatch(requests, placement, timeout_seconds)
-        with self.metrics.call(count) as finished:
-            completions = dispatch.run(use_tqdm)
+        timeout = check_timeout(timeout_seconds)
+        with self.metrics.call(count) as finished, Progress(count, use_tqdm) as progress:
+            call = Call(self.load_balancer, requests, placement, timeout, progress.add)
+            completions = self._dispatcher.run(call)
             finished(completions)
         return completions[0] if batch.single else completions
-
-    def _dispatch(self, requests: Sequence[Request], placement: Placement, timeout: float | None) -> Dispatch:
-        return Dispatch(
-            self.load_balancer,
-            requests,
-            placement,
-            check_timeout(timeout),
-            self.admission,
-            self.faults.attempts,
-            partial(self.metrics.count, "retried"),
-        )
 
     def _new_id(self) -> str:
         return f"{self._id_prefix}-{next(self._ids)}"
@@ -202,17 +199,22 @@ class GenerationService(ObservedPool):
             group_ids=None if group_id is None else [group_id],
             request_context=request_context,
         )
-        dispatch = self._dispatch([request], placement, timeout_seconds)
+        call = Call(self.load_balancer, [request], placement, check_timeout(timeout_seconds))
         with self.metrics.call(1) as finished:
-            completion = await dispatch.run_async()
-            finished([completion])
-        return completion
+            completions = await self._dispatcher.run_async(call)
+            finished(completions)
+        return completions[0]
 
     def abort(self, request_ids: str | Sequence[str]) -> None:
         """Cut requests short, wherever they run; unknown ids are ignored, since a request may just have finished."""
         self._check_running("abort")
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        self.roster.requests.cut(ids)
+        self._dispatcher.abort(ids)
+
+    def shutdown(self) -> None:
+        """End every replica, at the same time. Idempotent; calls that wait end with an ``EngineError``."""
+        super().shutdown()
+        self._dispatcher.stop()
 
     # -- tools ------------------------------------------------------------------------------------------------------
 
@@ -230,10 +232,10 @@ class GenerationService(ObservedPool):
             NoReplicaError: none does.
         """
         self._check_running("get_random_actor_index")
-        with self.roster.lock:
-            serving = self.roster.serving()
+        with self.replica_table.lock:
+            serving = self.replica_table.serving()
             if not serving:
-                raise NoReplicaError(f"no replica is serving: {self.roster!r}")
+                raise NoReplicaError(f"no replica is serving: {self.replica_table!r}")
             return serving[random.randrange(len(serving))].index
 
     def create_load_balancer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 import time
 import weakref
@@ -15,12 +16,13 @@ from torchrl_moe._errors import EngineError, ReplicaDiedError, TorchRLMoEError
 from torchrl_moe.modules.backends.replica import Replica
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.health import Health
-from torchrl_moe.modules.serving.roster import Roster, RosterEntry
+from torchrl_moe.modules.serving.probes import Probes
+from torchrl_moe.modules.serving.replica_table import ReplicaTable, TableEntry
 from torchrl_moe.modules.serving.states import GONE, ReplicaState
 
 __all__ = ["Supervisor", "last_words"]
 
+LOG = logging.getLogger(__name__)
 TICK_SECONDS = 0.5
 WORDS_SECONDS = 1.0
 JOIN_SECONDS = 5.0
@@ -31,13 +33,13 @@ Serve = Callable[[], bool]
 
 
 class Supervisor:
-    """Watches a roster until :meth:`stop`, or until nobody holds the supervisor any more.
+    """Watches a replica table until :meth:`stop`, or until nobody holds the supervisor any more.
 
     A replica that died, was quarantined or is stalled is ended for certain, and a new one is started in its place, in a
     thread of its own, since an engine takes a minute to start. It serves once it holds the current weights.
 
     Args:
-        roster: the replicas.
+        table: the replicas.
         policy: how often, how soon.
         make_replica: makes a new replica for an index; ``None`` if none is ever restarted.
         get_bring: returns what brings a replica to the newest weights and to SERVING, or ``None``.
@@ -46,44 +48,46 @@ class Supervisor:
 
     def __init__(
         self,
-        roster: Roster,
+        table: ReplicaTable,
         policy: FaultPolicy,
         make_replica: Callable[[int], Replica] | None = None,
         get_bring: Callable[[], Bring | None] = lambda: None,
         as_the_others: Callable[[Any, Serve], bool] = lambda _, serve: serve(),
     ) -> None:
-        self._roster = roster
+        self._table = table
         self._policy = policy
         self._make_replica = make_replica if policy.restart else None
         self._get_bring = get_bring
         self._as_the_others = as_the_others
-        self._health = Health(roster, policy)
-        self._begun: dict[int, deque[float]] = {entry.index: deque() for entry in roster}  # times of restarts
+        self._health = Probes(table, policy)
+        self._begun: dict[int, deque[float]] = {entry.index: deque() for entry in table}  # times of restarts
         self._lacks: dict[int, int] = {}  # the latest version as a replica began to wait for the next
         self._renewing: dict[int, threading.Thread] = {}
         self._lock = threading.Lock()  # under which replicas and threads are started: none once it has stopped
         self._stopped = threading.Event()
         self._bell = threading.Event()
+        self.error: str | None = None
+        """Why it could not look at the replicas the last time; ``None`` if it could."""
 
     def start(self) -> None:
         """Begin to watch."""
         if self._make_replica is not None:
-            for entry in self._roster:
-                self._roster.set_recovery(entry.index, Recovery.SUPERVISOR)
-        self._roster.add_listener(self._bell.set)
+            for entry in self._table:
+                self._table.set_recovery(entry.index, Recovery.SUPERVISOR)
+        self._table.add_listener(self._bell.set)
         # made after the replicas, so at interpreter exit it runs before theirs: what then dies is not restarted
         weakref.finalize(self, _let_go, self._stopped, self._bell)
         arguments = weakref.ref(self), self._bell, self._stopped
         threading.Thread(target=_watch, args=arguments, name="torchrl_moe-supervisor", daemon=True).start()
 
     def stop(self) -> None:
-        """Start no replica any more; those that were started are in the roster."""
+        """Start no replica any more; those that were started are in the replica table."""
         with self._lock:
             self._stopped.set()
         self._bell.set()
-        self._roster.remove_listener(self._bell.set)
-        for entry in self._roster:
-            self._roster.set_recovery(entry.index, Recovery.NOBODY)
+        self._table.remove_listener(self._bell.set)
+        for entry in self._table:
+            self._table.set_recovery(entry.index, Recovery.NOBODY)
 
     def join(self) -> None:
         """Wait until its threads have ended, once it was stopped and the replicas were shut down."""
@@ -92,20 +96,31 @@ class Supervisor:
 
     # -- in its own thread ------------------------------------------------------------------------------------------
 
+    def look_and_go_on(self) -> None:
+        """Look at all replicas once; an error is logged, and what it kept from being done is tried at the next look."""
+        try:
+            self.look()
+        except Exception as error:
+            if self.error is None:
+                LOG.exception("the supervisor could not look at the replicas; it tries again")
+            self.error = f"{type(error).__name__}: {error}"
+        else:
+            self.error = None
+
     def look(self) -> None:
         """Look at all replicas once."""
-        for entry in self._roster:
+        for entry in self._table:
             replica, state = entry.replica, entry.state
             started = state is not ReplicaState.STARTING or entry.recovery is Recovery.UPDATE
             if started and state is not ReplicaState.DEAD and not replica.is_alive():
-                self._roster.mark_dead(entry.index, last_words(replica), replica)
+                self._table.mark_dead(entry.index, last_words(replica), replica)
         for stalled in self._health.look():
-            self._roster.mark_dead(
+            self._table.mark_dead(
                 stalled.index, f"replica {stalled.index} {stalled.reason} and was ended", stalled.replica
             )
-            self._in_background(self._renew, self._roster[stalled.index])
-        self._roster.cool()
-        for entry in self._roster:
+            self._in_background(self._renew, self._table[stalled.index])
+        self._table.cool()
+        for entry in self._table:
             if entry.state in GONE and entry.recovery is Recovery.SUPERVISOR:
                 if entry.replica.was_ended:
                     self._give_up(entry, f"replica {entry.index} was shut down by another driver")
@@ -114,14 +129,14 @@ class Supervisor:
             elif self._was_updated(entry):
                 self._in_background(self._catch_up, entry)
 
-    def _was_updated(self, entry: RosterEntry) -> bool:
+    def _was_updated(self, entry: TableEntry) -> bool:
         """Whether the update that a replica waited for was made, of the others or of this one too."""
         lacks = self._lacks.get(entry.index)
         if lacks is None or entry.state is not ReplicaState.STARTING:
             return lacks is not None
-        return entry.recovery is Recovery.UPDATE and lacks < self._roster.latest_version
+        return entry.recovery is Recovery.UPDATE and lacks < self._table.latest_version
 
-    def _in_background(self, task: Callable[[RosterEntry], None], entry: RosterEntry) -> None:
+    def _in_background(self, task: Callable[[TableEntry], None], entry: TableEntry) -> None:
         with self._lock:
             thread = self._renewing.get(entry.index)
             if self._stopped.is_set() or (thread is not None and thread.is_alive()):
@@ -132,7 +147,7 @@ class Supervisor:
 
     # -- in a thread for each restart -------------------------------------------------------------------------------
 
-    def _renew(self, entry: RosterEntry) -> None:
+    def _renew(self, entry: TableEntry) -> None:
         """End what is left of a replica, and put new ones in its place until one serves."""
         if entry.state not in GONE:  # the thread before has just brought it back
             return
@@ -145,7 +160,7 @@ class Supervisor:
             self._give_up(entry, f"restarting failed with {error!r}")
             raise
 
-    def _wait_for_turn(self, entry: RosterEntry) -> bool:
+    def _wait_for_turn(self, entry: TableEntry) -> bool:
         """Wait as the policy says; false if it is to be restarted no more."""
         begun, policy = self._begun[entry.index], self._policy
         while begun and time.monotonic() - begun[0] > policy.restart_window:
@@ -159,12 +174,12 @@ class Supervisor:
         )
         return False
 
-    def _give_up(self, entry: RosterEntry, reason: str) -> None:
-        self._roster.mark_dead(entry.index)
+    def _give_up(self, entry: TableEntry, reason: str) -> None:
+        self._table.mark_dead(entry.index)
         entry.last_error = reason
-        self._roster.set_recovery(entry.index, Recovery.NOBODY)
+        self._table.set_recovery(entry.index, Recovery.NOBODY)
 
-    def _restart(self, entry: RosterEntry) -> bool:
+    def _restart(self, entry: TableEntry) -> bool:
         """Start a new replica, and wait until it serves, or waits for the user's next update; false if it failed."""
         assert self._make_replica is not None
         replica = self._make_replica(entry.index)
@@ -173,18 +188,18 @@ class Supervisor:
                 if self._stopped.is_set():
                     return True
                 self._begun[entry.index].append(time.monotonic())
-                self._roster.replace(entry.index, replica)
+                self._table.replace(entry.index, replica)
                 replica.start()
             replica.wait_ready(self._policy.start)
             self._join(entry, replica)
         except (EngineError, OSError) as error:
-            self._roster.mark_dead(entry.index, str(error), replica)
+            self._table.mark_dead(entry.index, str(error), replica)
             if not self._stopped.is_set():  # else whoever stopped us ends it, or leaves it to its other drivers
                 replica.shutdown()
             return False
         return True
 
-    def _join(self, entry: RosterEntry, replica: Any) -> None:
+    def _join(self, entry: TableEntry, replica: Any) -> None:
         """Let a replica that has started serve, with the current weights, and paused if the service is.
 
         Raises:
@@ -202,39 +217,39 @@ class Supervisor:
             if entry.state is not ReplicaState.STARTING:
                 self._as_the_others(replica, lambda: True)
                 return
-            nothing_to_bring = bring is None or not self._roster.latest_version
+            nothing_to_bring = bring is None or not self._table.latest_version
             if nothing_to_bring and self._begin(entry, replica):
                 return
             if self._stopped.wait(self._policy.delay(failures)) or not replica.is_alive():
                 break
         raise ReplicaDiedError(entry.last_error or f"replica {entry.index} died before it could serve")
 
-    def _begin(self, entry: RosterEntry, replica: Any) -> bool:
+    def _begin(self, entry: TableEntry, replica: Any) -> bool:
         """Let a replica serve its checkpoint's weights, or wait for an update if others have newer ones."""
         if not self._newest_version(entry):
             return self._as_the_others(replica, lambda: self._serve(entry))
-        self._lacks[entry.index] = self._roster.latest_version
+        self._lacks[entry.index] = self._table.latest_version
         self._set_recovery(entry, Recovery.UPDATE)
         return True
 
-    def _newest_version(self, entry: RosterEntry) -> int:
+    def _newest_version(self, entry: TableEntry) -> int:
         """Return the newest version of the others; they are asked, since another driver may have brought it."""
-        for peer in self._roster:
-            if self._roster.latest_version:
+        for peer in self._table:
+            if self._table.latest_version:
                 break
             if peer is entry or peer.state is ReplicaState.STARTING or peer.state in GONE:
                 continue
             with contextlib.suppress(EngineError, ValueError, RuntimeError, OSError):  # it can say nothing now
-                self._roster.note_version(peer.replica.call("weights_version", PEER_SECONDS))
-        return self._roster.latest_version
+                self._table.note_version(peer.replica.call("weights_version", PEER_SECONDS))
+        return self._table.latest_version
 
-    def _set_recovery(self, entry: RosterEntry, recovery: Recovery) -> None:
+    def _set_recovery(self, entry: TableEntry, recovery: Recovery) -> None:
         """Say who brings a replica back; nobody does once this has stopped, and calls that wait must hear of that."""
         with self._lock:
             if not self._stopped.is_set():
-                self._roster.set_recovery(entry.index, recovery)
+                self._table.set_recovery(entry.index, recovery)
 
-    def _catch_up(self, entry: RosterEntry) -> None:
+    def _catch_up(self, entry: TableEntry) -> None:
         """Bring a replica that waited for an update, now that there was one, which may have brought it already."""
         self._lacks.pop(entry.index, None)
         if entry.state in GONE:
@@ -244,15 +259,15 @@ class Supervisor:
         try:
             self._join(entry, replica)
         except BaseException as error:  # whatever it was: what is STARTING, and in nobody's hands, would stay so
-            self._roster.mark_dead(entry.index, str(error) or repr(error), replica)
+            self._table.mark_dead(entry.index, str(error) or repr(error), replica)
             if not isinstance(error, EngineError):
                 raise
 
-    def _serve(self, entry: RosterEntry) -> bool:
-        with self._roster.lock:
+    def _serve(self, entry: TableEntry) -> bool:
+        with self._table.lock:
             starting = entry.state is ReplicaState.STARTING
             if starting:
-                self._roster.set_state(entry.index, ReplicaState.SERVING)
+                self._table.set_state(entry.index, ReplicaState.SERVING)
             return starting
 
 
@@ -281,5 +296,5 @@ def _watch(reference: weakref.ref[Supervisor], bell: threading.Event, stopped: t
         if supervisor is None:
             return
         if not stopped.is_set():
-            supervisor.look()
+            supervisor.look_and_go_on()
         del supervisor

@@ -14,9 +14,9 @@ from support.hosts import ToyHost
 from support.processes import group, ids_request
 from support.waiting import until
 from torchrl_moe._errors import ReplicaDiedError
-from torchrl_moe.modules.backends.ray.door import dial
+from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.ray.listener import dial
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
-from torchrl_moe.modules.backends.vllm import wire
 
 
 class HostLink:

@@ -9,7 +9,12 @@ import pytest
 from torchrl_moe.modules.backends.ray.ray_service import RayService, forwarded_environment, parse_actor_name
 
 SERVICE = RayService(
-    name="my-replica-1", detached=True, num_replicas=12, arguments={"model": "m"}, resources={"CPU": 1}
+    name="my-replica-1",
+    detached=True,
+    num_replicas=12,
+    kind="support.toy_kind",
+    arguments={"model": "m"},
+    resources={"CPU": 1},
 )
 
 

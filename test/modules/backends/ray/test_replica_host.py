@@ -16,9 +16,9 @@ import pytest
 from support.hosts import ToyHost
 from support.processes import group, ids_request
 from support.waiting import until
-from torchrl_moe.modules.backends.ray.door import dial
+from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.ray.listener import dial
 from torchrl_moe.modules.backends.ray.replica_host import ReplicaHost, driver_of, named_after, wrap
-from torchrl_moe.modules.backends.vllm import wire
 
 
 class Driver:
@@ -26,7 +26,7 @@ class Driver:
 
     def __init__(self, host: ReplicaHost, name: str) -> None:
         self.name = name
-        self.figures: list[Any] = []
+        self.stats: list[Any] = []
         self.connection: Connection = dial(host.address())
         self._write(wire.encode(name))
 
@@ -42,9 +42,9 @@ class Driver:
         self.say("generate", wire.pack_requests([request]), opens=(request_id,))
 
     def hear(self) -> tuple[Any, ...]:
-        """The next message that is not of figures, which come by the clock."""
-        while (message := wire.receive(self.connection))[0] == "figures":
-            self.figures.append(message[1])
+        """The next message that is not of stats, which come by the clock."""
+        while (message := wire.receive(self.connection))[0] == "stats":
+            self.stats.append(message[1])
         return message
 
     def hear_all(self) -> list[tuple[Any, ...]]:
@@ -166,7 +166,7 @@ def test_an_end_on_purpose_is_told_as_such_and_is_no_death_of_the_engine() -> No
     assert not host.died.is_set()
 
 
-def test_figures_are_told_to_all(host: ToyHost) -> None:
+def test_stats_are_told_to_all(host: ToyHost) -> None:
     drivers = Driver(host, "one"), Driver(host, "two")
     assert [driver.hear()[0] for driver in drivers] == ["ready", "ready"]
     drivers[0].ask("x")
@@ -174,7 +174,7 @@ def test_figures_are_told_to_all(host: ToyHost) -> None:
 
     def told(driver: Driver) -> bool:
         stats(driver, 0)  # which also hears what came before
-        return any(figures.requests == 1 for figures in driver.figures)
+        return any(stats.requests == 1 for stats in driver.stats)
 
     until(lambda: all(map(told, drivers)))
 

@@ -12,9 +12,9 @@ import pytest
 from support.llm import FakeLLM
 from torchrl_moe._errors import DigestMismatch, ManifestMismatch, WeightSyncError
 from torchrl_moe.data.weight_store import AdapterWriter
+from torchrl_moe.modules.backends.process.parent_watch import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.vllm import adapter_versions
 from torchrl_moe.modules.backends.vllm.adapter_versions import FIRST_NUMBER, AdapterVersions
-from torchrl_moe.modules.backends.vllm.lifeline import FOLDER_VARIABLE
 
 
 class Requests:

@@ -17,10 +17,11 @@ import pytest
 from support import toy_engine
 from support.waiting import PATIENCE, until
 from torchrl_moe._errors import EngineError
+from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process.replica import LocalReplica
 from torchrl_moe.modules.backends.replica import Completion, PauseMode, ReplicaInfo, ReplicaStats, Request, SwapReport
-from torchrl_moe.modules.backends.vllm import engine_process, running, stats_feed, wire
+from torchrl_moe.modules.backends.vllm import engine_process, engine_requests, stats_feed
 from torchrl_moe.modules.backends.vllm.engine_process import EngineProcess
-from torchrl_moe.modules.backends.vllm.local_replica import LocalReplica
 from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
 from torchrl_moe.modules.backends.vllm.stats_feed import Load
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
@@ -43,14 +44,14 @@ class Bench:
         self.engine = toy_engine.ToyEngine()
         self.inbox = Inbox()
         self.sent: list[tuple[Any, ...]] = []
-        self.figures: list[ReplicaStats] = []  # these come by themselves
+        self.stats: list[ReplicaStats] = []  # these come by themselves
         load = Load(3, 2, 0.5)
         info = ReplicaInfo(model="toy", layout=None, max_model_len=8)
         self.process = EngineProcess(self.engine, info, load, self.inbox, self._send)
 
     def _send(self, message: tuple[Any, ...]) -> None:
-        if message[0] == "figures":
-            self.figures.append(message[1])
+        if message[0] == "stats":
+            self.stats.append(message[1])
         else:
             self.sent.append(message)
 
@@ -169,7 +170,7 @@ def test_an_abort_right_behind_its_request_is_not_lost(serve: Serve) -> None:
         bench.inbox.put("abort", ["a"])
         await bench.until_sent(1)
         asked = len(bench.engine.aborts)
-        await asyncio.sleep(5 * running.ABORT_SECONDS)
+        await asyncio.sleep(5 * engine_requests.ABORT_SECONDS)
         assert len(bench.engine.aborts) == asked  # and it does not go on asking
 
     ((_, completion),) = serve(script).sent
@@ -182,7 +183,7 @@ def test_an_abort_spares_the_next_request_of_the_same_id(serve: Serve) -> None:
         await asyncio.sleep(0.05)
         bench.inbox.put("abort", ["again"])
         await bench.until_sent(1)
-        bench.generate(by_ids("again", seconds=5 * running.ABORT_SECONDS))
+        bench.generate(by_ids("again", seconds=5 * engine_requests.ABORT_SECONDS))
         await bench.until_sent(2)
 
     first, second = (completion for _, completion in serve(script).sent)
@@ -304,7 +305,7 @@ def test_a_command_that_fails_answers_and_the_process_goes_on(
     assert answer[:2] == ("result", 2)
 
 
-def test_figures_count_what_was_done_and_an_idle_engine_has_no_load(serve: Serve) -> None:
+def test_stats_count_what_was_done_and_an_idle_engine_has_no_load(serve: Serve) -> None:
     async def script(bench: Bench) -> None:
         bench.generate(by_ids("a", 1, 2, 3), by_ids("b", 1), by_ids("c", seconds=3600), by_ids("bad", refuse="no"))
         await bench.until_sent(3)
@@ -325,19 +326,19 @@ def test_figures_count_what_was_done_and_an_idle_engine_has_no_load(serve: Serve
     assert idle.generation_seconds > busy.generation_seconds > 0
 
 
-def test_figures_are_sent_without_being_asked_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_are_sent_without_being_asked_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats_feed, "FEED_SECONDS", 0.001)
 
     async def script(bench: Bench) -> None:
         bench.generate(by_ids("a", 1, 2, 3), by_ids("b", seconds=3600))
         async with asyncio.timeout(60.0):
-            while not bench.figures or bench.figures[-1].requests < 1:
+            while not bench.stats or bench.stats[-1].requests < 1:
                 await asyncio.sleep(0.001)
 
     bench = serve(script)
-    last = bench.figures[-1]
+    last = bench.stats[-1]
     assert (last.running, last.waiting, last.cache_usage, last.prompt_tokens) == (3, 2, 0.5, 3)
-    assert len(set(bench.figures)) == len(bench.figures)  # only what changed
+    assert len(set(bench.stats)) == len(bench.stats)  # only what changed
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
@@ -385,7 +386,7 @@ def test_completions_that_are_ready_together_share_a_message() -> None:
 
 
 def replica_of(engine: Any) -> LocalReplica:
-    replica = engine.roster[0].replica
+    replica = engine.replica_table[0].replica
     assert isinstance(replica, LocalReplica)
     return replica
 
@@ -646,7 +647,7 @@ def test_a_paused_engine_lets_a_frozen_request_be_aborted(engine: Any) -> None:
 
 
 @pytest.mark.engine("qwen3_moe")
-def test_figures_count_what_came_back(engine: Any) -> None:
+def test_stats_count_what_came_back(engine: Any) -> None:
     replica = replica_of(engine)
     assert replica.call("reset_prefix_cache", 20) is True
     before = replica.stats(10)
@@ -692,7 +693,7 @@ def test_an_rpc_to_the_workers_takes_arguments_and_tells_of_a_name_they_do_not_h
 
 @pytest.mark.engine("qwen3_moe")
 def test_the_tokenizer_of_a_real_engine_is_transformers_own(engine: Any) -> None:
-    tokenizer = engine.roster[0].replica.call("tokenizer", 30)
+    tokenizer = engine.replica_table[0].replica.call("tokenizer", 30)
     expected = ByteTokenizer()
     assert type(tokenizer).__module__.startswith("transformers.")
     assert len(tokenizer) == len(expected) == 259
@@ -708,7 +709,7 @@ def test_the_tokenizer_of_a_real_engine_is_transformers_own(engine: Any) -> None
 def test_the_metadata_of_a_real_engine_is_that_of_its_folder(engine: Any, shelf: Any) -> None:
     from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
 
-    assert engine.roster[0].replica.call("metadata", 30) == checkpoint_metadata(shelf.folder("qwen3_moe"))
+    assert engine.replica_table[0].replica.call("metadata", 30) == checkpoint_metadata(shelf.folder("qwen3_moe"))
 
 
 @pytest.mark.engine("qwen3_moe")

@@ -1,4 +1,4 @@
-"""The figures of the last step, as vLLM hands them to a stat logger."""
+"""The stats of the last step, as vLLM hands them to a stat logger."""
 
 from __future__ import annotations
 

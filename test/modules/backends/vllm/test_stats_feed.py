@@ -26,7 +26,7 @@ class Bench:
 
     def _send(self, message: tuple[str, ReplicaStats]) -> None:
         kind, stats = message
-        assert kind == "figures"
+        assert kind == "stats"
         self.sent.append(stats)
 
     def tick(self, tokens: int = 0) -> None:
@@ -63,7 +63,7 @@ def test_two_readings_at_one_time_are_no_error() -> None:
     assert bench.sent == [ReplicaStats()]
 
 
-def test_figures_that_are_asked_for_do_not_move_the_pace() -> None:
+def test_stats_that_are_asked_for_do_not_move_the_pace() -> None:
     bench = Bench()
     bench.tick(10)
     bench.load.tokens += 1000

@@ -636,7 +636,7 @@ class Trainer:
     def stage(self, version: int, how: str = "auto", verify: str = "digest") -> StageReport:
         """Stage a version in the first replica."""
         options = {"version": version, "stage": how, "verify": verify, "threads": 1, "manifest": None}
-        staged: StageReport = self.engine.roster[0].replica.call("stage_weights", 60.0, **options)
+        staged: StageReport = self.engine.replica_table[0].replica.call("stage_weights", 60.0, **options)
         return staged
 
     def update(self, how: str) -> SyncReport:
@@ -656,7 +656,7 @@ class Trainer:
     def swap(self, version: int, **options: Any) -> SwapReport:
         """Swap without the sender, which does not know of a canary."""
         kwargs = {"version": version, "pause": "keep", "clear_cache": False, "canary": None, **options}
-        report: SwapReport = self.engine.roster[0].replica.call("swap_weights", 60.0, **kwargs)
+        report: SwapReport = self.engine.replica_table[0].replica.call("swap_weights", 60.0, **kwargs)
         return report
 
     def generate(self, prompts: Any = PROMPTS, tokens: int = 12, **kwargs: Any) -> Any:
@@ -811,7 +811,7 @@ def test_a_canary_that_fails_brings_back_the_old_weights_for_every_request(train
 @pytest.mark.engine("qwen3_moe")
 def test_two_hundred_updates_under_load_leave_memory_files_and_shared_memory_as_they_were(train: Train) -> None:
     trainer = train()
-    leader = psutil.Process(trainer.engine.roster[0].replica._child.process.pid)  # type: ignore[attr-defined]
+    leader = psutil.Process(trainer.engine.replica_table[0].replica._child.process.pid)  # type: ignore[attr-defined]
     processes = [psutil.Process(), leader, *leader.children(recursive=True)]
 
     def held() -> list[int]:
@@ -953,7 +953,7 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_each_token_knows_its_
 
 def let_run(engine: AsyncVLLM, seconds: float = 0.2) -> None:
     """Wait until a request is in flight, and a little longer: long enough for tokens, too short for all of them."""
-    until(lambda: engine.roster[0].inflight, 30.0, look_every=0.001)
+    until(lambda: engine.replica_table[0].inflight, 30.0, look_every=0.001)
     time.sleep(seconds)
 
 
@@ -1030,7 +1030,7 @@ def test_weights_that_are_no_numbers_end_a_replica_only_if_the_old_ones_are_gone
         with pytest.raises(WeightSyncError, match="log-prob that is not a number") as caught:
             trainer.sender.apply(version, {0: trainer.stage(version, "shadow")})
         assert caught.value.report.replicas[0].attempts == 1
-        assert engine.roster[0].state.name == "SERVING"
+        assert engine.replica_table[0].state.name == "SERVING"
         trainer.assert_agrees(trainer.generate())
 
         failures: list[Exception] = []
@@ -1050,7 +1050,7 @@ def test_weights_that_are_no_numbers_end_a_replica_only_if_the_old_ones_are_gone
         assert caught.value.report.replicas[0].attempts == 2
         frozen.join(60.0)
         assert len(failures) == 1
-        assert engine.roster[0].state.name in ("QUARANTINED", "DEAD")
+        assert engine.replica_table[0].state.name in ("QUARANTINED", "DEAD")
         trainer.sender.shutdown()
 
 
@@ -1061,7 +1061,7 @@ def test_an_engine_that_dies_in_a_step_ends_the_wait_for_it(no_engine: EngineShe
     folder = no_engine.folder("qwen3_moe")
     with start_engine(folder) as engine:
         trainer = Trainer(engine, folder)
-        version, child = trainer.sender.publish(), engine.roster[0].replica._child.process.pid  # type: ignore[attr-defined]
+        version, child = trainer.sender.publish(), engine.replica_table[0].replica._child.process.pid  # type: ignore[attr-defined]
 
         def kill() -> None:
             for one in psutil.Process(child).children(recursive=True):

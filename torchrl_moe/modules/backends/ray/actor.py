@@ -11,11 +11,10 @@ from typing import Any
 
 import ray
 
-from torchrl_moe.modules.backends.ray.door import Address
+from torchrl_moe.modules.backends.engine_kind import find_kind
+from torchrl_moe.modules.backends.ray.listener import Address
 from torchrl_moe.modules.backends.ray.ray_service import RayService
 from torchrl_moe.modules.backends.ray.replica_host import ReplicaHost
-from torchrl_moe.modules.backends.vllm.engine_args import seeded
-from torchrl_moe.modules.backends.vllm.local_replica import engine_environment
 
 __all__ = ["Description", "ReplicaActor", "actor_environment"]
 
@@ -35,7 +34,8 @@ def actor_environment(service: RayService, forwarded: Mapping[str, str]) -> dict
     On CPUs it has a thread for each CPU that Ray set aside.
     """
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "") if service.resources.get("GPU") else None
-    environment = {**engine_environment(devices, verbose=service.verbose), **forwarded}
+    kind = find_kind(service.kind)
+    environment = {**kind.engine_environment(devices, verbose=service.verbose), **forwarded}
     if devices is None:
         environment["OMP_NUM_THREADS"] = str(max(int(service.resources.get("CPU", 1)), 1))
     return environment
@@ -59,8 +59,9 @@ class ReplicaActor(ReplicaHost):
         folder = None if service.log_folder is None else Path(service.log_folder)
         if ray.get_runtime_context().was_current_actor_reconstructed:
             number += secrets.randbelow(1 << 20)
-        arguments = seeded(service.arguments, number)
-        super().__init__(index, arguments, environment, ray.util.get_node_ip_address(), folder)
+        kind = find_kind(service.kind)
+        arguments = kind.seeded(service.arguments, number)
+        super().__init__(index, kind, arguments, environment, ray.util.get_node_ip_address(), folder)
 
     def describe(self) -> Description:
         """Return what a driver must know."""

@@ -22,12 +22,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from torchrl_moe._errors import EngineError
+from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.ray import actor
 from torchrl_moe.modules.backends.ray.actor import Description
 from torchrl_moe.modules.backends.ray.cluster import join_cluster, shortage
-from torchrl_moe.modules.backends.ray.door import LateConnection, dial
+from torchrl_moe.modules.backends.ray.listener import LateConnection, dial
 from torchrl_moe.modules.backends.ray.ray_service import RayService, forwarded_environment
-from torchrl_moe.modules.backends.vllm import wire
 
 __all__ = ["ActorLink"]
 
@@ -50,7 +50,7 @@ class _GivenUpError(Exception):
 
 
 class ActorLink:
-    """See :class:`~torchrl_moe.modules.backends.vllm.local_replica.Link`.
+    """See :class:`~torchrl_moe.modules.backends.process.replica.Link`.
 
     Args:
         index: of the replica.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process.replica import EngineReplica
 from torchrl_moe.modules.backends.ray.actor_link import ActorLink
 from torchrl_moe.modules.backends.ray.ray_service import RayService
 from torchrl_moe.modules.backends.ray.replica_host import driver_of, named_after, wrap
-from torchrl_moe.modules.backends.vllm import wire
-from torchrl_moe.modules.backends.vllm.local_replica import EngineReplica
 
 __all__ = ["RayReplica"]
 

@@ -26,7 +26,8 @@ class RayService:
         namespace: Ray's namespace of the actors.
         detached: whether it outlives the driver that made it.
         num_replicas: how many engines.
-        arguments: keywords of vLLM's ``AsyncEngineArgs``, before each replica gets its seed.
+        kind: of the engine, by the name of its module.
+        arguments: of the engine, by keyword, before each replica gets its seed.
         resources: what one replica asks of one node, in Ray's names: ``{"CPU": 2, "GPU": 2}``.
         verbose: whether vLLM logs at its own default level.
         log_folder: where logs stay, on each replica's node; ``None``: they go with their replicas.
@@ -36,6 +37,7 @@ class RayService:
     namespace: str = NAMESPACE
     detached: bool
     num_replicas: int
+    kind: str
     arguments: Mapping[str, Any]
     resources: Mapping[str, float]
     verbose: bool = False

@@ -1,8 +1,8 @@
 """What an actor does: it keeps one engine process, and passes messages between that and any number of drivers.
 
 Requests and calls carry the name of the driver that they came from, so a message from the engine finds its way back,
-and what a driver asked for is not unpickled here: the actor needs no vLLM and little memory. A driver whose socket
-ends has its requests aborted; the engine lives on, for as long as the actor does.
+and what a driver asked for is not unpickled here: the actor imports neither an engine nor torch, and needs little
+memory. A driver whose socket ends has its requests aborted; the engine lives on, for as long as the actor does.
 
 A driver says its name, then what :func:`wrap` makes of its messages. It hears what the engine process says, see
 ``backends/vllm/engine_process.py``, and, before it hears of its end, ``("tail", text)``, the last lines of its log; and
@@ -19,9 +19,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from torchrl_moe.modules.backends.ray.door import Address, Door
-from torchrl_moe.modules.backends.vllm import wire
-from torchrl_moe.modules.backends.vllm.child import Child
+from torchrl_moe.modules.backends.engine_kind import EngineKind
+from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process.child import Child
+from torchrl_moe.modules.backends.ray.listener import Address, Listener
 
 __all__ = ["ReplicaHost", "driver_of", "named_after", "wrap"]
 
@@ -70,7 +71,8 @@ class ReplicaHost:
 
     Args:
         index: of the replica; names the log.
-        arguments: keywords of vLLM's ``AsyncEngineArgs``.
+        kind: of the engine.
+        arguments: of the engine, by keyword.
         environment: of the engine process.
         host: the address to listen on.
         log_folder: where the engine's log stays; by default it goes when the engine has gone.
@@ -79,6 +81,7 @@ class ReplicaHost:
     def __init__(
         self,
         index: int,
+        kind: EngineKind,
         arguments: Mapping[str, Any],
         environment: Mapping[str, str],
         host: str,
@@ -88,14 +91,14 @@ class ReplicaHost:
         self._drivers: dict[str, _Driver] = {}
         self._said: list[tuple[Any, ...]] = []  # what whoever comes later must hear too
         configure = wire.encode(("configure", dict(arguments)))
-        self._child = Child(index, environment, log_folder, fork=False)
+        self._child = Child(index, kind, environment, log_folder, fork=False)
         self._child.outbox.put(configure)
-        self._door = Door(host, self._serve)
+        self._listener = Listener(host, self._serve)
         threading.Thread(target=self._read_engine, name="engine", daemon=True).start()
 
     def address(self) -> Address:
         """Return where drivers find the host."""
-        return self._door.address
+        return self._listener.address
 
     def log_tail(self) -> str:
         """Return the last errors of the engine process, or its last lines."""
@@ -104,7 +107,7 @@ class ReplicaHost:
     def end(self) -> None:
         """End the engine process and everything it started. Idempotent."""
         self._child.end_and_forget()
-        self._door.close()
+        self._listener.close()
 
     def shut_down(self) -> None:
         """:meth:`end` on purpose: drivers that are still here are told, so that none starts the replica anew."""

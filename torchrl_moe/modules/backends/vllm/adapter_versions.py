@@ -20,10 +20,10 @@ from typing import Any
 
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.data.weight_store import Manifest, copy_adapter
+from torchrl_moe.modules.backends.process.parent_watch import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.replica import StageReport, SwapReport
 from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
-from torchrl_moe.modules.backends.vllm.lifeline import FOLDER_VARIABLE
-from torchrl_moe.modules.backends.vllm.running import RunningRequests
+from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 
 __all__ = ["AdapterVersions"]
 
@@ -49,7 +49,7 @@ class AdapterVersions:
         requests: of the engine; those without an adapter of their own get ours.
     """
 
-    def __init__(self, engine: Any, requests: RunningRequests) -> None:
+    def __init__(self, engine: Any, requests: EngineRequests) -> None:
         self._engine, self._requests = engine, requests
         self._store: Path | None = None
         self._numbers = itertools.count(FIRST_NUMBER)

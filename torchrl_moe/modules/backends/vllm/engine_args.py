@@ -21,7 +21,7 @@ DEFAULTS: Mapping[str, Any] = {
     "distributed_executor_backend": "mp",
     "enable_log_requests": False,
     "use_tqdm_on_load": False,  # no bars in a log
-    "disable_log_stats": True,  # vLLM's own log lines; our figures come through a logger of ours all the same
+    "disable_log_stats": True,  # vLLM's own log lines; our stats come through a logger of ours all the same
 }
 
 

@@ -8,7 +8,7 @@ outlives the driver: end of file on the socket, or the end of the driver's proce
 Messages in: ``("configure", arguments)``, ``("generate", packed)``, ``("abort", ids)``,
 ``("call", number, method, pickle of kwargs)``, ``("shutdown",)``.
 Messages out: ``("ready", info)``, ``("failed", text)``, ``("completions", packed)``, ``("refused", id, kind, text)``,
-``("result", number, pickle)``, ``("error", number, kind, text)``, ``("figures", stats)``, ``("died", text)``.
+``("result", number, pickle)``, ``("error", number, kind, text)``, ``("stats", stats)``, ``("died", text)``.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from typing import Any
 
 from torchrl_moe import _compat
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process.parent_watch import Inbox, end_group, end_group_later
 from torchrl_moe.modules.backends.replica import (
     PauseMode,
+    ProbeReport,
     ReplicaInfo,
     ReplicaStats,
     Request,
     StageReport,
     SwapReport,
-    Vitals,
 )
-from torchrl_moe.modules.backends.vllm import wire
 from torchrl_moe.modules.backends.vllm.adapter_versions import AdapterVersions
 from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args
-from torchrl_moe.modules.backends.vllm.lifeline import Inbox, end_group, end_group_later
-from torchrl_moe.modules.backends.vllm.running import RunningRequests
+from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
+from torchrl_moe.modules.backends.vllm.probe import EngineProbe
 from torchrl_moe.modules.backends.vllm.stats_feed import Load, StatsFeed
-from torchrl_moe.modules.backends.vllm.vitals import VitalSigns
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 
 WATCH_SECONDS = 0.5
@@ -75,9 +75,9 @@ class EngineProcess:
         self.engine = engine
         self.info = info
         self.load = load
-        self.vitals = VitalSigns(engine)
+        self.probe = EngineProbe(engine)
         self.weights = EngineWeights(engine, lambda: checkpoint_metadata(_checkpoint_folder(info.model)))
-        self.requests = RunningRequests(
+        self.requests = EngineRequests(
             engine, self.weights, lambda completion: send(("completion", completion)), self._refuse
         )
         self.weights.in_flight = self.requests
@@ -88,7 +88,7 @@ class EngineProcess:
         self._death_reported = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._errors = _compat.vllm_client_errors()
-        self._feed = StatsFeed(load, self._figures, send)
+        self._feed = StatsFeed(load, self._stats, send)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -203,13 +203,13 @@ class EngineProcess:
             self.requests.adapter = adapter
         return report
 
-    async def command_vitals(self, seconds: float) -> Vitals:
-        return await self.vitals.read(seconds)
+    async def command_probe(self, seconds: float) -> ProbeReport:
+        return await self.probe.read(seconds)
 
     async def command_stats(self) -> ReplicaStats:
         return self._feed.stats()
 
-    def _figures(self) -> ReplicaStats:
+    def _stats(self) -> ReplicaStats:
         # vLLM reports with each step, and an engine that has nothing to do makes none
         load, busy = self.load, bool(self.requests)
         return ReplicaStats(

@@ -1,4 +1,4 @@
-"""True figures of the scheduler, through vLLM's stat-logger interface."""
+"""True stats of the scheduler, through vLLM's stat-logger interface."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LoadLogger(StatLoggerBase):
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Take the figures of one step: the scheduler's, and those of the tokens that came out."""
+        """Take the stats of one step: the scheduler's, and those of the tokens that came out."""
         del mm_cache_stats
         load = self.load
         if scheduler_stats is not None:

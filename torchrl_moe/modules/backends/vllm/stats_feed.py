@@ -1,4 +1,4 @@
-"""The engine's figures on their way to the driver: sent by themselves, a few times a second, when they changed.
+"""The engine's stats on their way to the driver: sent by themselves, a few times a second, when they changed.
 
 Nobody has to ask: the driver holds the last ones, and a driver that looks at them costs the engine nothing.
 """
@@ -38,11 +38,11 @@ class Load:
 
 
 class StatsFeed:
-    """Sends figures that changed, and adds to them how fast tokens are made.
+    """Sends stats that changed, and adds to them how fast tokens are made.
 
     Args:
         load: counts the tokens.
-        read: returns the figures of this moment.
+        read: returns the stats of this moment.
         send: takes a message to the driver.
         clock: seconds.
     """
@@ -63,18 +63,18 @@ class StatsFeed:
         self._rate = 0.0
 
     def stats(self) -> ReplicaStats:
-        """Return the figures of this moment."""
+        """Return the stats of this moment."""
         return dataclasses.replace(self._read(), tokens_per_second=self._rate)
 
     def tick(self) -> None:
-        """Take a reading, and send the figures if they are not those sent before."""
+        """Take a reading, and send the stats if they are not those sent before."""
         self._readings.append((self._clock(), self._load.tokens))
         (first_at, first), (last_at, last) = self._readings[0], self._readings[-1]
         self._rate = (last - first) / (last_at - first_at) if last_at > first_at else 0.0
         stats = self.stats()
         if stats != self._sent:
             self._sent = stats
-            self._send(("figures", stats))
+            self._send(("stats", stats))
 
     async def run(self) -> None:
         """Tick until cancelled."""

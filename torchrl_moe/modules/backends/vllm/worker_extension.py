@@ -14,8 +14,8 @@ from torch import Tensor
 
 from torchrl_moe import _compat
 from torchrl_moe.data.weight_store import Manifest
+from torchrl_moe.modules.backends.process.parent_watch import end_with_leader
 from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
-from torchrl_moe.modules.backends.vllm.lifeline import end_with_leader
 
 __all__ = ["WorkerExtension"]
 

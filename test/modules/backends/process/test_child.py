@@ -1,0 +1,357 @@
+"""The child process: its environment, its log, and that all of it ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from support import forkable, toy_kind
+from support.forkable import GONE, Forks
+from support.processes import group, toy_environment, toy_replica
+from support.waiting import until
+from torchrl_moe._errors import ReplicaDiedError
+from torchrl_moe.modules.backends.process import child, fork_server, wire
+from torchrl_moe.modules.backends.process.child import Child
+from torchrl_moe.modules.backends.process.fork_server import CannotFork
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def one_with_log(text: str, temporary: Path) -> Child:
+    process = Child.__new__(Child)  # the log is all that is asked of it
+    process.log, process._log_start = temporary / "log", 0
+    process.log.write_text(text)
+    return process
+
+
+def test_the_tail_of_a_log_is_its_last_errors(temporary: Path) -> None:
+    lines = [*(f"Error {number}" for number in range(9)), "INFO ok", "RuntimeError: Failed. See root cause above."]
+    assert one_with_log("\n".join(lines), temporary).log_tail(2) == "Error 7\nError 8"
+
+
+def test_the_tail_of_a_log_without_errors_is_its_last_lines(temporary: Path) -> None:
+    lines = ["one", "WARNING two", "Loading shards: 3", "four", "five"]
+    assert one_with_log("\n".join(lines), temporary).log_tail(3) == "one\nfour\nfive"
+    assert one_with_log("", temporary).log_tail() == "(its log holds no error)"
+
+
+def test_the_tail_of_a_log_is_short_whatever_the_log_is(temporary: Path) -> None:
+    log = (
+        "Error at the start\n"
+        + "x" * (3 << 20)
+        + "\nError at the end "
+        + "y" * 1000
+        + "\nbytes \ud800".encode("utf-8", "surrogatepass").decode("latin-1")
+    )
+    tail = one_with_log(log, temporary).log_tail()
+    assert tail.startswith("Error at the end yyy")
+    assert len(tail) == child.SHOWN_LOG_COLUMNS
+
+
+def test_a_log_that_is_gone_has_no_tail(temporary: Path) -> None:
+    process = one_with_log("text", temporary)
+    process.log.unlink()  # another thread has just shut the replica down
+    assert process.log_tail() == "(no log)"
+
+
+def test_a_child_that_cannot_be_started_leaves_no_log_and_no_socket(temporary: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(TypeError, match=r"expected str, bytes or os\.PathLike object, not int"):
+        Child(0, toy_kind, {"A": 1})  # type: ignore[dict-item]
+    assert list(temporary.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_child_leads_a_group_in_our_session_and_its_output_goes_to_its_log(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = Child(3, toy_kind, toy_environment())
+    try:
+        assert os.getpgid(process.process.pid) == process.process.pid
+        assert os.getsid(process.process.pid) == os.getsid(0)  # and so the cores are shared fairly
+        process.outbox.put(wire.encode(("configure", {"model": "toy", "start": {"print": "hello log"}})))
+        assert wire.receive(process.connection)[0] == "ready"
+        assert process.log.parent.parent == temporary
+        assert process.log.parent.name.startswith("torchrl_moe-replica-3-")
+        assert process.log_tail() == "hello log"
+    finally:
+        process.end_and_forget()
+    assert list(temporary.iterdir()) == []
+    assert group(process.process.pid) == []
+    assert not process.outbox._thread.is_alive()
+
+
+def test_a_log_in_a_folder_of_the_users_stays_and_a_later_child_goes_on_in_it(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = temporary / "kept" / "logs"
+    for words in ("RuntimeError: of the first", "hello"):
+        process = Child(3, toy_kind, toy_environment(), folder)
+        try:
+            process.outbox.put(wire.encode(("configure", {"model": "toy", "start": {"print": words}})))
+            assert wire.receive(process.connection)[0] == "ready"
+            assert process.log == folder / "replica-3.log"
+            assert process.log_tail() == words  # of this child, not of the one before
+        finally:
+            process.end_and_forget()
+    assert (folder / "replica-3.log").read_text() == "RuntimeError: of the first\nhello\n"
+    assert list(temporary.iterdir()) == [temporary / "kept"]
+
+
+def test_a_folder_for_logs_that_cannot_be_one_starts_nothing(temporary: Path) -> None:
+    (temporary / "file").touch()
+    with pytest.raises(FileExistsError):
+        Child(0, toy_kind, toy_environment(), temporary / "file")
+    assert list(temporary.iterdir()) == [temporary / "file"]
+
+
+def test_whoever_ends_a_child_waits_until_it_has_ended(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "GRACE_SECONDS", 0.5)
+    process = Child(0, toy_kind, toy_environment())
+    process.outbox.put(wire.encode(("configure", {"model": "toy", "start": {"sleeper": True}})))
+    assert wire.receive(process.connection)[0] == "ready"
+    assert len(group(process.process.pid)) == 2
+    os.kill(process.process.pid, signal.SIGSTOP)  # it cannot end politely
+    ended = []
+
+    def end() -> None:
+        process.end()
+        ended.append(process.process.poll())
+
+    threads = [threading.Thread(target=end) for _ in range(3)]
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert ended == [-signal.SIGKILL] * 3
+    assert time.monotonic() - started >= 0.5
+    until(lambda: group(process.process.pid) == [])
+    process.end_and_forget()
+
+
+def test_a_finalizer_may_run_in_the_thread_that_ends_the_child(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = Child(0, toy_kind, toy_environment())
+    wait = process.process.wait
+    again = [process.end_and_forget]
+
+    def wait_and_collect(*arguments: Any) -> int:
+        while again:  # as Python's collector may, anywhere
+            again.pop()()
+        return wait(*arguments)
+
+    monkeypatch.setattr(process.process, "wait", wait_and_collect)
+    ending = threading.Thread(target=process.end, daemon=True)
+    ending.start()
+    ending.join(60.0)
+    assert not ending.is_alive()
+    assert group(process.process.pid) == []
+
+
+def test_no_process_group_is_killed_twice(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Child(0, toy_kind, toy_environment())
+    process.end()
+    # the number may be another group's by now
+    monkeypatch.setattr(child, "kill_group", lambda leader: pytest.fail("killed again"))
+    process.end()
+    process.end_and_forget()
+
+
+def test_vllms_sockets_lie_in_the_childs_folder_if_the_kernel_takes_their_names(tmp_path: Path) -> None:
+    name_bytes = 36  # vLLM calls them by a UUID
+    fits = Path("/" + "x" * (107 - name_bytes - 2))
+    driver = {child.DRIVER_VARIABLE: str(os.getpid())}
+    assert child._with_places({"TMPDIR": "theirs", "A": "1"}, fits) == {
+        "A": "1",
+        "TMPDIR": str(fits),
+        "VLLM_RPC_BASE_PATH": str(fits),
+        child.FOLDER_VARIABLE: str(fits),
+        **driver,
+    }
+    assert child._with_places({"TMPDIR": "theirs"}, Path(f"{fits}x")) == {
+        "TMPDIR": "theirs",
+        child.FOLDER_VARIABLE: f"{fits}x",
+        **driver,
+    }
+    for path, accepted in ((fits, True), (Path(f"{fits}x"), False)):
+        with socket.socket(socket.AF_UNIX) as asked:
+            # too long a name is refused before the folder is missed
+            with pytest.raises(FileNotFoundError if accepted else OSError) as caught:
+                asked.bind(f"{path}/{'u' * name_bytes}")
+            assert isinstance(caught.value, FileNotFoundError) == accepted
+
+
+def test_the_user_may_choose_the_place_of_vllms_sockets(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environments = []
+    real = subprocess.Popen
+
+    def popen(*arguments: Any, env: dict[str, str], **keywords: Any) -> Any:
+        environments.append(env)
+        return real(["true"], **keywords)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(child, "SOCKET_NAME_BYTES", 4096)  # however deep the tests' folder lies
+    for environment in ({}, {"VLLM_RPC_BASE_PATH": "theirs"}):
+        Child(0, toy_kind, environment, fork=False).end_and_forget()
+    ours, theirs = (environment["VLLM_RPC_BASE_PATH"] for environment in environments)
+    assert Path(ours).parent == temporary
+    assert theirs == "theirs"
+
+
+# -- forked or not ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Forks]:
+    """Servers that are ended after the test; no other is asked or closed."""
+    monkeypatch.setattr(fork_server, "_servers", OrderedDict())
+    forks = Forks(tmp_path_factory.mktemp("forks"))
+    yield forks
+    for server in fork_server._servers.values():
+        server.end()
+
+
+def test_a_child_is_not_forked_if_nobody_wants_it_and_its_log_says_why(temporary: Path, forks: Forks) -> None:
+    starts = [
+        Child(0, forkable, forks.environment(), fork=False),
+        Child(1, forkable, forks.environment(VLLM_WORKER_MULTIPROC_METHOD="spawn")),
+    ]
+    silent, told = starts
+    try:
+        for one in starts:
+            one.connection.send(("report",))
+            report = one.connection.recv()
+            assert (report["ppid"], report["pgid"]) == (os.getpid(), one.process.pid)
+            assert report["environment"][child.FOLDER_VARIABLE] == str(one.folder)
+        assert silent.log.read_text() == "running\n"
+        assert told.log.read_text() == (
+            "torchrl_moe: this replica imports its engine itself: VLLM_WORKER_MULTIPROC_METHOD=spawn is set\nrunning\n"
+        )
+        assert fork_server._servers == {}
+    finally:
+        for one in starts:
+            one.end_and_forget()
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_child_whose_server_cannot_import_starts_by_itself_and_its_log_says_why(
+    temporary: Path, forks: Forks
+) -> None:
+    one = Child(0, forkable, forks.environment(VLLM_TEST_PRELOAD="raise"))
+    try:
+        one.connection.send(("report",))
+        assert one.connection.recv()["ppid"] == os.getpid()
+        text = one.log.read_text()
+        assert text.startswith("torchrl_moe: this replica imports its engine itself: the fork server ended: ")
+        assert text.endswith("ImportError: no such engine\nrunning\n")
+    finally:
+        one.end_and_forget()
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_forked_child_is_there_once_its_server_has_imported_and_one_that_was_given_up_never(
+    temporary: Path, forks: Forks
+) -> None:
+    go = forks.folder / "go"
+    environment = forks.environment(VLLM_TEST_PRELOAD=f"wait {go}")
+    wanted, unwanted = Child(0, forkable, environment), Child(1, forkable, environment)
+    assert wanted.is_alive()
+    assert unwanted.is_alive()
+    unwanted.end_and_forget()  # at once: nothing will be imported until there is the file
+    assert not unwanted.is_alive()
+    with pytest.raises(CannotFork):
+        _ = unwanted.process
+    assert unwanted.ending().startswith("could not be started")
+    assert not go.exists()
+    go.touch()
+    try:
+        (server,) = fork_server._servers.values()
+        wanted.connection.send(("report",))
+        assert wanted.connection.recv()["ppid"] == server.pid
+        assert [process.pid for process in psutil.Process(server.pid).children()] == [wanted.process.pid]
+        check_that_forked_processes_disturb_nobody(wanted)
+        wanted.connection.close()
+        until(lambda: not wanted.is_alive(), 60)
+        assert wanted.ending() == f"ended with exit code {GONE}"
+    finally:
+        wanted.end_and_forget()
+    assert list(temporary.iterdir()) == []
+
+
+def check_that_forked_processes_disturb_nobody(one: Child) -> None:
+    """Run the child's finalizer in a process that this one forks, as Python does at the end of that."""
+    if not (pid := os.fork()):
+        try:
+            one.end_and_forget()
+        finally:
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert one.log.exists()
+    one.connection.send(("run", "1 + 1"))
+    assert one.connection.recv() == 2
+
+
+def test_a_process_that_is_forked_while_a_child_starts_does_not_hide_the_childs_death(
+    temporary: Path, forks: Forks
+) -> None:
+    go = forks.folder / "go"
+    one = Child(0, forkable, forks.environment(VLLM_TEST_PRELOAD=f"wait {go}"))
+    if not (pid := os.fork()):  # a worker of a DataLoader, say
+        time.sleep(600)
+        os._exit(0)
+    try:
+        go.touch()
+        one.process.kill()
+        with pytest.raises((EOFError, ConnectionResetError)):
+            one.connection.recv()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        one.end_and_forget()
+
+
+def test_a_replica_whose_process_cannot_be_started_says_so_at_once(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusal:
+        def wait(self) -> None:
+            raise CannotFork("of the tests")
+
+        def fork(self, *_: Any) -> Refusal:
+            return self
+
+    def no_memory(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(child, "fork_server", lambda *_: Refusal())
+    monkeypatch.setattr(child.Child, "_spawn", no_memory)
+    replica = toy_replica()
+    replica.start()
+    try:
+        with pytest.raises(
+            ReplicaDiedError, match=r"replica 0 could not be started: OSError: .*Cannot allocate memory"
+        ):
+            replica.wait_ready(60)
+        assert not replica.is_alive()
+    finally:
+        replica.shutdown()
+    assert list(temporary.iterdir()) == []

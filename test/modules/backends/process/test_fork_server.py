@@ -1,0 +1,303 @@
+"""The driver's end of a fork server: who shares one, what a forked process inherits, and what happens without one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from support.forkable import GONE, Forked, Forks
+from support.waiting import until
+from torchrl_moe.modules.backends.process import fork_server, forked_process
+from torchrl_moe.modules.backends.process.fork_server import CannotFork
+
+
+@pytest.fixture(scope="module")
+def registry() -> Iterator[pytest.MonkeyPatch]:
+    """No server of another test file is asked or closed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "_servers", OrderedDict())
+        patch.setattr(fork_server, "_closed", [])
+        patch.setattr(fork_server, "KEPT", 100)
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def forks(registry: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    forks = Forks(tmp_path_factory.mktemp("forks"))
+    yield forks
+    forks.close()
+
+
+# -- who shares a server ----------------------------------------------------------------------------------------------
+
+
+def test_processes_whose_environments_import_alike_share_one_server_and_one_import(forks: Forks) -> None:
+    changes = [{"TMPDIR": "/", "CUDA_VISIBLE_DEVICES": "1"}, {"OF_THE_USER": "2"}, *[{} for _ in range(18)]]
+    with ThreadPoolExecutor(8) as pool:
+        forked = list(pool.map(lambda change: forks.start(**change), changes))
+    reports = [one.report() for one in forked]
+    server = forks.server()
+    assert {report["ppid"] for report in reports} == {server.pid}
+    assert {report["pid"] for report in reports} == {one.process.pid for one in forked}
+    assert len({report["pid"] for report in reports}) == 20
+    assert forks.imports() == [server.pid]
+    assert [one.end() for one in forked] == [GONE] * 20
+
+
+def test_what_is_read_at_import_is_part_of_the_key_and_nothing_else() -> None:
+    read = {"OMP_NUM_THREADS": "1", "VLLM_USE_V1": "1", "PYTHONPATH": "a", "HF_HOME": "b", "LD_PRELOAD": "c"}
+    later = {"TMPDIR": "a", "CUDA_VISIBLE_DEVICES": "0", "MASTER_PORT": "1", "OF_THE_USER": "2", "MY_OMP_": "3"}
+    assert dict(fork_server.key_of({**read, **later})) == read
+    assert fork_server.key_of({"TORCHRL_VLLM_TIMEOUT_SECONDS": "5"}) == ()
+
+
+def test_many_kinds_of_servers_do_not_pile_up_and_closed_ones_serve_their_processes_to_the_end(
+    forks: Forks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "_servers", OrderedDict())
+    monkeypatch.setattr(fork_server, "_closed", [])
+    monkeypatch.setattr(fork_server, "KEPT", 1)
+    first = forks.server(OMP_NUM_THREADS="2")  # OpenBLAS starts threads as it is imported
+    assert forks.server(OMP_NUM_THREADS="2") is first
+    kept = forks.start(OMP_NUM_THREADS="2")
+    queued, connection = forks.ask(first)
+    held = os.dup(first._control.fileno())  # as a process has it that the driver forked
+    second = forks.server(OMP_NUM_THREADS="3")
+    assert second is not first
+    with pytest.raises(CannotFork, match="cannot be reached"):
+        forks.ask(first)
+    late = Forked(queued.wait(), connection)
+    assert (kept.report()["ppid"], late.report()["ppid"]) == (first.pid, first.pid)
+    assert first.is_alive()
+    assert (kept.end(), late.end()) == (GONE, GONE)
+    until(lambda: not first.is_alive(), 60)
+    os.close(held)
+    assert forks.server(OMP_NUM_THREADS="3") is second
+    assert fork_server._closed == []
+    second.end()  # it still imports
+    assert not second.is_alive()
+
+
+# -- what a process inherits ------------------------------------------------------------------------------------------
+
+
+def test_a_forked_process_has_inherited_from_its_driver_of_now(
+    forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forks.server()
+    (tmp_path / "only_in_this_folder.py").write_text("ANSWER = 42\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OF_THE_USER", "of now \udcff")
+    processors, limits = os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.sched_setaffinity(0, {min(processors)})
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[0] - 1, limits[1]))
+    try:
+        forked = forks.start(TMPDIR=str(tmp_path))
+    finally:
+        os.sched_setaffinity(0, processors)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    report = forked.report()
+    assert report["environment"] == forks.environment(TMPDIR=str(tmp_path))
+    assert report["temporary"] == str(tmp_path)
+    assert report["processors"] == {min(processors)}
+    assert report["limits"] == (limits[0] - 1, limits[1])
+    assert report["path"] == str(tmp_path)
+    assert forked.ask("run", "__import__('only_in_this_folder').ANSWER") == 42
+    assert report["pgid"] == report["pid"]
+    assert report["sid"] == os.getsid(0)
+    assert report["threads"] == 1
+
+
+def test_a_forked_process_has_the_files_that_it_needs_and_no_others(forks: Forks) -> None:
+    others = [forks.start(), forks.start()]
+    launch, connection = forks.ask(forks.server())
+    forked = Forked(launch.wait(), connection)
+    files = forked.report()["files"]
+    assert (files.pop("0"), files.pop("1"), files.pop("2")) == (os.devnull, str(forks.log), str(forks.log))
+    kinds = sorted(target.partition(":")[0] for target in files.values())
+    assert kinds == ["", "anon_inode", "socket"]  # of the listing, the driver's pidfd, and its own socket
+    assert forked.end() == GONE
+    for other in others:
+        assert other.end() == GONE
+
+
+def test_a_terminals_signals_reach_neither_server_nor_process(forks: Forks) -> None:
+    server = forks.server()
+    assert os.getpgid(server.pid) == server.pid
+    assert os.getsid(server.pid) == os.getsid(0)
+
+
+def test_a_folder_that_was_removed_is_no_obstacle(
+    forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forks.server()
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert forks.start().report()["path"] == ""
+
+
+def test_an_environment_of_a_megabyte_arrives_and_is_not_waited_for(forks: Forks) -> None:
+    server = forks.server()
+    forks.start().end()
+    large = {f"LARGE_{number}": "x" * 100_000 for number in range(10)}
+    os.kill(server.pid, signal.SIGSTOP)  # as if it were importing
+    try:
+        launch, connection = forks.ask(server, **large)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    forked = Forked(launch.wait(), connection)
+    assert forked.report()["environment"] == forks.environment(**large)
+    assert forked.end() == GONE
+
+
+def test_an_environment_of_other_than_words_fails_in_the_caller(forks: Forks) -> None:
+    with pytest.raises(TypeError, match=r"expected str, bytes or os\.PathLike object, not int"):
+        forks.ask(forks.server(), A=1)  # type: ignore[arg-type]
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+def test_many_starts_leave_no_file_and_no_process(forks: Forks) -> None:
+    server = psutil.Process(forks.server().pid)
+    assert forks.start().end() == GONE
+    others = server.children()
+    before = len(os.listdir("/proc/self/fd")), server.num_fds()
+    for _ in range(50):
+        launch, connection = forks.ask(forks.server())
+        assert Forked(launch.wait(), connection).end() == GONE
+    until(lambda: (len(os.listdir("/proc/self/fd")), server.num_fds()) == before, 60)
+    assert server.children() == others  # no zombies either
+
+
+def test_a_cancelled_request_is_not_carried_out(forks: Forks) -> None:
+    server = forks.server()
+    forks.start().end()
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        launch, connection = forks.ask(server)
+        launch.cancel()
+        with pytest.raises(CannotFork):
+            launch.wait()
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    assert forks.start().end() == GONE  # and so the one before has been looked at
+    with pytest.raises(EOFError):
+        connection.recv()
+    launch.cancel()  # too late, and no harm
+
+
+def test_a_process_that_cannot_be_watched_is_killed(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, connection = forks.ask(forks.server())
+
+    def no_files(*_: Any) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(forked_process.os, "pidfd_open", no_files)
+    with pytest.raises(CannotFork, match="Too many open files"):
+        launch.wait()
+    with pytest.raises((EOFError, ConnectionResetError)):
+        connection.recv()
+
+
+@pytest.mark.timeout(120)
+def test_a_server_that_does_not_answer_is_replaced(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = forks.server()
+    forked = forks.start()
+    monkeypatch.setattr(fork_server, "ANSWER_SECONDS", 0.2)
+    os.kill(server.pid, signal.SIGSTOP)
+    launch, _ = forks.ask(server)
+    with pytest.raises(CannotFork, match=r"did not answer within 0 s"):
+        launch.wait()
+    monkeypatch.undo()
+    until(lambda: not server.is_alive(), 60)
+    assert forked.report()["pid"] == forked.process.pid  # goes on
+    assert forks.start().report()["ppid"] == forks.server().pid != server.pid
+
+
+def test_the_processes_of_a_killed_server_go_on_and_the_next_start_has_another_server(forks: Forks) -> None:
+    server = forks.server()
+    forked = forks.start()
+    os.kill(server.pid, signal.SIGKILL)
+    until(lambda: not server.is_alive(), 60)
+    assert forked.report()["pid"] == forked.process.pid
+    assert forked.process.poll() is None
+    with pytest.raises(CannotFork, match="cannot be reached"):
+        forks.ask(server)
+    assert forks.start().report()["ppid"] == forks.server().pid != server.pid
+    forked.process.kill()
+    assert forked.process.wait(60) == 255  # nobody knows
+
+
+def test_a_server_that_is_killed_as_it_forks_has_forked_one_process_that_serves(forks: Forks) -> None:
+    forked = forks.start(VLLM_TEST_PRELOAD="die")
+    server = forks._servers[-1]
+    until(lambda: not server.is_alive(), 60)
+    assert forked.report()["pid"] == forked.process.pid
+    assert forked.end() == 255
+
+
+def test_a_process_that_cannot_take_over_what_its_driver_has_is_not_handed_out(
+    forks: Forks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1000})
+    launch, connection = forks.ask(forks.server())
+    with pytest.raises(CannotFork, match=r"ended with exit code 1 before it ran"):
+        launch.wait()
+    with pytest.raises((EOFError, ConnectionResetError)):
+        connection.recv()
+
+
+# -- why not ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("refuse of a device", "^of a device$"),
+        ("thread", r"^importing left 1 threads running$"),
+        ("raise", r"(?s)^the fork server ended: Traceback.*ImportError: no such engine$"),
+    ],
+)
+def test_a_server_that_may_not_fork_says_why(forks: Forks, how: str, reason: str) -> None:
+    server = forks.server(VLLM_TEST_PRELOAD=how)
+    launch, connection = forks.ask(server, VLLM_TEST_PRELOAD=how)
+    with pytest.raises(CannotFork, match=reason):
+        launch.wait()
+    with pytest.raises((EOFError, ConnectionResetError)):
+        connection.recv()
+    server.end()
+    assert server.last_words() == ""  # and not an error, in a thread that is late
+
+
+def _no_such_call(*_: Any) -> int:
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda patch: patch.setattr(sys, "platform", "darwin"), r"\(darwin\) has no process descriptors"),
+        (lambda patch: patch.delattr(os, "pidfd_open"), "has no process descriptors"),
+        (lambda patch: patch.setattr(os, "pidfd_open", _no_such_call), "are not available: .*not implemented"),
+    ],
+)
+def test_there_is_no_server_where_forking_is_not_possible(
+    forks: Forks, spoil: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch)
+    with pytest.raises(CannotFork, match=reason):
+        forks.server()

@@ -1,0 +1,590 @@
+"""A replica as a driver sees it: what waits is answered or failed, and no process is ever left.
+
+Most tests run our real engine process over the toy engine, which starts in a second; the last ones start vLLM.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from support import toy_kind
+from support.processes import group, ids_request, process_of, toy_environment, toy_replica
+from support.waiting import HOUR, PATIENCE, until
+from torchrl_moe._errors import EngineError, ReplicaDiedError
+from torchrl_moe.modules.backends.process import child
+from torchrl_moe.modules.backends.process.replica import LocalReplica
+from torchrl_moe.modules.backends.replica import ProbeReport, Request
+from torchrl_moe.modules.backends.vllm import kind
+
+START = 120.0  # generous: two seconds, on a machine of its own
+
+
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[LocalReplica]:
+    """A replica that the tests of requests and commands share; they leave it serving."""
+    replica = toy_replica(3)
+    replica.start()
+    assert replica.wait_ready(START).model == "toy"
+    yield replica
+    assert replica.is_alive()
+    replica.shutdown()
+
+
+def started(**how: Any) -> tuple[LocalReplica, int]:
+    replica = toy_replica(**how)
+    replica.start()
+    replica.wait_ready(START)
+    return replica, process_of(replica).pid
+
+
+def rpc(replica: LocalReplica, method: str, *args: Any, timeout: float = 10.0) -> Any:
+    return replica.call("collective_rpc", timeout, method=method, args=args, kwargs=None)
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_requests_are_answered_by_id_with_the_replica_on_their_metrics(lasting: LocalReplica) -> None:
+    slow = ids_request("slow", (5, 6), sampling_params={"seconds": 0.1})
+    text = Request(request_id="text", sampling_params=None, prompt="AB")
+    answers = [future.result(60.0) for future in lasting.submit([slow, text])]
+    assert [answer.request_id for answer in answers] == ["slow", "text"]
+    assert [answer.outputs[0].token_ids.tolist() for answer in answers] == [[6, 7], [66, 67]]
+    assert [answer.metrics.replica for answer in answers] == [3, 3]
+
+
+def test_many_threads_submit_at_once(lasting: LocalReplica) -> None:
+    def run(thread: int) -> list[list[int]]:
+        requests = [ids_request(f"{thread}-{i}", (thread, i)) for i in range(50)]
+        return [future.result(60.0).outputs[0].token_ids.tolist() for future in lasting.submit(requests)]
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(run, range(8)))
+    assert answers == [[[thread + 1, i + 1] for i in range(50)] for thread in range(8)]
+
+
+def test_a_large_message_arrives_whole(lasting: LocalReplica) -> None:
+    big = Request(request_id="big", sampling_params=None, prompt_token_ids=np.arange(1 << 20, dtype=np.int32))
+    (future,) = lasting.submit([big])
+    np.testing.assert_array_equal(future.result(60.0).outputs[0].token_ids, np.arange(1, (1 << 20) + 1))
+
+
+def test_nothing_to_submit_is_nothing(lasting: LocalReplica) -> None:
+    assert lasting.submit([]) == []
+
+
+def test_the_engine_refuses_one_request_and_serves_the_other(lasting: LocalReplica) -> None:
+    bad, crash, good = lasting.submit(
+        [
+            ids_request("bad", sampling_params={"refuse": "the prompt is too long"}),
+            ids_request("crash", sampling_params={"wrap": RuntimeError("a bug")}),
+            ids_request("good"),
+        ]
+    )
+    with pytest.raises(ValueError, match="the prompt is too long"):
+        bad.result(60.0)
+    with pytest.raises(EngineError, match="RuntimeError: a bug"):
+        crash.result(60.0)
+    assert good.result(60.0).outputs[0].token_ids.tolist() == [2, 3, 4]
+
+
+def test_an_id_in_flight_is_refused_and_may_be_used_again_later(lasting: LocalReplica) -> None:
+    first, twin = lasting.submit([ids_request("x", sampling_params={"seconds": 0.5}), ids_request("x")])
+    (other,) = lasting.submit([ids_request("x")])
+    for refused in (twin, other):
+        with pytest.raises(ValueError, match="request id 'x' is in flight already"):
+            refused.result(0)
+    assert first.result(60.0).outputs[0].finish_reason == "stop"
+    assert lasting.submit([ids_request("x")])[0].result(60.0).request_id == "x"
+
+
+def test_what_does_not_pickle_is_refused_before_it_is_sent(lasting: LocalReplica) -> None:
+    for parameters in (lambda: None, {"lock": threading.Lock()}):
+        (future,) = lasting.submit([ids_request("x", sampling_params=parameters)])
+        with pytest.raises(ValueError, match="the request cannot be sent to the engine process"):
+            future.result(0)
+
+
+class Mine(Enum):
+    """Of the driver's script: engine processes know no such module."""
+
+    MODE = "mode"
+
+
+class Odd:
+    """Raises what pickle itself does not."""
+
+    def __reduce__(self) -> Any:
+        raise RecursionError("too deep")
+
+
+def test_a_request_whose_pickling_fails_for_a_reason_of_its_own_frees_its_id(lasting: LocalReplica) -> None:
+    (future,) = lasting.submit([ids_request("x", sampling_params={"odd": Odd()})])
+    with pytest.raises(ValueError, match="the request cannot be sent to the engine process: too deep"):
+        future.result(0)
+    assert lasting.submit([ids_request("x")])[0].result(60.0).request_id == "x"
+
+
+@pytest.mark.parametrize("field", ["sampling_params", "guided_options", "lora_request"])
+def test_what_the_engine_process_cannot_unpickle_is_refused_and_harms_nobody(
+    lasting: LocalReplica, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    module = ModuleType("only_in_the_driver")
+    module.Mine = Mine
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(Mine, "__module__", module.__name__)
+    (other,) = lasting.submit([ids_request("other", sampling_params={"seconds": 0.3})])
+    (future,) = lasting.submit([ids_request("x", **{field: {"mode": Mine.MODE}})])
+    with pytest.raises(ValueError, match=r"cannot unpickle the request: .*No module named 'only_in_the_driver'"):
+        future.result(60.0)
+    with pytest.raises(EngineError, match="No module named 'only_in_the_driver'"):
+        rpc(lasting, "echo", Mine.MODE)
+    assert other.result(60.0).request_id == "other"
+
+
+def test_an_abort_cuts_a_request_even_right_after_it_was_submitted(lasting: LocalReplica) -> None:
+    known, fresh, other = lasting.submit(
+        [
+            ids_request("known", sampling_params={"seconds": 3600}),
+            ids_request("fresh", sampling_params={"read_seconds": 0.1, "seconds": 3600}),
+            ids_request("other", sampling_params={"seconds": 0.3}),
+        ]
+    )
+    lasting.abort(["known", "fresh", "unknown"])
+    assert known.result(60.0).aborted
+    assert fresh.result(60.0).aborted
+    assert not other.result(60.0).aborted
+
+
+def test_a_future_that_its_owner_cancelled_disturbs_nobody(lasting: LocalReplica) -> None:
+    first, second = lasting.submit(
+        [ids_request("a", sampling_params={"seconds": 0.1}), ids_request("b", sampling_params={"seconds": 0.2})]
+    )
+    assert first.cancel()
+    assert second.result(60.0).request_id == "b"
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_commands_are_answered_from_many_threads(lasting: LocalReplica) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda i: rpc(lasting, "echo", i), range(40)))
+    assert answers == [[["echo", [i], None]] for i in range(40)]
+
+
+def test_pause_resume_and_stats_are_commands(lasting: LocalReplica) -> None:
+    lasting.pause("keep", clear_cache=False, timeout=5)
+    lasting.resume(5)
+    before = lasting.stats(5)
+    lasting.submit([ids_request("s")])[0].result(60.0)
+    after = lasting.stats(5)
+    assert after.requests == before.requests + 1
+    assert after.generated_tokens == before.generated_tokens + 3
+
+
+@pytest.mark.parametrize(
+    ("command", "fields", "error", "message"),
+    [
+        ("stat", {}, ValueError, r"no command 'stat'; known: .*stats"),
+        ("pause", {"how": "keep"}, ValueError, "how"),
+        ("collective_rpc", {"method": "fail", "args": ("boom",), "kwargs": None}, EngineError, "RuntimeError: boom"),
+        ("collective_rpc", {"method": "unpicklable", "args": (), "kwargs": None}, EngineError, "pickle"),
+        ("collective_rpc", {"method": "unknown_class", "args": (), "kwargs": None}, ModuleNotFoundError, "only_here"),
+    ],
+)
+def test_a_command_that_fails_fails_alone(
+    lasting: LocalReplica, command: str, fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        lasting.call(command, 10, **fields)
+    assert rpc(lasting, "echo") == [["echo", [], None]]
+
+
+def test_vital_signs_are_a_command(lasting: LocalReplica) -> None:
+    assert lasting.call("probe", 10, seconds=5) == ProbeReport(core_answered=True)
+
+
+def test_stats_come_by_themselves(lasting: LocalReplica) -> None:
+    before = lasting.stats(5).requests
+    lasting.submit([ids_request("f")])[0].result(60.0)
+    until(lambda: lasting.last_stats is not None and lasting.last_stats.requests == before + 1)
+    assert lasting.last_stats == lasting.stats(5)
+
+
+def test_the_log_is_where_it_says(lasting: LocalReplica) -> None:
+    assert lasting.log_path is not None
+    assert "toy: started" in lasting.log_path.read_text()
+    assert toy_replica().log_path is None  # not started
+
+
+def test_arguments_that_do_not_pickle_fail_in_the_caller(lasting: LocalReplica) -> None:
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        rpc(lasting, "echo", lambda: None)
+    assert lasting.is_alive()
+
+
+def test_a_command_has_a_deadline_and_its_late_answer_disturbs_nobody(lasting: LocalReplica) -> None:
+    with pytest.raises(EngineError, match=r"replica 3 did not answer 'collective_rpc' within 0\.2 s"):
+        rpc(lasting, "sleep", 0.6, timeout=0.2)
+    time.sleep(0.6)
+    assert rpc(lasting, "echo") == [["echo", [], None]]
+
+
+def test_a_replica_starts_once(lasting: LocalReplica) -> None:
+    with pytest.raises(RuntimeError, match="replica 3 was started before"):
+        lasting.start()
+
+
+# -- before and after its life ----------------------------------------------------------------------------------------
+
+
+def test_a_replica_that_was_not_started_says_so_and_can_be_shut_down() -> None:
+    replica = toy_replica(5)
+    replica.shutdown()
+    assert not replica.is_alive()
+    for use in (
+        lambda: replica.submit([ids_request("x")]),
+        lambda: replica.abort(["x"]),
+        lambda: replica.stats(1),
+        lambda: replica.wait_ready(1),
+    ):
+        with pytest.raises(RuntimeError, match="replica 5 was not started: call start"):
+            use()
+
+
+def test_shutdown_fails_what_waits_leaves_nothing_and_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "GRACE_SECONDS", HOUR)
+    replica, pid = started(sleeper=True)
+    assert len(group(pid)) == 2
+    log = replica._child.log
+    (future,) = replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
+    began = time.monotonic()
+    replica.shutdown()
+    assert time.monotonic() - began < PATIENCE
+    until(lambda: not group(pid))
+    assert not log.exists()
+    with pytest.raises(ReplicaDiedError, match="replica 0 was shut down"):
+        future.result(0)
+    replica.shutdown()
+    assert not replica.is_alive()
+    with pytest.raises(ReplicaDiedError, match="replica 0 was shut down"):
+        replica.stats(1)
+    with pytest.raises(ReplicaDiedError, match="replica 0 was shut down"):
+        replica.submit([ids_request("y")])[0].result(0)
+    replica.abort(["x"])
+
+
+def test_a_replica_that_fails_to_start_says_why_and_leaves_nothing() -> None:
+    replica = toy_replica(4, error="no such model", sleeper=True, print="SomeError: in the log")
+    replica.start()
+    pid = process_of(replica).pid
+    with pytest.raises(ReplicaDiedError, match=r"(?s)replica 4 did not start: ValueError: no such model\n.*in the log"):
+        replica.wait_ready(START)
+    assert not replica.is_alive()
+    until(lambda: not group(pid))  # before anybody shuts it down
+    replica.shutdown()
+
+
+def test_an_environment_in_which_the_child_cannot_run_is_told_with_its_words() -> None:
+    replica = LocalReplica(0, toy_kind, {"model": "toy"}, {**toy_environment(), "PYTHONHOME": "nowhere"})
+    replica.start()
+    with pytest.raises(ReplicaDiedError, match=r"(?s)replica 0 ended with exit code 1\. Its last log lines:\n.*Error"):
+        replica.wait_ready(START)
+    replica.shutdown()
+
+
+def test_arguments_that_do_not_pickle_start_nothing() -> None:
+    replica = LocalReplica(0, toy_kind, {"model": lambda: None}, toy_environment())
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        replica.start()
+    assert not replica.is_alive()
+    replica.shutdown()
+
+
+def test_a_start_that_takes_too_long_shows_the_log_and_is_shut_down_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "GRACE_SECONDS", HOUR)
+    replica = toy_replica(seconds=3600, sleeper=True, print="still loading")
+    replica.start()
+    pid = process_of(replica).pid
+    until(lambda: len(group(pid)) == 2, START)
+    with pytest.raises(EngineError, match=r"(?s)replica 0 was not ready within 0 s\. Its log so far:\nstill loading"):
+        replica.wait_ready(0.1)
+    assert replica.is_alive()
+    began = time.monotonic()
+    replica.shutdown()  # not after the grace period: that is for engines that serve
+    assert time.monotonic() - began < PATIENCE
+    until(lambda: not group(pid))
+
+
+def test_a_replica_that_is_forgotten_is_ended() -> None:
+    replica, pid = started(sleeper=True)
+    log, gone = replica._child.log, weakref.ref(replica)
+    del replica
+    gc.collect()
+    assert gone() is None
+    until(lambda: not group(pid))
+    until(lambda: not log.exists())
+
+
+# -- deaths -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["shutdown", "kill"])
+def test_shared_memory_that_the_engine_left_behind_is_removed(how: str) -> None:
+    replica = toy_replica(shared=True, sleeper=True)
+    replica.start()
+    segment = Path("/dev/shm") / replica.wait_ready(START).model
+    pid = process_of(replica).pid
+    assert segment.exists()
+    if how == "kill":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        replica.shutdown()
+    until(lambda: not segment.exists())
+    until(lambda: not group(pid))
+    replica.shutdown()
+
+
+def test_a_killed_child_fails_all_that_waits_and_its_group_goes_with_it() -> None:
+    replica, pid = started(sleeper=True)
+    futures = replica.submit([ids_request(str(i), sampling_params={"seconds": 3600}) for i in range(3)])
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(rpc, replica, "sleep", 60, timeout=60)
+        time.sleep(0.2)
+        os.kill(pid, signal.SIGKILL)
+        for waiting in (*futures, call):
+            with pytest.raises(ReplicaDiedError, match=r"replica 0 ended with exit code -9\. Its last log lines:"):
+                waiting.result(60.0)
+    assert not replica.is_alive()
+    until(lambda: not group(pid))
+    (late,) = replica.submit([ids_request("late")])
+    with pytest.raises(ReplicaDiedError, match="exit code -9"):
+        late.result(0)
+    with pytest.raises(ReplicaDiedError, match="exit code -9"):
+        replica.stats(60)
+    replica.shutdown()
+
+
+def test_requests_submitted_while_the_child_dies_all_fail_and_none_hangs() -> None:
+    replica, pid = started()
+    futures: list[Future[Any]] = []
+    stop = threading.Event()
+
+    def submit(thread: int) -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            futures.extend(replica.submit([ids_request(f"{thread}-{number}", sampling_params={"seconds": 3600})]))
+
+    with ThreadPoolExecutor(4) as pool:
+        threads = [pool.submit(submit, thread) for thread in range(4)]
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not replica.is_alive())
+        time.sleep(0.2)
+        stop.set()
+        for thread in threads:
+            thread.result(60.0)  # submit never raises
+    assert len(futures) > 100
+    assert {type(future.exception(5)) for future in futures} == {ReplicaDiedError}
+    replica.shutdown()
+
+
+def test_an_engine_that_dies_fails_everything_as_a_death_and_the_process_ends() -> None:
+    replica, pid = started(sleeper=True)
+    open_one, failing = replica.submit(
+        [ids_request("open", sampling_params={"seconds": 3600}), ids_request("failing", sampling_params={"seconds": 3})]
+    )
+    rpc(replica, "die")
+    for future in (open_one, failing):
+        with pytest.raises(ReplicaDiedError, match="replica 0 died: vLLM's engine core died: the toy is broken"):
+            future.result(60.0)
+    assert not replica.is_alive()
+    until(lambda: not group(pid))
+    replica.shutdown()
+
+
+def test_a_stuck_child_holds_up_neither_callers_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "GRACE_SECONDS", 1.0)
+    replica, pid = started(sleeper=True)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EngineError, match=r"did not answer 'stats' within 0\.3 s"):
+        replica.stats(0.3)
+    # far more than the socket holds: whoever writes it waits
+    big = [
+        Request(request_id=str(i), sampling_params=None, prompt_token_ids=np.zeros(1 << 20, np.int32)) for i in (1, 2)
+    ]
+    futures = replica.submit(big)
+    replica.abort(["1"])
+    with pytest.raises(EngineError, match=r"did not answer 'stats' within 0\.3 s"):
+        replica.stats(0.3)
+    assert replica.is_alive()
+    began = time.monotonic()
+    replica.shutdown()
+    assert time.monotonic() - began >= 1.0
+    for future in futures:
+        with pytest.raises(ReplicaDiedError, match="was shut down"):
+            future.result(0)
+    until(lambda: not group(pid))
+
+
+def test_a_process_whose_loop_is_stuck_still_goes_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "GRACE_SECONDS", 1.0)
+    replica, pid = started()
+    with pytest.raises(EngineError, match="did not answer"):
+        rpc(replica, "block", 60, timeout=0.2)
+    replica.shutdown()
+    until(lambda: not group(pid))
+
+
+# -- the end of the driver --------------------------------------------------------------------------------------------
+
+DRIVER = """
+import os, sys, time
+from support.processes import ids_request, process_of, toy_replica
+how = sys.argv[1]
+replica = toy_replica(sleeper=True, seconds=3600 if how == "starting" else 0)
+replica.start()
+if how != "starting":
+    replica.wait_ready(120)
+    replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
+if how == "forked" and os.fork() == 0:  # holds the driver's end of the socket open
+    os.write(1, b"%d\\n" % os.getpid())  # in one piece: two processes write here
+    time.sleep(60)
+    os._exit(0)
+os.write(1, b"%d\\n" % process_of(replica).pid)
+if how == "raises":
+    raise SystemExit("the user's script failed")
+if how != "returns":
+    time.sleep(60)
+"""
+
+
+def driver(how: str, temporary: Path) -> subprocess.Popen[str]:
+    """Start a driver, whose replica's folder lies in ``temporary``."""
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, how],
+        env={**toy_environment(), "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("how", ["serving", "starting"])
+def test_a_killed_driver_takes_its_engines_with_it(how: str, tmp_path: Path) -> None:
+    with driver(how, tmp_path) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        until(lambda: len(group(pid)) == 2, START)
+        process.kill()
+        process.wait(60.0)
+    until(lambda: not group(pid))
+    until(lambda: list(tmp_path.iterdir()) == [])
+
+
+def test_a_killed_driver_takes_an_engine_with_it_of_which_a_process_is_stopped(tmp_path: Path) -> None:
+    with driver("serving", tmp_path) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        (sleeper,) = [member.pid for member in group(pid) if member.pid != pid]
+        os.kill(sleeper, signal.SIGSTOP)
+        until(lambda: psutil.Process(sleeper).status() == psutil.STATUS_STOPPED)
+        process.kill()
+        process.wait(60.0)
+    until(lambda: not group(pid))
+    until(lambda: list(tmp_path.iterdir()) == [])  # the leader was there to clear up
+
+
+def test_a_process_that_the_driver_forked_does_not_keep_the_engines_alive(tmp_path: Path) -> None:
+    with driver("forked", tmp_path) as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        (engine,) = [pid for pid in pids if os.getpgid(pid) == pid]
+        (forked,) = set(pids) - {engine}
+        process.kill()
+        process.wait(60.0)
+        until(lambda: not group(engine))
+        until(lambda: list(tmp_path.iterdir()) == [])
+        os.kill(forked, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["returns", "raises"])
+def test_a_driver_that_ends_without_a_shutdown_leaves_nothing(how: str, tmp_path: Path) -> None:
+    with driver(how, tmp_path) as process:
+        output, errors = process.communicate(timeout=START)
+    assert "Exception ignored" not in errors
+    assert ("the user's script failed" in errors) == (how == "raises")
+    until(lambda: not group(int(output)))
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- vLLM itself ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def real(shelf: Any) -> Any:
+    """Arguments of a real engine, small."""
+    from support.engines import SMALL
+
+    return {"model": str(shelf.folder("qwen3_moe")), **SMALL}
+
+
+@pytest.mark.engine
+def test_a_model_folder_that_vllm_refuses_is_told_in_its_words_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
+    replica = LocalReplica(0, kind, {"model": str(tmp_path)}, kind.engine_environment())
+    replica.start()
+    pid = process_of(replica).pid
+    with pytest.raises(ReplicaDiedError, match=r"(?s)replica 0 did not start: .*no_such_model"):
+        replica.wait_ready(120)
+    until(lambda: not group(pid))
+    replica.shutdown()
+
+
+LONG = {"max_tokens": 450, "ignore_eos": True, "temperature": 1.0}
+
+
+@pytest.mark.engine
+def test_a_killed_engine_core_fails_what_waits_and_the_replica_is_dead(no_engine: Any, real: dict[str, Any]) -> None:
+    replica = LocalReplica(0, kind, real, kind.engine_environment())
+    replica.start()
+    try:
+        replica.wait_ready(200)
+        owner = process_of(replica)
+        assert len(group(owner.pid)) >= 3
+        # more than can be done before the core is killed, however slow this process is
+        futures = replica.submit([ids_request(str(i), (1, 2, 3), sampling_params=LONG) for i in range(200)])
+        until(lambda: replica.stats(10).running)
+        core = next(process for process in owner.children() if "EngineCore" in process.name() or process.children())
+        core.kill()
+        for future in futures:
+            with pytest.raises(
+                ReplicaDiedError, match=r"replica 0 (died: vLLM's engine core died|ended with exit code)"
+            ):
+                future.result(60.0)
+        assert not replica.is_alive()
+        with pytest.raises(ReplicaDiedError):
+            replica.stats(10)
+        until(lambda: not group(owner.pid))
+    finally:
+        replica.shutdown()

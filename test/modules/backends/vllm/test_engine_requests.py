@@ -1,0 +1,567 @@
+"""Requests across weight swaps, over an engine made by hand: each of its tokens says which weights made it, and where.
+
+What only the real engine can show is in ``test/weight_update/test_weights_in_flight.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request
+from torchrl_moe.modules.backends.vllm import engine_requests, weights
+from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests, Part
+from torchrl_moe.modules.backends.vllm.weights import EngineWeights
+
+PROMPT = [7, 8, 9]
+
+
+@dataclass
+class Params:
+    """The fields of vLLM's ``SamplingParams`` that matter."""
+
+    n: int = 1
+    max_tokens: int | None = 6
+    min_tokens: int = 0
+    seed: int | None = None
+    stop: Any = None
+    detokenize: bool = True
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    routed_experts_prompt_start: int = 0
+    structured_outputs: Any = None
+    lengths: tuple[int, ...] = ()  # how long each answer gets, if not max_tokens
+
+    def clone(self) -> Params:
+        return copy.copy(self)
+
+
+@dataclass
+class State:
+    """One answer in the making."""
+
+    external_req_id: str
+    request_index: int
+    context: list[int]
+    params: Params
+    cached: int
+    tokens: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    reason: str | None = None
+    parent_req: None = None
+
+    @property
+    def detokenizer(self) -> Any:
+        return SimpleNamespace(num_output_tokens=lambda: len(self.tokens))
+
+    @property
+    def limit(self) -> int | None:
+        return self.params.lengths[self.request_index] if self.params.lengths else self.params.max_tokens
+
+
+class HandEngine:
+    """Makes a token per request and :meth:`step`: 100 times its version, plus the place. A row says the same.
+
+    The prefix cache is one flag per salt: whoever comes second finds everything.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.states: dict[str, State] = {}
+        self.paused = False
+        self.asked: list[tuple[str, Any, Params]] = []
+        self.salts: dict[str, set[int]] = {}  # whose weights made what is cached
+        self.changed = asyncio.Condition()
+        self.reading: asyncio.Event | None = None  # if set, a request is not known before
+        self.room = 99  # how many answers run at a time
+        self.canary: Exception | None = None
+        self.adapters: dict[str, Any] = {}
+
+    @property
+    def output_processor(self) -> Any:
+        return SimpleNamespace(request_states=self.states)
+
+    def get_tokenizer(self) -> Any:
+        return SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(map(chr, ids)))
+
+    async def generate(
+        self, prompt: Any, params: Params, request_id: str, *, lora_request: Any, priority: int
+    ) -> AsyncIterator[Any]:
+        self.asked.append((request_id, prompt, params))
+        self.adapters[request_id] = lora_request
+        if self.reading is not None:
+            await self.reading.wait()
+        ids, salt = prompt["prompt_token_ids"], prompt.get("cache_salt", "")
+        mine = [State(request_id, index, list(ids), params, len(self.salts)) for index in range(params.n)]
+        for state in mine:
+            state.salt = salt  # type: ignore[attr-defined]
+            self.states[f"{state.request_index}_{request_id}_{len(self.asked)}"] = state
+        async with self.changed:
+            await self.changed.wait_for(lambda: all(state.reason for state in mine))
+        outputs = [
+            SimpleNamespace(
+                index=state.request_index,
+                token_ids=state.tokens,
+                text="".join(map(chr, state.tokens)) if params.detokenize else "",
+                finish_reason=state.reason,
+                stop_reason=None,
+                logprobs=[{0: SimpleNamespace(logprob=-float(token))} for token in state.tokens],
+                routed_experts=np.array(state.rows, np.int64).reshape(-1, 1, 1) if state.tokens else None,
+            )
+            for state in mine
+        ]
+        yield SimpleNamespace(prompt=None, prompt_token_ids=ids, num_cached_tokens=11, outputs=outputs, metrics=None)
+
+    async def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            assert not self.paused
+            for state in list(self.states.values())[: self.room]:
+                self._advance(state)
+            await self._settle()
+
+    def _advance(self, state: State) -> None:
+        if not state.tokens:
+            first = state.params.routed_experts_prompt_start
+            state.rows = [self.version * 100 + place for place in range(first, len(state.context))]
+            self.salts.setdefault(state.salt, set()).add(self.version)  # type: ignore[attr-defined]
+        else:
+            state.rows.append(self.version * 100 + len(state.context) - 1)
+        token = self.version * 100 + len(state.context)
+        state.tokens.append(token)
+        state.context.append(token)
+        if len(state.tokens) == state.limit:
+            state.reason = "length"
+
+    async def _settle(self) -> None:
+        for name in [name for name, state in self.states.items() if state.reason]:
+            del self.states[name]
+        async with self.changed:
+            self.changed.notify_all()
+        await asyncio.sleep(0)
+
+    async def abort(self, names: list[str], internal: bool = False) -> None:
+        for name, state in self.states.items():
+            if (name if internal else state.external_req_id) in names:
+                state.reason = "abort"
+        await self._settle()
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.paused = True
+        if mode == "abort":
+            await self.abort(list(self.states), internal=True)
+        await asyncio.sleep(0.005)
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+
+
+class Weights(EngineWeights):
+    """The real bookkeeping, around a load that only counts."""
+
+    async def _load(self, version: int) -> None:
+        await asyncio.sleep(0.002)
+        self.engine.version = version
+
+    async def _whole(self) -> bool:
+        return True
+
+    async def _take_back(self, before: int) -> bool:
+        """What is done where a canary fails, over a shadow."""
+        self.engine.paused = True
+        self._spoiled |= set(await self._delivered()) | self._held
+        self._marks.clear()
+        await self.engine.abort(list(self._spoiled))
+        self.version = self.engine.version = before
+        return True
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.engine = HandEngine()
+        self.weights = Weights(self.engine, dict)
+        self.done: dict[str, Completion] = {}
+        self.refused: dict[str, BaseException] = {}
+        self.requests = EngineRequests(
+            self.engine, self.weights, lambda c: self.done.update({c.request_id: c}), self.refused.__setitem__
+        )
+        self.weights.in_flight = self.requests
+        self.own = False  # whether requests bring an adapter of their own
+
+    async def start(self, name: str = "r", **params: Any) -> None:
+        self.requests.start(
+            Request(request_id=name, sampling_params=Params(**params), prompt_token_ids=np.array(PROMPT, np.int32))
+        )
+        await asyncio.sleep(0.002)
+
+    async def swap(self, version: int, mode: Any = "abort", clear_cache: bool = False) -> None:
+        report = await self.weights.swap(version, mode, clear_cache)
+        assert (report.error is None) is (self.engine.canary is None)
+        await asyncio.sleep(0.03)
+
+    async def finish(self) -> None:
+        async with asyncio.timeout(60.0):
+            while len(self.requests):
+                await self.engine.step()
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Bench], Awaitable[None]]], Bench]:
+    monkeypatch.setattr(engine_requests, "SamplingParamsBuilder", lambda: lambda spec, guided_options: spec)
+
+    async def ask_canary(engine: HandEngine, canary: None, name: str, seconds: float) -> str:
+        await engine.step()  # what it froze makes tokens meanwhile
+        if engine.canary is not None:
+            raise engine.canary
+        return ""
+
+    monkeypatch.setattr(weights, "ask_canary", ask_canary)
+
+    def play(script: Callable[[Bench], Awaitable[None]]) -> Bench:
+        async def main() -> Bench:
+            bench = Bench()
+            await script(bench)
+            return bench
+
+        return asyncio.run(main())
+
+    return play
+
+
+Run = Callable[[Callable[[Bench], Awaitable[None]]], Bench]
+
+
+def check(output: CompletionOutput, *versions: int) -> None:
+    """Tokens at their places, of these versions; and everything else that belongs to them."""
+    tokens = [version * 100 + len(PROMPT) + place for place, version in enumerate(versions)]
+    assert output.token_ids.tolist() == tokens
+    assert output.policy_versions.tolist() == list(versions)
+    assert output.logprobs is not None
+    assert output.logprobs.tolist() == [-token for token in tokens]
+    assert output.routed_experts is not None
+    made_by = [*versions[:1] * (len(PROMPT) - 1), *versions]
+    assert output.routed_experts[:, 0, 0].tolist() == [100 * version + row for row, version in enumerate(made_by)]
+
+
+def test_what_a_swap_cuts_goes_on_where_it_was_cut(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start(max_tokens=6, min_tokens=5)
+        await bench.engine.step(2)
+        await bench.swap(1)
+        await bench.finish()
+
+    bench = run(script)
+    completion = bench.done["r"]
+    (output,) = completion.outputs
+    check(output, 0, 0, 1, 1, 1, 1)
+    assert output.finish_reason == "length"
+    assert output.text == "".join(map(chr, output.token_ids))
+    assert completion.prompt_token_ids.tolist() == PROMPT
+    assert completion.num_cached_tokens == 11
+    assert completion.metrics.total_seconds > 0
+    (_, _, _), (name, prompt, params) = bench.engine.asked
+    assert name != "r"
+    assert prompt == {"prompt_token_ids": [*PROMPT, 3, 4], "cache_salt": "swap-1"}
+    assert (params.max_tokens, params.min_tokens, params.n, params.routed_experts_prompt_start) == (4, 3, 1, 4)
+    assert bench.requests.counts["requests"] == 1
+    assert bench.requests.counts["generated_tokens"] == 6
+
+
+def test_many_swaps_cut_one_request_many_times(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start()
+        for version in (1, 2, 3):
+            await bench.engine.step()
+            await bench.swap(version, "abort" if version != 2 else "keep")  # a keep lets it run beside the canary
+        await bench.swap(4)  # no token since
+        await bench.finish()
+
+    check(run(script).done["r"].outputs[0], 0, 1, 2, 2, 4, 4)
+
+
+def test_each_answer_goes_on_by_itself_and_those_that_are_done_stay(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start(n=3, lengths=(1, 9, 9), max_tokens=5, seed=10)
+        await bench.engine.step(2)
+        for params in [params for _, _, params in bench.engine.asked]:
+            params.lengths = ()
+        await bench.swap(1)
+        await bench.finish()
+
+    bench = run(script)
+    outputs = bench.done["r"].outputs
+    assert [output.index for output in outputs] == [0, 1, 2]
+    check(outputs[0], 0)
+    for output in outputs[1:]:
+        check(output, 0, 0, 1, 1, 1)
+    assert [params.seed for _, _, params in bench.engine.asked] == [10, 13, 14]
+    assert len({name for name, _, _ in bench.engine.asked}) == 3
+
+
+def test_what_cannot_be_continued_starts_anew(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start(n=2, structured_outputs="a grammar", max_tokens=3)
+        await bench.engine.step(2)
+        await bench.swap(1)
+        await bench.finish()
+
+    bench = run(script)
+    for output in bench.done["r"].outputs:
+        check(output, 1, 1, 1)
+    assert [params.n for _, _, params in bench.engine.asked] == [2, 2]
+
+
+def test_a_finished_answer_stays_while_its_sibling_starts_anew(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start(n=2, lengths=(2, 9), structured_outputs="a grammar", max_tokens=3)
+        await bench.engine.step(2)
+        bench.engine.asked[0][2].lengths = ()
+        await bench.swap(1)
+        await bench.finish()
+
+    one, two = run(script).done["r"].outputs
+    check(one, 0, 0)
+    check(two, 1, 1, 1)
+    assert (one.index, two.index) == (0, 1)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_a_request_without_a_token_is_asked_for_again_with_the_new_salt(run: Run, mode: str) -> None:
+    async def script(bench: Bench) -> None:
+        bench.engine.room = 1
+        await bench.start("first")
+        await bench.start("waits", n=2)
+        await bench.engine.step(2)
+        await bench.swap(1, mode)
+        bench.engine.room = 99
+        await bench.finish()
+
+    bench = run(script)
+    check(bench.done["first"].outputs[0], 0, 0, 1, 1, 1, 1)
+    for output in bench.done["waits"].outputs:
+        check(output, 1, 1, 1, 1, 1, 1)
+    if mode == "keep":
+        # what is cached under the old salt is the first request's alone
+        assert bench.engine.salts == {"": {0}, "swap-1": {1}}
+        assert [prompt.get("cache_salt") for _, prompt, _ in bench.engine.asked] == [None, None, "swap-1"]
+
+
+def test_an_answer_without_a_token_is_asked_for_again_beside_its_siblings(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        bench.engine.room = 1
+        await bench.start(n=2, max_tokens=3)
+        await bench.engine.step(1)
+        await bench.swap(1, "keep")
+        await bench.finish()
+
+    bench = run(script)
+    one, two = bench.done["r"].outputs
+    check(one, 0, 1, 1)
+    check(two, 1, 1, 1)
+    assert [prompt.get("cache_salt") for _, prompt, _ in bench.engine.asked] == [None, "swap-1"]
+
+
+def test_a_dropped_cache_needs_nobody_to_start_anew(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start()
+        await bench.swap(1, "keep", clear_cache=True)
+        await bench.finish()
+
+    bench = run(script)
+    check(bench.done["r"].outputs[0], *[1] * 6)
+    assert len(bench.engine.asked) == 1
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_a_request_that_vllm_still_reads_at_the_swap_starts_anew(run: Run, mode: str) -> None:
+    async def script(bench: Bench) -> None:
+        bench.engine.reading = asyncio.Event()
+        await bench.start()
+        await bench.swap(1, mode)
+        bench.engine.reading.set()
+        await asyncio.sleep(0.03)
+        await bench.finish()
+
+    bench = run(script)
+    check(bench.done["r"].outputs[0], *[1] * 6)
+    assert [prompt.get("cache_salt") for _, prompt, _ in bench.engine.asked] == [None, "swap-1"]
+
+
+def test_what_the_user_aborts_during_a_swap_comes_back_with_what_it_had(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start("cut")
+        await bench.start("guided", structured_outputs="a grammar", n=2)
+        await bench.start("other")
+        await bench.engine.step(2)
+        swapping = asyncio.ensure_future(bench.swap(1))
+        await asyncio.sleep(0.001)
+        bench.requests.abort(["cut", "guided"])
+        await swapping
+        assert set(bench.done) == {"cut", "guided"}
+        await bench.finish()
+
+    bench = run(script)
+    (cut,), guided, (other,) = (bench.done[name].outputs for name in ("cut", "guided", "other"))
+    assert [output.finish_reason for output in (cut, *guided)] == ["abort"] * 3
+    assert [output.index for output in guided] == [0, 1]
+    for output in (cut, *guided):
+        check(output, 0, 0)
+    check(other, 0, 0, 1, 1, 1, 1)
+
+
+def test_an_abort_reaches_what_goes_on_after_a_swap(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start(n=2)
+        await bench.engine.step(2)
+        await bench.swap(1)
+        await bench.engine.step(1)
+        bench.requests.abort(["r"])
+        await asyncio.sleep(0.05)
+        assert len(bench.requests) == 0
+
+    for output in run(script).done["r"].outputs:
+        check(output, 0, 0, 1)
+        assert output.finish_reason == "abort"
+
+
+def test_what_the_users_own_pause_cuts_stays_cut(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.swap(1)
+        await bench.start()
+        await bench.engine.step(2)
+        await bench.engine.pause_generation(mode="abort", clear_cache=False)
+        await asyncio.sleep(0.01)
+
+    (output,) = run(script).done["r"].outputs
+    check(output, 1, 1)
+    assert output.finish_reason == "abort"
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_weights_that_fail_their_canary_leave_no_token(run: Run, mode: str) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start("running", n=2)
+        await bench.engine.step(2)
+        bench.engine.canary = ValueError("no good")
+        await bench.swap(1, mode)
+        await bench.finish()
+
+    for output in run(script).done["running"].outputs:
+        check(output, *[0] * 6)
+
+
+def test_an_error_while_it_goes_on_refuses_the_request(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start()
+        await bench.engine.step(2)
+
+        def fail(*arguments: Any, **options: Any) -> Any:
+            raise ValueError("too long now")
+
+        bench.engine.generate = fail  # type: ignore[method-assign]
+        await bench.swap(1)
+        await asyncio.sleep(0.01)
+        assert len(bench.requests) == 0
+
+    bench = run(script)
+    assert str(bench.refused["r"]) == "too long now"
+    assert bench.done == {}
+
+
+def test_where_one_answer_is_refused_its_siblings_end_too(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start(n=2)
+        await bench.engine.step(2)
+        generate, asked = bench.engine.generate, []
+
+        def fail_once(*arguments: Any, **options: Any) -> Any:
+            asked.append(arguments)
+            if len(asked) == 2:
+                raise ValueError("too long now")
+            return generate(*arguments, **options)
+
+        bench.engine.generate = fail_once  # type: ignore[method-assign]
+        await bench.swap(1)
+        await asyncio.sleep(0.03)
+        assert len(asked) == 2
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    assert str(run(script).refused["r"]) == "too long now"
+
+
+def test_a_part_says_what_of_it_stays() -> None:
+    def output(index: int, tokens: int, reason: str) -> CompletionOutput:
+        return CompletionOutput(
+            index=index,
+            token_ids=np.zeros(tokens, np.int64),
+            text="",
+            finish_reason=reason,
+            policy_versions=np.zeros(tokens, np.int32),
+        )
+
+    part = Part("r", 3, cut=True, anew={2})
+    done, cut, empty, late = output(0, 2, "stop"), output(1, 2, "abort"), output(1, 0, "abort"), output(2, 2, "stop")
+    assert [part.over(item) for item in (done, cut, empty, late)] == [True, False, False, False]
+    assert [part.keeps(item, Params()) for item in (done, cut, empty, late)] == [True, True, False, False]
+    assert not part.keeps(cut, Params(structured_outputs="a grammar"))
+    assert Part("r", 1).over(output(0, 2, "abort"))
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def test_requests_keep_the_adapter_they_began_with_and_its_version(run: Run) -> None:
+    one, two, own = object(), object(), object()
+
+    async def script(bench: Bench) -> None:
+        class Own:
+            async def load(self, lora_request: Any) -> Any:
+                return own if bench.own else None
+
+        bench.requests._adapters = Own()  # type: ignore[assignment]
+        await bench.start("bare", max_tokens=4)
+        await bench.engine.step()
+        bench.requests.change_adapter(one, 1)
+        bench.own = True
+        await bench.start("own", max_tokens=4)
+        bench.own = False
+        await bench.start("first", max_tokens=4)
+        await bench.engine.step()
+        bench.requests.change_adapter(two, 2)
+        await bench.start("second", max_tokens=4)
+        assert bench.requests.uses(one)
+        assert bench.requests.uses(two)
+        await bench.finish()
+        assert not bench.requests.uses(one)
+
+    bench = run(script)
+    assert bench.engine.adapters == {"bare": None, "own": own, "first": one, "second": two}
+    versions = {name: completion.outputs[0].policy_versions.tolist() for name, completion in bench.done.items()}
+    assert versions == {"bare": [0] * 4, "own": [1] * 4, "first": [1] * 4, "second": [2] * 4}
+
+
+def test_what_a_swap_of_whole_weights_cuts_goes_on_with_the_adapter_of_then(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        bench.requests.change_adapter(object(), 1)
+        bench.engine.version = 1
+        await bench.start(max_tokens=6)
+        await bench.engine.step(2)
+        bench.requests.adapter = None  # the new weights have it in them
+        assert not bench.weights.replaced
+        await bench.swap(2)
+        assert bench.weights.replaced
+        await bench.finish()
+
+    bench = run(script)
+    check(bench.done["r"].outputs[0], 1, 1, 2, 2, 2, 2)
+    assert [bench.engine.adapters[name] is None for name in ("r", "r~1")] == [False, True]

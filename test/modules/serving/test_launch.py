@@ -1,0 +1,157 @@
+"""How a service is launched: what is refused, who gets which GPUs, what makes replicas and asks Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchrl_moe.modules.backends.ray import cluster
+from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
+from torchrl_moe.modules.backends.vllm import kind
+from torchrl_moe.modules.serving.launch import (
+    check_backend,
+    check_model,
+    default_timeout,
+    device_sets,
+    ray_factory,
+    visible_devices,
+    with_fp32_head,
+)
+
+
+def test_an_unknown_backend_no_replica_and_words_of_ray_are_refused() -> None:
+    check_backend("local", 1, name=None)
+    check_backend("ray", 2, name="policy")
+    with pytest.raises(ValueError, match=r"backend must be 'local' .* or 'ray'"):
+        check_backend("mpi", 1)
+    with pytest.raises(ValueError, match="num_replicas must be at least 1, got 0"):
+        check_backend("local", 0)
+    with pytest.raises(ValueError, match="name given with backend='local': only backend='ray' knows them"):
+        check_backend("local", 1, name="policy", resources=None)
+
+
+def test_a_folder_without_a_model_is_refused_and_a_hub_name_is_not(tmp_path: Path) -> None:
+    assert check_model("Qwen/Qwen3-30B-A3B") == "Qwen/Qwen3-30B-A3B"
+    with pytest.raises(ValueError, match=r"the folder has no config\.json"):
+        check_model(str(tmp_path))
+    with pytest.raises(ValueError, match="the folder does not exist"):
+        check_model(str(tmp_path / "none"))
+    (tmp_path / "config.json").write_text("{}")
+    assert check_model(str(tmp_path)) == str(tmp_path)
+
+
+def test_the_environment_may_give_a_start_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHRL_VLLM_TIMEOUT_SECONDS", raising=False)
+    assert default_timeout() == 600.0
+    monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "1200")
+    assert default_timeout() == 1200.0
+    monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "soon")
+    with pytest.raises(ValueError, match="must be a number of seconds, got 'soon'"):
+        default_timeout()
+
+
+def test_a_float32_head_is_one_more_override() -> None:
+    assert with_fp32_head(None) == {"head_dtype": "float32"}
+    assert with_fp32_head({"num_hidden_layers": 2}) == {"num_hidden_layers": 2, "head_dtype": "float32"}
+    with pytest.raises(ValueError, match="needs hf_overrides to be a mapping"):
+        with_fp32_head(dict)
+
+
+@pytest.mark.parametrize(
+    ("visible", "num_replicas", "per_replica", "expected"),
+    [
+        (["0"], 1, 1, ["0"]),
+        (["0", "1", "2", "3"], 4, 1, ["0", "1", "2", "3"]),
+        (["0", "1", "2", "3"], 2, 2, ["0,1", "2,3"]),
+        (["0", "1", "2", "3"], 1, 4, ["0,1,2,3"]),
+        (["0", "1", "2", "3"], 1, 3, ["0,1,2"]),
+        (["5", "GPU-ab12", "2"], 2, 1, ["5", "GPU-ab12"]),
+        ([], 3, 1, [None, None, None]),
+        ([], 2, 8, [None, None]),
+    ],
+)
+def test_each_replica_gets_devices_of_its_own(
+    visible: list[str], num_replicas: int, per_replica: int, expected: list[str | None]
+) -> None:
+    assert device_sets(visible, num_replicas, per_replica) == expected
+
+
+@pytest.mark.parametrize(("num_replicas", "per_replica", "needed"), [(3, 1, 3), (1, 3, 3), (2, 2, 4)])
+def test_too_few_devices_are_counted_and_named(num_replicas: int, per_replica: int, needed: int) -> None:
+    words = rf"{num_replicas} replicas of {per_replica} GPU\(s\) need {needed}, but 2 are visible \(4, 7\)\. Use fewer"
+    with pytest.raises(ValueError, match=words):
+        device_sets(["4", "7"], num_replicas, per_replica)
+
+
+@pytest.mark.parametrize(
+    ("named", "count", "expected"),
+    [
+        (None, 0, []),
+        (None, 2, ["0", "1"]),
+        ("", 0, []),
+        ("-1", 0, []),
+        ("3, 5", 2, ["3", "5"]),
+        ("GPU-ab12,GPU-cd34", 2, ["GPU-ab12", "GPU-cd34"]),
+        ("1,-1,0", 1, ["1"]),  # CUDA stops reading at the first bad name
+    ],
+)
+def test_devices_have_the_names_that_the_driver_knows(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, count: int, expected: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    if named is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert visible_devices() == expected
+
+
+@pytest.mark.gpu
+def test_a_machine_with_gpus_shows_them() -> None:
+    assert len(visible_devices()) == torch.cuda.device_count() > 0
+
+
+ARGUMENTS = {"model": "m", "tensor_parallel_size": 2}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A cluster without GPUs; its one item says whether joining it had to start it."""
+    answer = [False]
+    monkeypatch.setattr(cluster, "join_cluster", lambda: answer[0])
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 8.0})
+    return answer
+
+
+def service_of(name: str | None = None, namespace: str | None = None, resources: Any = None) -> Any:
+    make = ray_factory(kind, ARGUMENTS, 3, name=name, namespace=namespace, resources=resources, verbose=True)
+    replica = make(2)
+    assert isinstance(replica, RayReplica)
+    assert replica.index == 2
+    assert make(0)._service is replica._service  # one service, whatever replica is made when
+    return replica._service
+
+
+def test_without_a_name_it_has_one_that_nobody_else_has_and_ends_with_its_driver(started: list[bool]) -> None:
+    one, two = service_of(), service_of()
+    assert one.name != two.name
+    assert not one.detached
+    assert one.namespace == "torchrl_moe"
+    assert (one.num_replicas, one.arguments, one.verbose) == (3, ARGUMENTS, True)
+    assert one.resources == {"CPU": 2.0}  # for each of its devices
+
+
+def test_with_a_name_it_outlives_its_driver(started: list[bool]) -> None:
+    service = service_of("policy", "ours", {"CPU": 3, "slot": 1})
+    assert (service.name, service.namespace, service.detached) == ("policy", "ours", True)
+    assert service.resources == {"CPU": 3.0, "slot": 1.0}
+
+
+def test_a_cluster_that_ends_with_this_process_cannot_keep_a_service(started: list[bool]) -> None:
+    started[0] = True
+    with pytest.warns(UserWarning, match="one was started that ends with this process, and the service 'policy' with"):
+        service_of("policy")
+    service_of()  # nothing was promised

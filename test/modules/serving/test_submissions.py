@@ -1,0 +1,135 @@
+"""One message per replica and turn of the loop; what ends wakes the loop once for all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from support.requests import waiting_request
+from support.waiting import PATIENCE
+from torchrl_moe.modules.backends.replica import Completion, Request
+from torchrl_moe.modules.serving.event_loop import EventLoop
+from torchrl_moe.modules.serving.submissions import Submissions
+
+
+class Slow:
+    """Ends nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.messages: list[int] = []
+        self.aborted: list[str] = []
+        self.futures: list[Future[Completion]] = []
+        self.error: BaseException | None = None
+
+    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+        self.messages.append(len(requests))
+        if self.error is not None:
+            raise self.error
+        made: list[Future[Completion]] = [Future() for _ in requests]
+        self.futures += made
+        return made
+
+    def abort(self, ids: Sequence[str]) -> None:
+        self.aborted += ids
+
+
+def in_loop(work: Callable[[Submissions], Coroutine[Any, Any, Any]]) -> tuple[Any, list[str]]:
+    """Run a coroutine in a service's loop; return its value, and what the loop was told to call meanwhile."""
+    loop, over, value, calls = EventLoop("of-this-test"), threading.Event(), [], []
+    submissions = Submissions(loop)
+
+    async def main() -> None:
+        try:
+            value.append(await work(submissions))
+        finally:
+            over.set()
+
+    def begin() -> None:
+        tasks.append(asyncio.get_running_loop().create_task(main()))
+
+    tasks: list[Any] = []
+    loop.call(begin)
+    real = loop.call
+
+    def count(function: Any, *arguments: Any) -> bool:
+        calls.append(function.__name__)
+        return real(function, *arguments)
+
+    loop.call = count  # type: ignore[method-assign]
+    assert over.wait(PATIENCE)
+    loop.stop()
+    return value[0], calls
+
+
+def test_what_one_turn_places_is_one_message_for_each_replica() -> None:
+    one, two = Slow(), Slow()
+
+    async def work(submissions: Submissions) -> None:
+        for replica in (one, two, one, one):
+            submissions.put(replica, waiting_request())
+        assert (one.messages, two.messages) == ([], [])
+        await at_the_end_of_the_turn()
+        submissions.put(two, waiting_request())
+        await at_the_end_of_the_turn()
+
+    in_loop(work)
+    assert (one.messages, two.messages) == ([3], [1, 1])
+
+
+async def at_the_end_of_the_turn() -> None:
+    for _ in range(2):
+        await asyncio.sleep(0)
+
+
+def test_many_ends_wake_the_loop_once() -> None:
+    replica = Slow()
+
+    async def work(submissions: Submissions) -> list[Any]:
+        waits = [submissions.put(replica, waiting_request()) for _ in range(50)]
+        await at_the_end_of_the_turn()
+
+        def end() -> None:
+            for number, future in enumerate(replica.futures):
+                future.set_result(number)  # type: ignore[arg-type]
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        thread.join()  # the loop is held up meanwhile
+        return [future.result() for future in await asyncio.gather(*waits)]
+
+    values, calls = in_loop(work)
+    assert values == list(range(50))
+    assert calls == ["_collect"]
+
+
+def test_an_error_at_the_hand_over_is_what_comes_of_the_message_and_takes_it_back() -> None:
+    bad, good = Slow(), Slow()
+    bad.error = TypeError("cannot pickle")
+
+    async def work(submissions: Submissions) -> str:
+        lost = [submissions.put(bad, waiting_request()) for _ in range(2)]
+        submissions.put(good, waiting_request())
+        ended = await asyncio.gather(*lost)
+        return " ".join(str(future.exception()) for future in ended)
+
+    assert in_loop(work)[0] == "cannot pickle cannot pickle"
+    assert (bad.aborted, good.messages) == (["r", "r"], [1])
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+def test_what_was_aborted_on_its_way_is_aborted_again_once_it_is_there(aborted: bool) -> None:
+    replica = Slow()
+
+    async def work(submissions: Submissions) -> None:
+        request = waiting_request()
+        submissions.put(replica, request)
+        request.aborted = aborted
+        await at_the_end_of_the_turn()
+
+    in_loop(work)
+    assert (replica.messages, replica.aborted) == ([1], ["r"] if aborted else [])

@@ -1,0 +1,15 @@
+"""The toy engine as a kind: as vLLM's, but for its program."""
+
+from __future__ import annotations
+
+from torchrl_moe.modules.backends.vllm.kind import (
+    arguments_of,
+    devices_per_replica,
+    engine_environment,
+    reason_not_to_fork,
+    seeded,
+)
+
+__all__ = ["PROGRAM", "arguments_of", "devices_per_replica", "engine_environment", "reason_not_to_fork", "seeded"]
+
+PROGRAM = "support.toy_engine"

@@ -1,0 +1,43 @@
+"""A kind of engine, as those who start its processes know it; ``backends/vllm/kind.py`` is vLLM's.
+
+Where an engine runs (``backends/process``, ``backends/ray``) and which engine that is are two things: the former know
+an engine by its kind alone, and import nothing of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+__all__ = ["EngineKind", "find_kind"]
+
+
+class EngineKind(Protocol):
+    """What a module that describes a kind of engine has; importing it imports no engine."""
+
+    PROGRAM: str
+    """The module that an engine process runs; see ``backends/process/child.py`` for what it must have."""
+
+    def arguments_of(self, engine_args: Any) -> dict[str, Any]:
+        """Return the engine arguments that a user passed as keywords."""
+
+    def seeded(self, arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
+        """Return the arguments of the replica that is the ``number``-th to be made: with a seed of its own."""
+
+    def devices_per_replica(self, arguments: Mapping[str, Any]) -> int:
+        """Return over how many devices one replica spreads."""
+
+    def engine_environment(
+        self, devices: str | None = None, num_replicas: int = 1, verbose: bool = False
+    ) -> dict[str, str]:
+        """Return the environment of an engine process; see the vLLM kind for the arguments."""
+
+    def reason_not_to_fork(self, environment: Mapping[str, str]) -> str:
+        """Return why a process with this environment is to import its engine itself; ``""`` if it may be forked."""
+
+
+def find_kind(module: str) -> EngineKind:
+    """Return the kind that a module describes: its name crosses to other machines, where this is called again."""
+    kind: EngineKind = importlib.import_module(module)
+    return kind

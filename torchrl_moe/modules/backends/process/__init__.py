@@ -1,0 +1,1 @@
+"""An engine in a child process: its start, its socket, its end. It knows no engine, only its kind."""

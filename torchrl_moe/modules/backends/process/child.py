@@ -1,0 +1,264 @@
+"""The child process of a :class:`LocalReplica`: how it is started and ended, its socket, its log. No request is known.
+
+The child leads a process group of its own, so a Ctrl-C at the terminal reaches the driver only, and the whole group
+(vLLM starts two more processes) can be ended at once. It stays in the driver's session: Linux shares out the cores by
+session (autogroups), and between sessions the ``sched_yield`` of vLLM's polling hands nothing over; two replicas on two
+cores lost a quarter of their tokens. The child, or the server that forks it, is started by module name: the user's
+script is not imported again and needs no ``__main__`` guard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Protocol
+
+from torchrl_moe.modules.backends.engine_kind import EngineKind
+from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process.fork_server import CannotFork, Launch, fork_server
+from torchrl_moe.modules.backends.process.parent_watch import DRIVER_VARIABLE, FOLDER_VARIABLE, kill_group
+
+__all__ = ["Child", "Process"]
+
+GRACE_SECONDS = 10.0
+SOCKET_NAME_BYTES = 107  # of a Unix socket, by the kernel
+LOG_BYTES = 1 << 18
+SHOWN_LOG_LINES = 6
+SHOWN_LOG_COLUMNS = 400
+
+
+class Process(Protocol):
+    """What an owner needs of its process: ``subprocess.Popen`` has it, and so has a process that was forked."""
+
+    @property
+    def pid(self) -> int:
+        """Its id, and that of the group that it leads."""
+
+    def poll(self) -> int | None:
+        """Return its exit code; ``None`` while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; ``subprocess.TimeoutExpired`` if it does not come in time."""
+
+    def kill(self) -> None:
+        """Kill it."""
+
+
+class Child:
+    """One engine process.
+
+    It is forked from a process that has imported vLLM already, where that is safe, and else started by itself; the log
+    says why. Either may still be under way when the constructor returns.
+
+    Args:
+        index: of the replica; names the log.
+        kind: of the engine. Its program has ``preload()``, which imports the engine and returns why its processes may
+            not be forked then, or ``""``; and ``run(connection, driver_is_gone)``, which is all that the process does.
+            As a script it is given the number of its socket and the driver's process id.
+        environment: of the process.
+        log_folder: where its log is kept, under the replica's index; a later child goes on in the same file. By
+            default it is among what is removed at the end.
+        fork: whether it may be forked. A server that forks for one child only would save nothing.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        kind: EngineKind,
+        environment: Mapping[str, str],
+        log_folder: Path | None = None,
+        fork: bool = True,
+    ) -> None:
+        if log_folder is not None:
+            log_folder.mkdir(parents=True, exist_ok=True)
+        self.folder = Path(tempfile.mkdtemp(prefix=f"torchrl_moe-replica-{index}-"))
+        self.log = self.folder / "log" if log_folder is None else log_folder / f"replica-{index}.log"
+        self._kind = kind
+        self._driver = os.getpid()
+        self._launched: Future[Process] = Future()
+        self._cancelled = False
+        with contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, self.folder)
+            ours, theirs = socket.socketpair()
+            stack.enter_context(ours)
+            stack.enter_context(theirs)
+            log = stack.enter_context(self.log.open("ab"))
+            self._log_start = log.tell()
+            self._launch = self._begin(environment, theirs, log, fork)
+            stack.pop_all()
+        self.connection = Connection(ours.detach())
+        self.outbox = wire.Outbox(self.connection, list)
+        self._lock = threading.RLock()  # the finalizer of a replica may run in the very thread that ends the child
+        self._ended = False
+
+    def _begin(
+        self, environment: Mapping[str, str], engine: socket.socket, log: IO[bytes], fork: bool
+    ) -> Launch | None:
+        """Start the process, or have it forked: then a thread waits for that. Closes both files."""
+        places = _with_places(environment, self.folder)
+        launch, reason = None, self._kind.reason_not_to_fork(environment) if fork else ""
+        if fork and not reason:
+            try:
+                launch = fork_server(self._kind.PROGRAM, environment).fork(engine.fileno(), log.fileno(), places)
+            except CannotFork as error:
+                reason = str(error)
+        if launch is None:
+            with engine, log:
+                self._launched.set_result(self._spawn(places, engine, log, reason))
+            return None
+        arguments = (launch, places, engine, log)
+        threading.Thread(target=self._wait_for_fork, args=arguments, name="launch", daemon=True).start()
+        return launch
+
+    def _wait_for_fork(
+        self, launch: Launch, environment: Mapping[str, str], engine: socket.socket, log: IO[bytes]
+    ) -> None:
+        with _not_in_forked_processes(engine), log:
+            try:
+                try:
+                    process: Process = launch.wait()
+                except CannotFork as error:
+                    if self._cancelled:
+                        raise
+                    process = self._spawn(environment, engine, log, str(error))
+                self._launched.set_result(process)
+            except (CannotFork, OSError, ValueError, subprocess.SubprocessError) as error:
+                self._launched.set_exception(error)
+            finally:  # nobody may wait for ever
+                if not self._launched.done():
+                    self._launched.set_exception(CannotFork("starting the process failed: see the error above"))
+
+    def _spawn(self, environment: Mapping[str, str], engine: socket.socket, log: IO[bytes], reason: str) -> Process:
+        if reason:
+            log.write(f"torchrl_moe: this replica imports its engine itself: {reason}\n".encode())
+            log.flush()
+        return subprocess.Popen(
+            [sys.executable, "-m", self._kind.PROGRAM, str(engine.fileno()), str(os.getpid())],
+            pass_fds=[engine.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+
+    @property
+    def process(self) -> Process:
+        """The process; waits until it is there.
+
+        Raises:
+            CannotFork: it was given up before.
+            OSError: it could not be started.
+        """
+        return self._launched.result()
+
+    def ending(self) -> str:
+        """Return how it ended, after "replica 0"."""
+        if error := self._launched.exception():
+            return f"could not be started: {type(error).__name__}: {error}"
+        code = self.process.poll()
+        return "closed its socket" if code is None else f"ended with exit code {code}"
+
+    def is_alive(self) -> bool:
+        """Whether the process runs, or is still to come."""
+        if not self._launched.done():
+            return True
+        return self._launched.exception() is None and self.process.poll() is None
+
+    def end(self) -> None:
+        """End the process and its whole group: politely, then for certain. Idempotent; all callers wait for the end.
+
+        Does nothing in a process that the driver forked: at the end of that, too, Python runs finalizers.
+        """
+        if os.getpid() != self._driver:
+            return
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True  # for the same thread; others wait for the lock
+            try:
+                self._cancel()
+                if self._launched.exception() is None:
+                    self._end_process()
+                self.outbox.close(1.0)
+            except BaseException:  # Ctrl-C: it may be ended again
+                self._ended = False
+                raise
+
+    def _cancel(self) -> None:
+        """Give a process up that is not there yet; it may come all the same."""
+        if self._launch is not None and not self._launched.done():
+            self._cancelled = True
+            self._launch.cancel()
+
+    def _end_process(self) -> None:
+        self.outbox.put(wire.encode(("shutdown",)))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE_SECONDS)
+        kill_group(self.process.pid)
+        self.process.wait()
+
+    def end_and_forget(self) -> None:
+        """End it and remove its folder."""
+        self.end()
+        if os.getpid() == self._driver:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def log_tail(self, lines: int = SHOWN_LOG_LINES) -> str:
+        """Return the last errors that the process printed, or its last lines if it printed none."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(log.seek(0, os.SEEK_END) - LOG_BYTES, self._log_start))
+                text = [line[:SHOWN_LOG_COLUMNS] for line in log.read().decode(errors="replace").splitlines()]
+        except FileNotFoundError:  # removed at the end
+            return "(no log)"
+        errors = [line for line in text if "Error" in line and "See root cause above" not in line]
+        shown = errors or [line for line in text if "WARNING" not in line and "shards:" not in line]
+        return "\n".join(shown[-lines:]) or "(its log holds no error)"
+
+
+_held: set[socket.socket] = set()  # the engines' ends of sockets, while the engines are still to come
+
+
+def _close_held() -> None:
+    """As long as a process that the driver forks has an engine's end, that engine's death does not show."""
+    for engine in _held:
+        engine.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_held)
+
+
+@contextlib.contextmanager
+def _not_in_forked_processes(engine: socket.socket) -> Iterator[None]:
+    """Hold a socket in this process only, and close it at the end."""
+    _held.add(engine)
+    try:
+        with engine:
+            yield
+    finally:
+        _held.discard(engine)
+
+
+def _with_places(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Have vLLM make its files and sockets, which it leaves behind, where they are removed.
+
+    Only if the sockets' names then fit the kernel's limit. The user may choose another place for sockets.
+    """
+    ours = {**environment, FOLDER_VARIABLE: str(folder), DRIVER_VARIABLE: str(os.getpid())}
+    if len(os.fsencode(folder / str(uuid.uuid4()))) <= SOCKET_NAME_BYTES:
+        ours["TMPDIR"] = str(folder)
+        ours.setdefault("VLLM_RPC_BASE_PATH", str(folder))
+    return ours

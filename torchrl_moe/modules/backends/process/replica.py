@@ -1,0 +1,327 @@
+"""A replica as its driver sees it: an engine process at the other end of one socket.
+
+:class:`EngineReplica` keeps what the driver waits for, and fails it when the process is gone; it does not know where
+that runs. A :class:`LocalReplica` needs no Ray: its process is a child of the driver, see ``child.py``.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import itertools
+import os
+import pickle
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from torchrl_moe._errors import EngineError, ReplicaDiedError
+from torchrl_moe.modules.backends.engine_kind import EngineKind
+from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process.child import Child
+from torchrl_moe.modules.backends.replica import Completion, PauseMode, ReplicaInfo, ReplicaStats, Request
+
+__all__ = ["EngineReplica", "Link", "LocalReplica"]
+
+READY = -1  # the number of the one answer that is not asked for
+
+
+class Link(Protocol):
+    """The driver's end of an engine process; :class:`Child` is one."""
+
+    @property
+    def connection(self) -> wire.Stream:
+        """What the process says, in messages."""
+
+    @property
+    def outbox(self) -> wire.Outbox:
+        """What it is told, in frames."""
+
+    def end(self) -> None:
+        """Give the process up, as its driver may: all callers wait for that. Idempotent."""
+
+    def end_and_forget(self) -> None:
+        """:meth:`end`, and remove what was kept for questions about it."""
+
+    def log_tail(self) -> str:
+        """Return its last errors, or its last lines."""
+
+
+LinkT = TypeVar("LinkT", bound=Link)
+
+
+class EngineReplica(abc.ABC, Generic[LinkT]):
+    """See :class:`~torchrl_moe.modules.backends.replica.Replica` for the life of a replica.
+
+    Args:
+        index: place in the service.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.was_ended = False
+        self._lock = threading.Lock()
+        self._numbers: Iterator[Any] = itertools.count()
+        self._ready: Future[ReplicaInfo] = Future()
+        self._requests: dict[str, Future[Completion]] = {}
+        self._calls: dict[Any, Future[Any]] = {READY: self._ready}
+        self._death: str | None = None
+        self.last_stats: ReplicaStats | None = None
+        self._child: LinkT | None = None
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to start the engine process; see the protocol.
+
+        Raises:
+            RuntimeError: it was started before.
+        """
+        if self._child is not None:
+            raise RuntimeError(f"replica {self.index} was started before: make a new one")
+        self._child = child = self._open()
+        # also runs at interpreter exit, whatever the user forgot
+        self._end = weakref.finalize(self, child.end_and_forget)
+        threading.Thread(
+            target=_receive, args=(weakref.ref(self), child), name=f"replica-{self.index}", daemon=True
+        ).start()
+
+    @abc.abstractmethod
+    def _open(self) -> LinkT:
+        """Begin to start the process, without waiting for it."""
+
+    @abc.abstractmethod
+    def _ending(self) -> str:
+        """Return how the process ended, after "replica 0"."""
+
+    def wait_ready(self, timeout: float) -> ReplicaInfo:
+        """Wait until the engine serves.
+
+        Raises:
+            ReplicaDiedError: the engine did not come up; the message ends with its own last words.
+            EngineError: it did not come up in time.
+        """
+        self._started()
+        try:
+            return self._ready.result(timeout)
+        except FutureTimeout:
+            raise EngineError(
+                f"replica {self.index} was not ready within {timeout:.0f} s. Its log so far:\n{self._tail()}"
+            ) from None
+
+    def _started(self) -> LinkT:
+        if self._child is None:
+            raise RuntimeError(f"replica {self.index} was not started: call start() first")
+        return self._child
+
+    @property
+    def log_path(self) -> Path | None:
+        """What the process prints; ``None`` before :meth:`start`, and where that is no file that is kept."""
+        return None
+
+    def is_alive(self) -> bool:
+        """Whether the process is there and has not reported its engine's death."""
+        return self._child is not None and self._death is None
+
+    def shutdown(self) -> None:
+        """Ask the process to end, and end its whole group after a grace period. Idempotent."""
+        if self._child is None:
+            return
+        self._fail_all(f"replica {self.index} was shut down")
+        self._child.end()
+        self._end()
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+        """Send requests in one message; see the protocol. A request id must not be in flight already."""
+        child = self._started()
+        futures: list[Future[Completion]] = [Future() for _ in requests]
+        sent = []
+        with self._lock:
+            for request, future in zip(requests, futures, strict=True):
+                if self._death is not None:
+                    future.set_exception(ReplicaDiedError(self._death))
+                elif request.request_id in self._requests:
+                    future.set_exception(
+                        ValueError(f"request id {request.request_id!r} is in flight already: give each one its own")
+                    )
+                else:
+                    self._requests[request.request_id] = future
+                    sent.append(request)
+        try:
+            if sent:
+                child.outbox.put(self._encode("generate", wire.pack_requests(sent)))
+        except BaseException as error:  # whatever a user's object raises as it is pickled
+            for request in sent:
+                refusal = ValueError(f"the request cannot be sent to the engine process: {error}")
+                self._resolve(self._requests, request.request_id, refusal)
+            if not isinstance(error, Exception):
+                raise
+        return futures
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Abort requests; their futures resolve with what they had."""
+        if self._death is None:
+            self._started().outbox.put(self._encode("abort", list(request_ids)))
+
+    # -- commands ---------------------------------------------------------------------------------------------------
+
+    def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
+        """Run a command of the process; see the protocol."""
+        child = self._started()
+        number = next(self._numbers)
+        frames = self._encode("call", number, command, pickle.dumps(kwargs))
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._death is not None:
+                raise ReplicaDiedError(self._death)
+            self._calls[number] = future
+        child.outbox.put(frames)
+        try:
+            return pickle.loads(future.result(timeout))
+        except FutureTimeout:
+            raise EngineError(f"replica {self.index} did not answer {command!r} within {timeout:g} s") from None
+        finally:
+            with self._lock:
+                self._calls.pop(number, None)
+
+    def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
+        """Stop scheduling; see the protocol."""
+        self.call("pause", timeout, mode=mode, clear_cache=clear_cache)
+
+    def resume(self, timeout: float) -> None:
+        """Go on scheduling."""
+        self.call("resume", timeout)
+
+    def stats(self, timeout: float) -> ReplicaStats:
+        """Ask for the engine's stats of this moment; ``last_stats`` are the last that it sent by itself."""
+        stats: ReplicaStats = self.call("stats", timeout)
+        return stats
+
+    # -- plumbing ---------------------------------------------------------------------------------------------------
+
+    def _encode(self, *message: Any) -> wire.Frames:
+        return wire.encode(message)
+
+    def _handle(self, kind: str, *rest: Any) -> None:
+        """Act on one message of the process, in the receiver thread."""
+        if kind == "completions":
+            for completion in wire.unpack_completions(rest[0], self.index):
+                self._resolve(self._requests, completion.request_id, completion)
+        elif kind == "refused":
+            self._resolve(self._requests, rest[0], _error(*rest[1:]))
+        elif kind == "result":
+            self._resolve(self._calls, *rest)
+        elif kind == "error":
+            self._resolve(self._calls, rest[0], _error(*rest[1:]))
+        elif kind == "stats":
+            (self.last_stats,) = rest
+        elif kind == "ready":
+            self._resolve(self._calls, READY, rest[0])
+        elif kind == "failed":
+            self._fail_all(f"replica {self.index} did not start: {rest[0]}\n{self._tail()}")
+        else:
+            self._fail_all(f"replica {self.index} died: {rest[0]}\n{self._tail()}")
+
+    def _resolve(self, table: dict[Any, Future[Any]], key: Any, value: Any) -> None:
+        with self._lock:
+            future = table.pop(key, None)
+        if future is not None and future.set_running_or_notify_cancel():
+            if isinstance(value, Exception):
+                future.set_exception(value)
+            else:
+                future.set_result(value)
+
+    def _fail_all(self, reason: str) -> None:
+        """Fail everything that waits; the first reason stays."""
+        with self._lock:
+            if self._death is not None:
+                return
+            self._death = reason
+            waiting: list[Future[Any]] = [*self._requests.values(), *self._calls.values()]
+            self._requests.clear()
+            self._calls.clear()
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(ReplicaDiedError(reason))
+
+    def _tail(self) -> str:
+        return self._started().log_tail()
+
+    def _lost(self) -> None:
+        """Note that the process closed its socket, having said why or not."""
+        if self._death is None:
+            self._fail_all(f"replica {self.index} {self._ending()}")
+
+
+class LocalReplica(EngineReplica[Child]):
+    """A replica whose engine process is a child of the driver.
+
+    Args:
+        index: place in the service.
+        kind: of the engine.
+        arguments: of the engine, by keyword.
+        environment: of the child.
+        log_folder: where the child's log stays; by default it goes when the child has gone.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        kind: EngineKind,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        log_folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(index)
+        self._kind = kind
+        self._arguments = dict(arguments)
+        self._environment = dict(environment)
+        self._log_folder = None if log_folder is None else Path(log_folder)
+
+    def _open(self) -> Child:
+        configure = self._encode("configure", self._arguments)
+        child = Child(self.index, self._kind, self._environment, self._log_folder)
+        child.outbox.put(configure)
+        return child
+
+    @property
+    def log_path(self) -> Path | None:
+        """What the child prints; ``None`` before :meth:`start`."""
+        return None if self._child is None else self._child.log
+
+    def is_alive(self) -> bool:
+        """Whether the child runs and has not reported its engine's death."""
+        return super().is_alive() and self._started().is_alive()
+
+    def _ending(self) -> str:
+        return f"{self._started().ending()}. Its last log lines:\n{self._tail()}"
+
+
+def _error(kind: str, text: str) -> Exception:
+    return ValueError(text) if kind == "value" else EngineError(text)
+
+
+def _receive(reference: weakref.ref[EngineReplica[Any]], child: Link) -> None:
+    """Pass messages on until the process is gone, then clear up. The replica is held weakly: it may be collected."""
+    try:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message = wire.receive(child.connection)
+                replica = reference()
+                if replica is None:
+                    break
+                replica._handle(*message)
+                del message, replica
+    finally:
+        # first the group, so that no one finds its memory in use after its death was told
+        child.end()
+        if (replica := reference()) is not None:
+            replica._lost()
+        child.outbox.close()
+        child.connection.close()

@@ -1,0 +1,178 @@
+"""The socket between a driver and an actor: opened by the actor, dialled by drivers, and never before both are known.
+
+Ray carries the address and a key; both sides prove that they have the key before anything is unpickled. A socket and
+not actor calls: an actor call costs a millisecond each way and has no order, and the end of a socket tells at once
+that the other side is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+__all__ = ["Address", "LateConnection", "Listener", "dial"]
+
+DIAL_SECONDS = 20
+RETRY_SECONDS = 0.2
+# A machine that is switched off says nothing: asked after 10 s of silence, then every 5 s, it is gone after the third.
+# Linux does not ask while it waits for the receipt of what was sent: that has as long, in milliseconds.
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where an actor listens, and the key that lets a driver in."""
+
+    host: str
+    port: int
+    key: bytes
+
+
+class Listener:
+    """Lets drivers in, each in a thread of its own.
+
+    Args:
+        host: the address to listen on.
+        welcome: takes the connection of a driver that has the key, and stays for as long as it does.
+    """
+
+    def __init__(self, host: str, welcome: Callable[[Connection], None]) -> None:
+        self._welcome = welcome
+        self._closed = threading.Event()
+        self._socket = socket.create_server((host, 0))
+        self.address = Address(host=host, port=self._socket.getsockname()[1], key=secrets.token_bytes(32))
+        self._thread = threading.Thread(target=self._listen, name="listener", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            try:
+                visitor, _ = self._socket.accept()
+            except OSError:  # closed; or the visitor has left, or there are too many open files just now
+                self._closed.wait(RETRY_SECONDS)
+            else:
+                threading.Thread(target=self._let_in, args=(visitor,), name="driver", daemon=True).start()
+
+    def _let_in(self, visitor: socket.socket) -> None:
+        steps = deliver_challenge, answer_challenge
+        with (
+            contextlib.suppress(AuthenticationError, EOFError, OSError),
+            _prove(visitor, self.address.key, *steps) as connection,
+        ):
+            self._welcome(connection)
+
+    def close(self) -> None:
+        """Let nobody in any more; who is in stays."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # or the thread would go on waiting
+        self._socket.close()
+
+
+def dial(address: Address) -> Connection:
+    """Return a connection to an actor's listener.
+
+    Raises:
+        OSError: nobody is there, or nobody answers.
+        EOFError: it was closed at once.
+        AuthenticationError: whoever is there has another key.
+    """
+    caller = socket.create_connection((address.host, address.port), DIAL_SECONDS)
+    return _prove(caller, address.key, answer_challenge, deliver_challenge)
+
+
+def _prove(end: socket.socket, key: bytes, *steps: Callable[[Connection, bytes], None]) -> Connection:
+    """Return the connection of a socket, once each side has shown that it has the key; the socket is used up."""
+    with end, contextlib.ExitStack() as on_failure:
+        _tune(end)
+        connection = on_failure.enter_context(Connection(os.dup(end.fileno())))
+        _limit_silence(end, DIAL_SECONDS)
+        try:
+            for step in steps:
+                step(connection, key)
+        except BlockingIOError as error:
+            raise TimeoutError(f"the other side said nothing for {DIAL_SECONDS} s") from error
+        _limit_silence(end, 0)
+        on_failure.pop_all()
+    return connection
+
+
+def _limit_silence(end: socket.socket, seconds: int) -> None:
+    """Have a read fail after so many seconds, 0: never. Not Python's timeout: a ``Connection`` reads past that."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+
+
+def _tune(end: socket.socket) -> None:
+    end.settimeout(None)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a message is written in pieces
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class LateConnection:
+    """A connection that may be used before it exists: readers and writers wait until it does, or never will."""
+
+    def __init__(self) -> None:
+        self._known = threading.Event()
+        self._lock = threading.Lock()
+        self._real: Connection | None = None
+
+    def become(self, real: Connection) -> None:
+        """Take the connection, or close it if this one was given up."""
+        with self._lock:
+            if self._known.is_set():
+                real.close()
+            self._real = real
+            self._known.set()
+
+    def give_up(self) -> None:
+        """Say that there will be none; nothing if there is one."""
+        with self._lock:
+            self._known.set()
+
+    def _wait(self) -> Connection:
+        self._known.wait()
+        if self._real is None:
+            raise EOFError("the connection never came about")
+        return self._real
+
+    def send_bytes(self, buf: bytes | memoryview) -> None:
+        """Write one frame."""
+        try:
+            self._wait().send_bytes(buf)
+        except EOFError as error:
+            raise OSError(str(error)) from error
+
+    def recv_bytes(self) -> bytes:
+        """Read one frame.
+
+        Raises:
+            EOFError: the other side is gone, or never came.
+        """
+        return self._wait().recv_bytes()
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket.
+
+        Raises:
+            OSError: there is none.
+        """
+        if self._real is None:
+            raise OSError("the connection never came about")
+        return self._real.fileno()
+
+    def close(self) -> None:
+        """Close it, or give it up. Nobody may be reading it any more."""
+        self.give_up()
+        if self._real is not None:
+            self._real.close()

@@ -1,0 +1,294 @@
+"""The requests that an engine process runs: one task each, from the driver's message to the completion.
+
+A weight swap may cut a request short (``pause="abort"``), or find it without a token, queued or half prefilled, with
+cached prefixes of the old weights; either way its task asks vLLM again once the swap is over. What a swap cut goes on
+from its last token, answer by answer; what had no token yet, or cannot be continued, starts anew. Only what the user
+aborts comes back cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+from torchrl_moe import _compat
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, PauseMode, Request
+from torchrl_moe.modules.backends.vllm import continuation
+from torchrl_moe.modules.backends.vllm.adapters import Adapters
+from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
+from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder
+
+__all__ = ["EngineRequests"]
+
+ABORT_SECONDS = 0.01
+
+
+class Weights(Protocol):
+    """What requests need to know of an engine's weights."""
+
+    version: int
+
+    async def salt(self) -> dict[str, str]:
+        """Return what keeps cached prefixes of different weights apart, once no swap is on."""
+
+    async def deliver(self, completion: Completion) -> Completion | None:
+        """Return a completion whose tokens know their versions, or ``None`` if it was made by weights that failed."""
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """One run of vLLM for a request: of all of its answers, or of one from where it was cut.
+
+    Attributes:
+        name: vLLM's request id.
+        answers: how many it makes.
+        lora: vLLM's request of the adapter that makes them, if one does.
+        version: of all of its tokens, once the adapter was updated for those that come later; ``None`` before.
+        cut: by the pause of a swap.
+        anew: answers to drop and to start anew, since their first token may come after a swap, from an old cache.
+    """
+
+    name: str
+    answers: int
+    lora: Any = None
+    version: int | None = None
+    cut: bool = False
+    anew: set[int] = field(default_factory=set)
+
+    def over(self, output: CompletionOutput) -> bool:
+        """Whether an answer is done, or was cut for good."""
+        return output.index not in self.anew and not (self.cut and output.finish_reason == "abort")
+
+    def keeps(self, output: CompletionOutput, params: Any) -> bool:
+        """Whether what there is of an answer stays."""
+        if self.over(output):
+            return True
+        return output.index not in self.anew and len(output.token_ids) > 0 and continuation.can_continue(params)
+
+
+@dataclass(eq=False, slots=True)
+class Running:
+    """One request in flight, and what vLLM runs for it now."""
+
+    request: Request
+    started: float
+    parts: set[Part] = field(default_factory=set)
+    aborted: bool = False
+
+
+class EngineRequests:
+    """Requests in flight, and the stats of those that are done.
+
+    Args:
+        engine: the ``AsyncLLM``.
+        weights: the engine's.
+        send: takes a completion to the driver.
+        refuse: takes the id of a request that failed, and the error.
+
+    Attributes:
+        adapter: vLLM's request of the adapter that requests without one of their own get; ``None`` for the bare model.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        weights: Weights,
+        send: Callable[[Completion], None],
+        refuse: Callable[[str, BaseException], None],
+    ) -> None:
+        self.engine = engine
+        self.weights = weights
+        self.adapter: Any = None
+        self.counts = dict.fromkeys(("requests", "completions", "prompt_tokens", "cached_tokens"), 0)
+        self.counts["generated_tokens"] = 0
+        self.seconds = 0.0
+        self._send = send
+        self._refuse = refuse
+        self._open: dict[str, Running] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._sampling = SamplingParamsBuilder()
+        self._adapters = Adapters(engine)
+        self._serial = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def start(self, request: Request) -> None:
+        """Start a request."""
+        self._open[request.request_id] = running = Running(request, time.monotonic())
+        self._spawn(self._run(running), partial(self._done, running))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, Any], *on_done: Callable[[asyncio.Task[Any]], None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        for callback in (self._tasks.discard, *on_done):
+            task.add_done_callback(callback)
+
+    def _done(self, running: Running, task: asyncio.Task[Completion]) -> None:
+        del self._open[running.request.request_id]
+        if task.cancelled():  # the process is ending: the driver fails what is open
+            return
+        error = task.exception()
+        if error is not None:
+            self._refuse(running.request.request_id, error)
+            return
+        self._count(task.result(), time.monotonic() - running.started)
+        self._send(task.result())
+
+    def _count(self, completion: Completion, seconds: float) -> None:
+        self.counts["requests"] += 1
+        self.counts["completions"] += len(completion.outputs)
+        self.counts["prompt_tokens"] += len(completion.prompt_token_ids)
+        self.counts["cached_tokens"] += completion.num_cached_tokens
+        self.counts["generated_tokens"] += sum(len(output.token_ids) for output in completion.outputs)
+        self.seconds += seconds
+
+    # -- one request ------------------------------------------------------------------------------------------------
+
+    async def _run(self, running: Running) -> Completion:
+        request = running.request
+        params = self._sampling(request.sampling_params, request.guided_options)
+        completion, part = await self._ask(running, request, params)
+        # nothing to keep: all answers start anew, together
+        while not any(part.keeps(output, params) for output in completion.outputs):
+            await self.weights.salt()
+            if running.aborted:
+                break
+            again = replace(request, request_id=self._name(request))
+            completion, part = await self._ask(running, again, params)
+        answers = [
+            asyncio.ensure_future(self._finish(running, completion, part, output, params))
+            for output in completion.outputs
+        ]
+        try:
+            outputs = await asyncio.gather(*answers)
+        finally:
+            for answer in answers:  # where one is refused, nobody waits for the others
+                answer.cancel()
+        if part.name != request.request_id or not all(map(part.over, completion.outputs)):
+            completion.metrics.total_seconds = time.monotonic() - running.started
+        return replace(completion, request_id=request.request_id, outputs=outputs)
+
+    def _name(self, request: Request) -> str:
+        return f"{request.request_id}~{next(self._serial)}"
+
+    async def _ask(self, running: Running, request: Request, params: Any) -> tuple[Completion, Part]:
+        """Run vLLM once, with the weights of now; again, if these turn out to be no good."""
+        while True:
+            completion, part = await self._generate(running, request, params)
+            if (good := await self.weights.deliver(completion)) is not None:
+                return good, part
+
+    async def _generate(self, running: Running, request: Request, params: Any) -> tuple[Completion, Part]:
+        lora = await self._adapters.load(request.lora_request)
+        prompt: dict[str, Any] = await self.weights.salt()
+        if request.prompt_token_ids is None:
+            prompt["prompt"] = request.prompt
+        else:
+            prompt["prompt_token_ids"] = request.prompt_token_ids.tolist()
+        if lora is None:
+            lora = self.adapter  # nothing is awaited from here until the part is known, so no update comes between
+        part = Part(request.request_id, getattr(params, "n", 1), lora)
+        running.parts.add(part)
+        final = None
+        try:
+            async for output in self.engine.generate(
+                prompt, params, request.request_id, lora_request=lora, priority=request.priority
+            ):
+                final = output
+        finally:
+            running.parts.discard(part)
+        if final is None:
+            raise RuntimeError(f"vLLM ended request {request.request_id!r} without an output")
+        version = self.weights.version if part.version is None else part.version
+        return completion_from_vllm(final, request, version), part
+
+    async def _finish(
+        self, running: Running, completion: Completion, part: Part, output: CompletionOutput, params: Any
+    ) -> CompletionOutput:
+        """Bring one answer to its end, however many swaps cut it."""
+        index, over = output.index, part.over(output)
+        kept = output if part.keeps(output, params) else None
+        decode = partial(self._decode, params)
+        while not over:
+            await self.weights.salt()
+            if running.aborted:
+                break
+            prompt_ids = completion.prompt_token_ids
+            rest = continuation.request_for_rest(running.request, self._name(running.request), prompt_ids, kept)
+            how = continuation.sampling_for_rest(params, index, len(prompt_ids), kept, decode)
+            more, part = await self._ask(running, rest, how)
+            (output,) = more.outputs
+            over = part.over(output)
+            if part.keeps(output, params):
+                kept = output = continuation.join(index, kept, output, params, decode)
+        return replace(output if kept is None else kept, index=index)
+
+    def _decode(self, params: Any, ids: Any) -> str:
+        text: str = self.engine.get_tokenizer().decode(ids, skip_special_tokens=params.skip_special_tokens)
+        return text
+
+    # -- adapters ---------------------------------------------------------------------------------------------------
+
+    def change_adapter(self, adapter: Any, version: int) -> None:
+        """Give requests that come from now on another adapter; those in flight keep what they began with."""
+        for part in self._parts():
+            if part.version is None:
+                part.version = self.weights.version
+        self.adapter, self.weights.version = adapter, version
+
+    def uses(self, adapter: Any) -> bool:
+        """Whether a request in flight is made with an adapter."""
+        return any(part.lora is adapter for part in self._parts())
+
+    # -- cutting requests short -------------------------------------------------------------------------------------
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Cut requests short. Asked until they are gone: vLLM does not know a request whose prompt it still reads."""
+        chosen = [self._open[name] for name in request_ids if name in self._open]
+        for running in chosen:
+            running.aborted = True
+        self._spawn(self._abort(chosen))
+
+    async def _abort(self, chosen: list[Running]) -> None:
+        # by the request and not by its id, which the driver may use again the moment it is free
+        while chosen := [running for running in chosen if self._open.get(running.request.request_id) is running]:
+            if names := [part.name for running in chosen for part in running.parts]:
+                await self.engine.abort(names)
+            await asyncio.sleep(ABORT_SECONDS)
+
+    def pausing(self, mode: PauseMode) -> None:
+        """Note that a swap is about to pause the engine: what it aborts is to go on afterwards."""
+        if mode == "abort":
+            for part in self._parts():
+                part.cut = True
+
+    def start_anew(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
+        """Have answers without a token asked for again, in a paused engine: they could still read the old cache.
+
+        Args:
+            delivered: request -> answer -> tokens so far. What is missing was not yet taken in by vLLM.
+        """
+        late: dict[str, tuple[Part, set[int]]] = {}
+        for part in self._parts():
+            had = delivered.get(part.name, {})
+            if answers := {index for index in range(part.answers) if not had.get(index)}:
+                part.anew |= answers
+                late[part.name] = part, answers
+        self._spawn(self._cut(late))
+
+    def _parts(self) -> list[Part]:
+        return [part for running in self._open.values() for part in running.parts]
+
+    async def _cut(self, late: dict[str, tuple[Part, set[int]]]) -> None:
+        while late:
+            found = await _compat.abort_answers(self.engine, {name: answers for name, (_, answers) in late.items()})
+            await asyncio.sleep(ABORT_SECONDS)
+            alive = set(self._parts())
+            left = {name: (part, answers - found.get(name, set())) for name, (part, answers) in late.items()}
+            late = {name: (part, answers) for name, (part, answers) in left.items() if answers and part in alive}

@@ -1,0 +1,53 @@
+"""How an engine is, seen from the process that owns it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import psutil
+
+from torchrl_moe.modules.backends.replica import ProbeReport
+
+__all__ = ["EngineProbe"]
+
+
+class EngineProbe:
+    """Pings an engine core, and reads what its processes do: those that descend from this one.
+
+    Args:
+        engine: the ``AsyncLLM``.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._ping: asyncio.Task[Any] | None = None
+
+    async def read(self, seconds: float) -> ProbeReport:
+        """Ping the core, which gets so many seconds to answer. One that did not yet is not asked again.
+
+        Several drivers may ask at the same time; they share the ping.
+        """
+        ping = self._ping
+        if ping is None:
+            self._ping = ping = asyncio.get_running_loop().create_task(self._engine.is_paused())
+        await asyncio.wait({ping}, timeout=seconds)
+        answered = ping.done()
+        if answered:
+            ping.exception()  # an error is an answer too
+            if self._ping is ping:
+                self._ping = None
+        stopped, cpu_seconds = _what_they_do()
+        return ProbeReport(core_answered=answered, stopped=stopped, cpu_seconds=cpu_seconds)
+
+
+def _what_they_do() -> tuple[bool, float]:
+    """Return whether one of this process's descendants is stopped, and the seconds that all have computed."""
+    stopped, seconds = False, 0.0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            times = process.cpu_times()
+            seconds += times.user + times.system
+            stopped |= process.status() == psutil.STATUS_STOPPED
+    return stopped, seconds

@@ -1,0 +1,1 @@
+"""Which replica takes the next request: strategies, and the balancer that asks them. Nothing here waits."""

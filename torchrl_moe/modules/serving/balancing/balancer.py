@@ -1,0 +1,234 @@
+"""Which replica takes the next request.
+
+It never waits and never asks a replica anything: load is counted here, at ``acquire`` and ``release``. Waiting for a
+replica to come back is the service's business.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torchrl_moe._errors import NoReplicaError, StaleReplicaError
+from torchrl_moe.modules.serving.balancing.hierarchy import DEFAULT_HIERARCHY, OVERLOAD_THRESHOLD, Hierarchy, Settings
+from torchrl_moe.modules.serving.balancing.simple import REPORT_SECONDS, RoutingContext, Strategy
+from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
+from torchrl_moe.modules.serving.lease import Lease
+from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.states import ReplicaState
+
+__all__ = ["LoadBalancer"]
+
+
+class LoadBalancer:
+    """Chooses replicas by a hierarchy of strategies: the first that has an opinion wins, the least loaded if none has.
+
+    Args:
+        engine_or_actors: a service, or a list of replicas (all taken to be serving).
+        strategy: a name, a strategy object, or a list of them in order of precedence; default: ``prefix-aware``, then
+            ``requests``. Names: ``prefix-aware``, ``session``, ``requests`` (``least-loaded``), ``kv-cache``,
+            ``power-of-two``, ``round-robin``, with hyphens or underscores.
+        prefix_length: leading tokens that ``prefix-aware`` looks at; ``None`` for all.
+        overload_threshold: affinity, of prefixes and sessions, ends at this times the mean load.
+        clock: seconds, for whatever ages.
+        rng: for whatever draws.
+
+    Raises:
+        ValueError: an unknown name, an empty list, or a figure out of range.
+
+    >>> lb = LoadBalancer(["a", "b"], "requests")
+    >>> with lb.acquire() as first, lb.acquire() as second:
+    ...     first.index, second.index
+    (0, 1)
+    """
+
+    def __init__(
+        self,
+        engine_or_actors: Any,
+        strategy: str | Strategy | Sequence[str | Strategy] | None = None,
+        prefix_length: int | None = None,
+        overload_threshold: float = OVERLOAD_THRESHOLD,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        table = getattr(engine_or_actors, "replica_table", None)
+        if table is None:
+            if not isinstance(engine_or_actors, Sequence) or isinstance(engine_or_actors, str) or not engine_or_actors:
+                raise ValueError(f"expected a service or a non-empty list of replicas, got {engine_or_actors!r}")
+            table = ReplicaTable(engine_or_actors, ReplicaState.SERVING)
+        self.replica_table: ReplicaTable = table
+        self.settings = Settings(
+            prefix_length=prefix_length, overload_threshold=overload_threshold, clock=clock, rng=rng
+        )
+        self.hierarchy = Hierarchy(DEFAULT_HIERARCHY if strategy is None else strategy, self.settings)
+        self._reads_stats = self.hierarchy.reads_stats
+        self._clock = clock
+        self._decisions: Counter[int] = Counter()
+        self.groups = table.groups
+
+    # -- choosing ---------------------------------------------------------------------------------------------------
+
+    def acquire(
+        self,
+        prompt: Any = None,
+        session_id: str | None = None,
+        min_version: int | None = None,
+        request_context: Mapping[str, Any] | None = None,
+        group_id: str | None = None,
+    ) -> Lease:
+        """Choose a replica and count a request on it. Never waits.
+
+        Args:
+            prompt: text, token ids or a chat, for strategies that look at it.
+            session_id: the same for all turns of one rollout.
+            min_version: the oldest weight version that will do.
+            request_context: anything a strategy of yours wants to know.
+            group_id: requests of one group all go to one weight version, the newest that serves when the first comes.
+                If the replicas of all its requests die before one has answered, it begins again, perhaps on another.
+
+        Raises:
+            NoReplicaError: no replica is serving.
+            StaleReplicaError: replicas serve, but none holds ``min_version``, or the group's version.
+        """
+        context = RoutingContext(prompt=prompt, session_id=session_id, request_context=request_context or {})
+        with self.replica_table.lock:
+            candidates = self._candidates(min_version, group_id)
+            return self._lease(self.hierarchy.choose(candidates, context), context, group_id)
+
+    def acquire_at(
+        self,
+        index: int,
+        min_version: int | None = None,
+        prompt: Any = None,
+        session_id: str | None = None,
+        group_id: str | None = None,
+    ) -> Lease:
+        """Count a request on the replica that the user names; arguments as in :meth:`acquire`.
+
+        Raises:
+            IndexError: there is no such replica.
+            NoReplicaError: it is not serving.
+            StaleReplicaError: it does not hold ``min_version``, or not the group's version.
+        """
+        with self.replica_table.lock:
+            entry = self.replica_table[index]
+            if entry.state is not ReplicaState.SERVING:
+                raise NoReplicaError(f"replica {index} is {entry.state.name}, not SERVING; leave actor_index out")
+            if min_version is not None and entry.version < min_version:
+                raise StaleReplicaError(f"replica {index} holds version {entry.version}, asked for {min_version}")
+            version = None if group_id is None else self.groups.version(group_id)
+            if version not in (None, entry.version):
+                raise StaleReplicaError(
+                    f"replica {index} holds version {entry.version}, but group {group_id!r} is on version {version}"
+                )
+            return self._lease(entry, RoutingContext(prompt=prompt, session_id=session_id), group_id)
+
+    def select_actor(self, prompt: Any = None, request_context: Mapping[str, Any] | None = None) -> int:
+        """Return who takes a request, as TorchRL's balancer does. The request is not counted, for it has no end."""
+        context = RoutingContext(prompt=prompt, request_context=request_context or {})
+        with self.replica_table.lock:
+            entry = self.hierarchy.choose(self._candidates(None, None), context)
+            self.replica_table.touch(entry.index)  # so that others get their turn
+            self.hierarchy.placed(entry, context)
+            return entry.index
+
+    def _lease(self, entry: TableEntry, context: RoutingContext, group_id: str | None) -> Lease:
+        self.hierarchy.placed(entry, context)  # first: a warning may be an error, and nothing is counted yet
+        trial = self.replica_table.reserve(entry.index)
+        self._decisions[entry.index] += 1
+        return Lease(
+            self.replica_table, entry, trial, None if group_id is None else self.groups.join(group_id, entry.version)
+        )
+
+    def _candidates(self, min_version: int | None, group_id: str | None) -> Candidates:
+        table = self.replica_table
+        if table.reports:
+            table.expire(self._clock() - REPORT_SECONDS)
+        if self._reads_stats:
+            table.read_stats()
+        serving = table.serving()
+        if not len(serving):
+            raise NoReplicaError(f"no replica is serving: {table!r}")
+        if min_version is None and group_id is None:
+            return serving
+        if group_id is not None:
+            version = self.groups.version(group_id)
+            return self._of_version(table.newest_version if version is None else version, min_version, group_id)
+        fresh = table.serving(min_version)
+        if not fresh:
+            raise StaleReplicaError(
+                f"no serving replica holds version {min_version}; the newest is {table.newest_version}"
+            )
+        return fresh
+
+    def _of_version(self, version: int, min_version: int | None, group_id: str) -> Candidates:
+        if min_version is not None and version < min_version:
+            raise StaleReplicaError(f"group {group_id!r} is on version {version}, asked for {min_version}")
+        candidates = self.replica_table.serving(version, version)
+        if not candidates:
+            raise StaleReplicaError(
+                f"no serving replica holds version {version}, which group {group_id!r} began on; the newest is "
+                f"{self.replica_table.newest_version}. Begin the group again, under another id."
+            )
+        return candidates
+
+    def finish_session(self, session_id: str) -> None:
+        """Say that a session has had its last turn; else it counts as active until it was silent for ten minutes."""
+        with self.replica_table.lock:
+            self.hierarchy.finish_session(session_id)
+
+    # -- stats ----------------------------------------------------------------------------------------------------
+
+    def observe(self, index: int, pending_requests: int | None = None, cache_usage: float | None = None) -> None:
+        """Note what is known of a replica from elsewhere; it holds for five seconds, or until the replica's own next.
+
+        Args:
+            index: the replica.
+            pending_requests: counts where it is more than was counted here: other callers share the replica.
+            cache_usage: share of KV-cache blocks in use, 0 to 1, for ``kv-cache``.
+
+        Raises:
+            IndexError: there is no such replica.
+            ValueError: a figure out of range.
+        """
+        if pending_requests is not None and pending_requests < 0:
+            raise ValueError(f"pending_requests must not be negative, got {pending_requests}")
+        if cache_usage is not None and not 0.0 <= cache_usage <= 1.0:
+            raise ValueError(f"cache_usage must be a share from 0 to 1, got {cache_usage}")
+        with self.replica_table.lock:  # times must be noted in their order
+            self.replica_table.observe(index, self._clock(), pending_requests, cache_usage)
+
+    def get_stats(self) -> dict[str, Any]:
+        """Return the balancer's own stats, under TorchRL's names where it has them; asks no replica anything.
+
+        ``cache_usage`` is the last figure that the replica sent or that was noted, or ``None``.
+        """
+        with self.replica_table.lock:
+            self.replica_table.read_stats()
+            return {
+                "strategies": [strategy.name for strategy in self.hierarchy.strategies],
+                "primary_strategy": self.hierarchy.strategies[0].name,
+                "num_actors": len(self.replica_table),
+                "prefix_length": self.settings.prefix_length,
+                "overload_threshold": self.settings.overload_threshold,
+                "round_robin_index": self.hierarchy.turn % len(self.replica_table),
+                "actor_stats": [
+                    {
+                        "actor_index": entry.index,
+                        "state": entry.state.name,
+                        "version": entry.version,
+                        "pending_requests": entry.load,
+                        "cache_usage": None if entry.usage is None else entry.usage.share,
+                        "decisions": self._decisions[entry.index],
+                    }
+                    for entry in self.replica_table
+                ],
+            }
+
+    def __repr__(self) -> str:
+        names = " > ".join(strategy.name for strategy in self.hierarchy.strategies)
+        return f"LoadBalancer({names}, {self.replica_table!r})"

@@ -1,0 +1,75 @@
+"""Groups of requests that all go to one weight version."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["MOST_GROUPS", "Groups"]
+
+MOST_GROUPS = 1 << 17
+"""Of those without a request under way: the one that ended longest ago is forgotten first."""
+
+
+@dataclass(slots=True)
+class _Group:
+    version: int
+    open: int = 0  # requests under way
+    answered: bool = False  # whether anybody holds an answer of that version
+    awaited: bool = False  # whether a request waits to see what becomes of the others
+
+
+class Groups:
+    """Which version each group is on. The caller sees to it that one thread at a time uses it."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, _Group] = {}  # with requests under way; these are never forgotten
+        self._answered: OrderedDict[str, _Group] = OrderedDict()  # without; the latest last
+
+    def version(self, group_id: str) -> int | None:
+        """Return the version that a group is on; ``None`` if it has none yet, or none any more."""
+        group = self._find(group_id)
+        return None if group is None else group.version
+
+    def _find(self, group_id: str) -> _Group | None:
+        return self._open.get(group_id) or self._answered.get(group_id)
+
+    def may_begin_again(self, group_id: str) -> bool:
+        """Whether a group's version depends on requests under way; its next end that settles that is then told."""
+        group = self._find(group_id)
+        if group is None or group.answered:
+            return False
+        group.awaited = True
+        return True
+
+    def join(self, group_id: str, version: int) -> Callable[[bool | None], bool]:
+        """Count a request of a group, and return what is to be told whether it was answered.
+
+        That returns true if others wait for just this.
+
+        A group is on the version of its first request until all its requests ended without an answer; then it begins
+        again. With one answer of a version out, the others must be of that version too.
+        """
+        group = self._open.get(group_id) or self._answered.pop(group_id, None) or _Group(version)
+        self._open[group_id] = group
+        group.open += 1
+
+        def over(answered: bool | None) -> bool:
+            group.open -= 1
+            group.answered |= bool(answered)
+            if not group.open:
+                self._close(group_id)
+            settled = group.awaited and (group.answered or not group.open)
+            group.awaited &= not settled
+            return settled
+
+        return over
+
+    def _close(self, group_id: str) -> None:
+        """Note that no request of a group is under way; one without an answer begins again."""
+        group = self._open.pop(group_id)
+        if group.answered:
+            self._answered[group_id] = group
+            if len(self._answered) > MOST_GROUPS:
+                self._answered.popitem(last=False)

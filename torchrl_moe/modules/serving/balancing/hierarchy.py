@@ -1,0 +1,151 @@
+"""Strategies in order of precedence: the first that has an opinion wins, the least loaded if none has."""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchrl_moe.modules.serving.balancing.prefix_aware import PrefixAware
+from torchrl_moe.modules.serving.balancing.sessions import SessionAffinity
+from torchrl_moe.modules.serving.balancing.simple import (
+    KVCache,
+    Learner,
+    LeastRequests,
+    PowerOfTwo,
+    RoundRobin,
+    RoutingContext,
+    Strategy,
+)
+from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
+
+__all__ = ["DEFAULT_HIERARCHY", "STRATEGIES", "Hierarchy", "Settings", "make_strategy"]
+
+DEFAULT_HIERARCHY = ("prefix-aware", "requests")
+OVERLOAD_THRESHOLD = 1.15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What strategies made by name are made with; see there."""
+
+    prefix_length: int | None = None
+    overload_threshold: float = OVERLOAD_THRESHOLD
+    clock: Callable[[], float] = time.monotonic
+    rng: random.Random | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefix_length is not None and self.prefix_length < 1:
+            raise ValueError(f"prefix_length must be at least 1, or None for all tokens, got {self.prefix_length}")
+        if not self.overload_threshold >= 1.0:
+            raise ValueError(
+                f"overload_threshold must be at least 1.0, the mean load itself, got {self.overload_threshold}"
+            )
+
+
+STRATEGIES: Mapping[str, Callable[[Settings], Strategy]] = {
+    "prefix-aware": lambda s: PrefixAware(s.prefix_length, s.overload_threshold),
+    "session": lambda s: SessionAffinity(s.overload_threshold, clock=s.clock),
+    "requests": lambda _: LeastRequests(),
+    "least-loaded": lambda _: LeastRequests(),
+    "kv-cache": lambda s: KVCache(s.clock),
+    "power-of-two": lambda s: PowerOfTwo(s.rng),
+    "round-robin": lambda _: RoundRobin(),
+}
+
+
+def make_strategy(strategy: str | Strategy, settings: Settings | None = None) -> Strategy:
+    """Return a strategy by name (hyphens or underscores), or the object as it is.
+
+    Raises:
+        ValueError: the name is not one of ours.
+        TypeError: neither a name nor an object with ``name`` and ``choose``.
+    """
+    if isinstance(strategy, str):
+        maker = STRATEGIES.get(strategy.replace("_", "-"))
+        if maker is None:
+            raise ValueError(f"unknown strategy {strategy!r}; valid strategies: {', '.join(sorted(STRATEGIES))}")
+        return maker(settings or Settings())
+    is_strategy = callable(getattr(strategy, "choose", None)) and isinstance(getattr(strategy, "name", None), str)
+    if isinstance(strategy, type) or not is_strategy:
+        raise TypeError(
+            f"a strategy is a name ({', '.join(sorted(STRATEGIES))}) or an object with a name and "
+            f"choose(candidates, context), got {strategy!r}"
+        )
+    return strategy
+
+
+class Hierarchy:
+    """Strategies in order of precedence.
+
+    One that raises, or answers a replica that may not take the request, has no opinion, and a warning says so once.
+
+    Args:
+        strategies: names or objects, at least one.
+        settings: for those made by name.
+
+    Raises:
+        ValueError: an unknown name, or no strategy at all.
+    """
+
+    def __init__(self, strategies: str | Strategy | Sequence[str | Strategy], settings: Settings) -> None:
+        listed = (
+            list(strategies) if isinstance(strategies, Sequence) and not isinstance(strategies, str) else [strategies]
+        )
+        if not listed:
+            raise ValueError(
+                "strategy is empty: name at least one, for example 'requests'; valid strategies: "
+                + ", ".join(sorted(STRATEGIES))
+            )
+        self.strategies = [make_strategy(item, settings) for item in listed]
+        self._learners = [strategy for strategy in self.strategies if isinstance(strategy, Learner)]
+        self._warned: set[int] = set()
+
+    def choose(self, candidates: Candidates, context: RoutingContext) -> TableEntry:
+        """Return who takes the request."""
+        for strategy in self.strategies:
+            try:
+                index = strategy.choose(candidates, context)
+                entry = None if index is None else candidates.find(index)
+            except Exception as error:  # noqa: BLE001  a user's code may raise anything, and requests must go on
+                self._warn(strategy, f"failed with {error!r}")
+                continue
+            if entry is not None:
+                return entry
+            if index is not None:
+                allowed = ", ".join(str(candidate.index) for candidate in candidates)
+                self._warn(strategy, f"chose replica {index!r}, not one of {allowed}")
+        return candidates.least_loaded()
+
+    def placed(self, entry: TableEntry, context: RoutingContext) -> None:
+        """Tell those that learn where a request went."""
+        for learner in self._learners:
+            try:
+                learner.placed(entry, context)
+            except Exception as error:  # noqa: BLE001  as above
+                self._warn(learner, f"failed to learn with {error!r}")
+
+    def _warn(self, strategy: Strategy | Learner, what: str) -> None:
+        if id(strategy) not in self._warned:
+            self._warned.add(id(strategy))
+            name = getattr(strategy, "name", type(strategy).__name__)
+            warnings.warn(f"strategy {name!r} {what}; the next one is asked. Said once.", stacklevel=4)
+
+    def finish_session(self, session_id: str) -> None:
+        """Tell those that keep sessions that one is over."""
+        for strategy in self.strategies:
+            finish = getattr(strategy, "finish_session", None)
+            if finish is not None:
+                finish(session_id)
+
+    @property
+    def reads_stats(self) -> bool:
+        """Whether some strategy reads the replicas' own stats."""
+        return any(getattr(strategy, "reads_stats", False) for strategy in self.strategies)
+
+    @property
+    def turn(self) -> int:
+        """The round robin's next index; 0 without one."""
+        return next((strategy.next_index for strategy in self.strategies if isinstance(strategy, RoundRobin)), 0)

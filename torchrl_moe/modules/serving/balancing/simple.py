@@ -1,0 +1,141 @@
+"""Strategies: who should take the next request. Pure objects that answer a replica, or ``None`` for no opinion.
+
+A strategy sees the candidates (the replicas that may take the request) and the request's context; it does no I/O and
+needs no lock, since the balancer asks one question at a time. Clock and random numbers come from outside.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
+
+__all__ = [
+    "KVCache",
+    "Learner",
+    "LeastRequests",
+    "PowerOfTwo",
+    "RoundRobin",
+    "RoutingContext",
+    "Strategy",
+]
+
+REPORT_SECONDS = 5.0  # how long a replica's own stats hold
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RoutingContext:
+    """What is known of a request when it is placed: prompt (text, token ids, a chat), session, the user's own words."""
+
+    prompt: Any = None
+    session_id: str | None = None
+    request_context: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Strategy(Protocol):
+    """One way of choosing."""
+
+    name: str
+
+    def choose(self, candidates: Candidates, context: RoutingContext) -> int | None:
+        """Return the index of one of the candidates (there is at least one), or ``None``."""
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """A strategy that wants to know where requests went, whoever chose."""
+
+    def placed(self, entry: TableEntry, context: RoutingContext) -> None:
+        """Learn that a request went to a replica."""
+
+
+class LeastRequests:
+    """The replica with the fewest requests in flight; among equals, the one that was chosen longest ago."""
+
+    name = "requests"
+
+    def choose(self, candidates: Candidates, context: RoutingContext) -> int:
+        """Return the least loaded candidate."""
+        del context
+        return candidates.least_loaded().index
+
+
+class RoundRobin:
+    """Each replica in turn, by index, whichever of them may serve at the moment."""
+
+    name = "round-robin"
+
+    def __init__(self) -> None:
+        self.next_index = 0
+
+    def choose(self, candidates: Candidates, context: RoutingContext) -> int:
+        """Return the next candidate at or after the turn, wrapping around."""
+        del context
+        indices = sorted(entry.index for entry in candidates)
+        index = next((i for i in indices if i >= self.next_index), indices[0])
+        self.next_index = index + 1
+        return index
+
+
+class PowerOfTwo:
+    """Of two candidates drawn at random, the less loaded one.
+
+    Args:
+        rng: draws them.
+    """
+
+    name = "power-of-two"
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random()
+
+    def choose(self, candidates: Candidates, context: RoutingContext) -> int:
+        """Return the less loaded of two."""
+        del context
+        first = self._rng.randrange(len(candidates))
+        if len(candidates) == 1:
+            return candidates[0].index
+        second = self._rng.randrange(len(candidates) - 1)
+        second += second >= first  # two different ones
+        return min((candidates[first], candidates[second]), key=lambda entry: entry.load).index
+
+
+class KVCache:
+    """The replica with the smallest share of its KV cache in use.
+
+    Figures are the replicas' own, so they lag: each is moved on by the requests that came and went here since, at the
+    mean share of one request; else everything would pile onto one replica until the next stats. A replica without
+    fresh stats is estimated by its requests alone. No opinion if no stats are fresh.
+
+    Args:
+        clock: seconds, the clock by which stats were noted.
+        max_age: seconds that noted stats hold; those that a replica sent by itself hold until its next.
+    """
+
+    name = "kv-cache"
+    reads_stats = True
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, max_age: float = REPORT_SECONDS) -> None:
+        self._clock = clock
+        self.max_age = max_age
+
+    def choose(self, candidates: Candidates, context: RoutingContext) -> int | None:
+        """Return the candidate of least estimated usage; of equals, the least loaded."""
+        del context
+        oldest = self._clock() - self.max_age
+        fresh = {e.index: e.usage for e in candidates if e.usage is not None and e.usage.at >= oldest}
+        if not fresh:
+            return None
+        requests = sum(usage.inflight for usage in fresh.values())
+        share = sum(usage.share for usage in fresh.values()) / requests if requests else 0.0
+
+        def estimate(entry: TableEntry) -> tuple[float, int, int]:
+            usage = fresh.get(entry.index)
+            known = 0.0 if usage is None else usage.share - share * usage.inflight
+            return known + share * entry.inflight, entry.load, entry.chosen
+
+        return min(candidates, key=estimate).index

@@ -1,0 +1,195 @@
+"""Requests in flight: what the service keeps of each, from the call that it came with to its outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request
+from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
+from torchrl_moe.modules.serving.lease import Lease
+from torchrl_moe.modules.serving.states import ReplicaState
+
+__all__ = ["Call", "InFlight", "Placement"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a call's requests may go: a replica by name, the version they need; and what strategies are told.
+
+    ``session_ids`` and ``group_ids`` hold one name per request.
+    """
+
+    actor_index: int | None = None
+    session_ids: Sequence[str] | None = None
+    min_version: int | None = None
+    group_ids: Sequence[str] | None = None
+    request_context: Mapping[str, Any] | None = None
+
+    def session(self, position: int) -> str | None:
+        """Return the session of the request at a position."""
+        return None if self.session_ids is None else self.session_ids[position]
+
+    def group(self, position: int) -> str | None:
+        """Return the group of the request at a position."""
+        return None if self.group_ids is None else self.group_ids[position]
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """One request of a call, and where it is."""
+
+    call: Call
+    position: int
+    request: Request
+    arrived: tuple[float, int] | None = None  # its turn for a place, once it has asked for one
+    has_place: bool = False
+    is_first: bool = False  # of those that wait for a replica with the same needs: it is tried for all
+    lease: Lease | None = None  # of the replica that has it
+    refusal: EngineError | None = None  # why no replica took it, the last time
+    death: ReplicaDiedError | None = None  # of the replica that had it last
+    deaths: int = 0
+    aborted: bool = False  # by the user, or because its call ends early
+    dropped: bool = False  # its call ends early: what comes of it is nobody's answer
+    outcome: Completion | None = None
+    error: BaseException | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its call waits for it no more."""
+        return self.outcome is not None or self.error is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has its whole answer."""
+        return self.outcome is not None and not self.outcome.aborted
+
+    def died(self, error: ReplicaDiedError) -> None:
+        """Note that a replica died under it."""
+        self.death, self.refusal = error, None
+        self.deaths += 1
+
+    def given_up(self) -> ReplicaDiedError:
+        """Return what to raise once too many have."""
+        return ReplicaDiedError(
+            f"request {self.position} ({self.request.request_id!r}) was given up: {self.deaths} replicas died under "
+            f"it. The last one: {self.death}"
+        )
+
+    def not_placed(self) -> EngineError:
+        """Return what to raise if no replica takes it: why, and the death that it met before."""
+        why, death, named = self.refusal, self.death, self.call.placement.actor_index
+        assert why is not None
+        table = self.call.balancer.replica_table
+        if named is not None and table[named].state is ReplicaState.DEAD:
+            words = death or table[named].last_error or "its process is gone"
+            return ReplicaDiedError(f"replica {named}, which actor_index names, is dead: {words}")
+        text = str(why) if death is None else f"{why}. It had begun elsewhere: {death}"
+        return StaleReplicaError(text) if isinstance(why, StaleReplicaError) else NoReplicaError(text)
+
+    def cut_short(self) -> Completion:
+        """Return the answer to a request that was aborted before an engine had anything of it."""
+        request = self.request
+        ids = np.empty(0, np.int64) if request.prompt_token_ids is None else request.prompt_token_ids.astype(np.int64)
+        nothing: Any = np.empty(0, np.int64)
+        outputs = [
+            CompletionOutput(
+                index=index,
+                token_ids=nothing,
+                text="",
+                finish_reason="abort",
+                policy_versions=nothing.astype(np.int32),
+                logprobs=None if self._param("logprobs") is None else nothing.astype(np.float32),
+            )
+            for index in range(self._param("n") or 1)
+        ]
+        return Completion(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=ids,
+            num_cached_tokens=0,
+            outputs=outputs,
+        )
+
+    def _param(self, name: str) -> Any:
+        params = self.request.sampling_params
+        return params.get(name) if isinstance(params, Mapping) else getattr(params, name, None)
+
+
+class Call:
+    """The requests of one ``generate``, which end together.
+
+    Args:
+        balancer: gives the leases.
+        requests: in input order, all of one priority.
+        placement: where they may go.
+        timeout: seconds that each request has, from now; ``None`` for ever.
+        finished: told of each completion, in the thread of the service's loop.
+    """
+
+    __slots__ = (
+        "balancer", "deadline", "error", "finished", "has_begun", "is_late", "on_over", "over", "placement",
+        "requests", "timeout", "timer", "unfinished",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        balancer: LoadBalancer,
+        requests: Sequence[Request],
+        placement: Placement,
+        timeout: float | None = None,
+        finished: Callable[[Completion], object] = lambda _: None,
+    ) -> None:
+        self.balancer = balancer
+        self.placement = placement
+        self.timeout = timeout
+        self.deadline = None if timeout is None else time.monotonic() + timeout
+        self.finished = finished
+        self.requests = [InFlight(self, position, request) for position, request in enumerate(requests)]
+        self.unfinished = len(self.requests)
+        self.has_begun = False
+        self.is_late = False
+        self.error: BaseException | None = None  # of the call as a whole
+        self.timer: asyncio.TimerHandle | None = None
+        self.over = False
+        self.on_over: Callable[[], object] = lambda: None
+
+    def partial(self) -> list[Completion]:
+        """Return what came of each request, in input order; what was aborted or never begun counts as cut short."""
+        return [request.cut_short() if request.outcome is None else request.outcome for request in self.requests]
+
+    def result(self) -> list[Completion]:
+        """Return the completions, once the call is over.
+
+        Raises:
+            EngineError: or whatever else ended it, or the first of its requests that failed.
+        """
+        error = self.error or next((request.error for request in self.requests if request.error is not None), None)
+        if error is None and self.is_late:
+            error = self._lateness()
+        if isinstance(error, EngineError):
+            error.partial = list(self.partial())
+        # they refer to the call, and in a circle the answers would stay until Python looks for circles
+        requests, self.requests = self.requests, []
+        if error is not None:
+            raise error
+        return [request.outcome for request in requests if request.outcome is not None]
+
+    def _lateness(self) -> EngineError | None:
+        """Return the error of a call that met its deadline; ``None`` if all of it had finished nevertheless."""
+        late = [request for request in self.requests if request.dropped and not request.finished]
+        if not late:
+            return None
+        if (unplaced := next((request for request in late if request.refusal is not None), None)) is not None:
+            return unplaced.not_placed()
+        return GenerationTimeout(
+            f"{len(late)} of {len(self.requests)} requests were not finished within {self.timeout:g} s and were "
+            "aborted; what had finished, and what there is of the others, is in .partial. Raise timeout_seconds or "
+            "lower max_tokens."
+        )

@@ -1,0 +1,154 @@
+"""Health probes: whether a replica that should answer does, and if not, whether it is stalled or only slow."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_moe._errors import EngineError, ReplicaDiedError
+from torchrl_moe.modules.backends.replica import ProbeReport
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.replica_table import ReplicaTable, TableEntry
+from torchrl_moe.modules.serving.states import ReplicaState
+
+__all__ = ["ProbeHistory", "Probes", "Stalled"]
+
+PROBED = frozenset({ReplicaState.SERVING, ReplicaState.DRAINING})  # others are busy with something else
+BUSY_SHARE = 0.05  # of one core, by which a process counts as computing
+
+
+class ProbeHistory:
+    """What the probes of one replica add up to. Probes are counted, not seconds: a driver that slept missed none.
+
+    Args:
+        policy: how many are too many.
+
+    >>> history = ProbeHistory(FaultPolicy(probe=10, patience=30))
+    >>> [history.note(None) for _ in range(3)]
+    ['', '', 'gave no sign of life in 30 s']
+    """
+
+    def __init__(self, policy: FaultPolicy) -> None:
+        self._policy = policy
+        self._silent = 0
+        self._slow = 0
+        self._cpu_seconds = 0.0
+
+    @property
+    def silent(self) -> bool:
+        """Whether the last probe brought no sign of life."""
+        return self._silent > 0
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether the core left the last probe without an answer."""
+        return self._silent + self._slow > 0
+
+    def note(self, probe_report: ProbeReport | None) -> str:
+        """Take the answer to a probe, ``None`` for none; return why the replica counts as stalled, or ``""``."""
+        if probe_report is not None and probe_report.core_answered:
+            self._silent = self._slow = 0
+            self._cpu_seconds = probe_report.cpu_seconds
+            return ""
+        if probe_report is not None and not probe_report.stopped and self._computed(probe_report):
+            self._silent = 0
+            self._slow += 1
+        else:
+            self._silent += 1
+        policy = self._policy
+        if self._silent * policy.probe >= policy.patience:
+            return f"gave no sign of life in {self._silent * policy.probe:g} s"
+        if self._slow * policy.probe >= policy.slow_patience:
+            return f"computed for {self._slow * policy.probe:g} s without an answer"
+        return ""
+
+    def _computed(self, probe_report: ProbeReport) -> bool:
+        before, self._cpu_seconds = self._cpu_seconds, probe_report.cpu_seconds
+        return probe_report.cpu_seconds - before >= BUSY_SHARE * self._policy.probe
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """A replica that must be ended, and why."""
+
+    index: int
+    replica: Any
+    reason: str
+
+
+@dataclass(slots=True)
+class _Probe:
+    replica: Any
+    pulse: ProbeHistory
+    due: float
+    answers: list[ProbeReport | None] | None = None  # None: no probe is under way
+
+
+class Probes:
+    """Probes the replicas of a replica table. Its methods belong to one thread; each probe waits in one of its own.
+
+    Args:
+        table: is told of silent replicas, so that they get no new requests meanwhile.
+        policy: how often, and how patient.
+        clock: seconds.
+    """
+
+    def __init__(self, table: ReplicaTable, policy: FaultPolicy, clock: Callable[[], float] = time.monotonic) -> None:
+        self._table = table
+        self._policy = policy
+        self._clock = clock
+        self._probes: dict[int, _Probe] = {}
+
+    def look(self) -> Iterator[Stalled]:
+        """Take the answers that have come, ask those that are due, and name the replicas that are stalled."""
+        if self._policy.probe == math.inf:
+            return
+        with self._table.lock:
+            doubts = set(self._table.doubts)
+            self._table.doubts.clear()
+            entries = [(entry, entry.replica) for entry in self._table if entry.state in PROBED]
+        known, self._probes = self._probes, {}
+        for entry, replica in entries:
+            probe = known.get(entry.index)
+            if probe is None or probe.replica is not replica:
+                probe = _Probe(replica, ProbeHistory(self._policy), self._clock() + self._policy.probe)
+            self._probes[entry.index] = probe
+            if probe.answers and (reason := self._judge(entry, probe)):
+                yield Stalled(entry.index, replica, reason)
+            elif probe.answers is None:
+                # one that is doubted already is not asked more often: its probes are counted as so many seconds
+                hurry = entry.index in doubts and not probe.pulse.doubtful
+                if hurry or self._clock() >= probe.due:
+                    self._ask(probe)
+
+    def _judge(self, entry: TableEntry, probe: _Probe) -> str:
+        assert probe.answers is not None
+        (answer,) = probe.answers
+        probe.answers = None
+        reason = probe.pulse.note(answer)
+        if probe.pulse.silent:
+            self._table.fail(entry.index, "gave no sign of life to a health probe", trip=True)
+        return reason
+
+    def _ask(self, probe: _Probe) -> None:
+        probe.due = self._clock() + self._policy.probe
+        answers: list[ProbeReport | None] = []
+        arguments = probe.replica, self._policy.probe, answers
+        threading.Thread(target=_ask, args=arguments, name="torchrl_moe-probe", daemon=True).start()
+        probe.answers = answers  # only now: without a thread no answer would ever come
+
+
+def _ask(replica: Any, seconds: float, answers: list[ProbeReport | None]) -> None:
+    """Ask a replica how it is; the core gets half of the time, so that its owner's answer still arrives."""
+    try:
+        answers.append(replica.call("probe", seconds, seconds=seconds / 2))
+    except ReplicaDiedError:
+        answers.append(ProbeReport(core_answered=True))  # not stalled; its death is told by others
+    except EngineError:
+        answers.append(None)
+    except ValueError:  # it lives, and has no such command
+        answers.append(ProbeReport(core_answered=True))

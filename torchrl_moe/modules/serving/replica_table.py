@@ -1,0 +1,296 @@
+"""The replicas of a service and what is known of each: state, weight version, requests in flight. One lock for all."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torchrl_moe.modules.serving.balancing.groups import Groups
+from torchrl_moe.modules.serving.breaker import Breaker, BreakerState
+from torchrl_moe.modules.serving.candidates import CacheUsage, Candidates, Recovery, TableEntry
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.states import ReplicaState, check_transition
+
+__all__ = ["ReplicaTable", "TableEntry"]
+
+
+class ReplicaTable:
+    """The replicas of one service.
+
+    Args:
+        replicas: anything; the replica table only keeps them.
+        state: the state that all begin in.
+        faults: the limits of their breakers.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Any],
+        state: ReplicaState = ReplicaState.STARTING,
+        faults: FaultPolicy | None = None,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.latest_version = 0  # the newest that any replica has ever held
+        faults = faults or FaultPolicy()
+        self._entries = [
+            TableEntry(index, replica, state, breaker=Breaker(faults)) for index, replica in enumerate(replicas)
+        ]
+        self._choices = itertools.count()
+        self._caches = itertools.count()
+        for entry in self._entries:
+            entry.cache = next(self._caches)
+        self.groups = Groups()  # here, so that another balancer keeps their versions
+        self._listeners: dict[Callable[[], None], None] = {}  # in order
+        self.doubts: set[int] = set()
+        self._versions: list[int] | None = None  # those that serve, in order; None: to be found anew
+        self._views: dict[tuple[int, int] | None, Candidates] = {}
+        self.reports: deque[tuple[float, int]] = deque()  # when, which replica; of reports of load
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[TableEntry]:
+        return iter(self._entries)
+
+    def __getitem__(self, index: int) -> TableEntry:
+        if not 0 <= index < len(self._entries):
+            raise IndexError(f"actor index {index} out of range [0, {len(self._entries)})")
+        return self._entries[index]
+
+    # -- states -----------------------------------------------------------------------------------------------------
+
+    def set_state(self, index: int, state: ReplicaState) -> None:
+        """Move a replica to another state; see :func:`check_transition` for what is refused."""
+        with self.lock:
+            entry = self[index]
+            check_transition(entry.state, state)
+            entry.state = state
+            if entry.recovery is Recovery.UPDATE and state is not ReplicaState.STARTING:
+                entry.recovery = Recovery.SUPERVISOR
+            if state in (ReplicaState.STARTING, ReplicaState.DEAD):
+                self._lose_cache(entry)
+                entry.polled, entry.usage = 0, None
+            self.tell()
+
+    def tell(self) -> None:
+        """Say that requests may be placed, or not, that could not, or could, before. The caller holds the lock."""
+        self._try_the_barred()
+        self._forget_views()
+        self.changed.notify_all()
+        for listener in self._listeners:
+            listener()
+
+    def set_version(self, index: int, version: int) -> None:
+        """Note which weights a replica holds; what it has cached was made by others."""
+        with self.lock:
+            entry = self[index]
+            entry.version = version
+            self.note_version(version)
+            self._lose_cache(entry)
+            self.tell()
+
+    def note_version(self, version: int) -> None:
+        """Note that some replica holds a version, which another driver may have brought."""
+        with self.lock:
+            self.latest_version = max(self.latest_version, version)
+
+    def forget_prefixes(self, index: int) -> None:
+        """Note that a replica has lost its cached prefixes."""
+        with self.lock:
+            self._lose_cache(self[index])
+
+    def _lose_cache(self, entry: TableEntry) -> None:
+        entry.cache = next(self._caches)
+        self._forget_views()
+
+    def mark_dead(self, index: int, error: str | None = None, replica: Any = None) -> None:
+        """Note that a replica's process is gone; more than one caller may find that out.
+
+        Args:
+            index: of the replica.
+            error: why.
+            replica: the one that is gone; its place may have another by now, which is not meant.
+        """
+        with self.lock:
+            entry = self[index]
+            if replica is not None and entry.replica is not replica:
+                return
+            if entry.state is not ReplicaState.DEAD:
+                entry.last_error = error or entry.last_error
+                entry.breaker.failed()
+                self.set_state(index, ReplicaState.DEAD)
+
+    def replace(self, index: int, replica: Any) -> None:
+        """Put a new replica, of the checkpoint's weights, in the place of one that died or is quarantined."""
+        with self.lock:
+            entry = self[index]
+            entry.replica, entry.version = replica, 0
+            entry.restarts += 1
+            self.set_state(index, ReplicaState.STARTING)
+
+    def set_recovery(self, index: int, recovery: Recovery) -> None:
+        """Note who brings a replica back; those that wait for it are told."""
+        with self.lock:
+            self[index].recovery = recovery
+            self.tell()
+
+    # -- breakers ---------------------------------------------------------------------------------------------------
+
+    def fail(self, index: int, error: str, trip: bool = False) -> None:
+        """Note that a replica failed at something; ``trip`` keeps new requests from it at once."""
+        with self.lock:
+            entry = self[index]
+            entry.last_error = error
+            entry.breaker.failed(trip)
+            self.tell()
+
+    def doubt(self, index: int) -> None:
+        """Note that a replica was late, so that somebody looks whether it is well."""
+        with self.lock:
+            self.doubts.add(index)
+            for listener in self._listeners:
+                listener()
+
+    def cool(self) -> None:
+        """Let those breakers be tried that were open for long enough."""
+        with self.lock:
+            opened = [entry.breaker for entry in self._entries if entry.breaker.state is BreakerState.OPEN]
+            for breaker in opened:
+                breaker.cool()
+            if any(breaker.state is not BreakerState.OPEN for breaker in opened):
+                self.tell()
+
+    def _try_the_barred(self) -> None:
+        """Half-open the breakers that are open if nobody else serves: a bad replica is better than none."""
+        serving = [entry for entry in self._entries if entry.state is ReplicaState.SERVING]
+        if all(entry.breaker.state is BreakerState.OPEN for entry in serving):
+            for entry in serving:
+                entry.breaker.try_now()
+
+    # -- who wants to know ------------------------------------------------------------------------------------------
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` at every change of state, from the thread that makes it; it must return at once."""
+        with self.lock:
+            self._listeners[listener] = None
+
+    def remove_listener(self, listener: Callable[[], None]) -> None:
+        """Call it no more."""
+        with self.lock:
+            self._listeners.pop(listener, None)
+
+    # -- who may serve ----------------------------------------------------------------------------------------------
+
+    def serving(self, oldest: int | None = None, newest: int | None = None) -> Candidates:
+        """Return the replicas that serve and hold a version from ``oldest`` to ``newest``, perhaps none.
+
+        The caller holds the lock for as long as it uses them.
+        """
+        versions = self._versions
+        if versions is None:
+            self._versions = versions = sorted({entry.version for entry in self._entries if entry.may_take})
+        first = 0 if oldest is None else bisect_left(versions, oldest)
+        last = len(versions) if newest is None else bisect_right(versions, newest)
+        key = (versions[first], versions[last - 1]) if first < last else None
+        view = self._views.get(key)
+        if view is None:
+            self._views[key] = view = Candidates(
+                entry
+                for entry in self._entries
+                if entry.may_take and key is not None and key[0] <= entry.version <= key[1]
+            )
+        return view
+
+    @property
+    def newest_version(self) -> int:
+        """The newest version that serves. The caller holds the lock and has asked :meth:`serving`."""
+        if not self._versions:
+            raise ValueError(f"no replica is serving: {self!r}")
+        return self._versions[-1]
+
+    def _forget_views(self) -> None:
+        self._versions = None
+        self._views.clear()
+
+    # -- load -------------------------------------------------------------------------------------------------------
+
+    def reserve(self, index: int) -> bool:
+        """Count one more request in flight; whether it tries the replica. The caller holds the lock since it chose."""
+        entry = self._entries[index]
+        before = entry.load
+        entry.inflight += 1
+        entry.chosen = next(self._choices)
+        self._tell(entry, before)
+        trial = entry.breaker.take()
+        if trial and entry.breaker.barred:
+            self._forget_views()
+        return trial
+
+    def touch(self, index: int) -> None:
+        """Note that a replica was chosen, without counting a request. The caller holds the lock."""
+        entry = self._entries[index]
+        entry.chosen = next(self._choices)
+        self._tell(entry, entry.load)
+
+    def give_back(self, index: int, trial: bool = False, success: bool | None = None) -> None:
+        """Count one request less in flight; one that tried the replica also says how that ended."""
+        with self.lock:
+            entry = self._entries[index]
+            before = entry.load
+            entry.inflight -= 1
+            self._tell(entry, before)
+            self.changed.notify_all()
+            if trial:
+                entry.breaker.tried(success)
+                self.tell()
+
+    def _tell(self, entry: TableEntry, before: int) -> None:
+        change = entry.load - before
+        for view in self._views.values():
+            view.moved(entry, change)
+
+    def observe(self, index: int, at: float, pending: int | None = None, cache_usage: float | None = None) -> None:
+        """Note what a replica says of itself: requests it has, share of KV blocks in use (0 to 1).
+
+        Args:
+            index: the replica.
+            at: when, on the clock of those who read it; never earlier than the time before.
+            pending: counts as load where it is more than was counted here, until :meth:`expire` drops it.
+            cache_usage: kept with its time.
+        """
+        with self.lock:
+            entry = self[index]
+            if pending is not None:
+                before = entry.load
+                entry.polled, entry.polled_at = pending, at
+                self.reports.append((at, index))
+                self._tell(entry, before)
+            if cache_usage is not None:
+                entry.usage = CacheUsage(cache_usage, at, entry.inflight)
+
+    def read_stats(self) -> None:
+        """Take what replicas have sent of themselves since the last time. The caller holds the lock."""
+        for entry in self._entries:
+            stats = getattr(entry.replica, "last_stats", None)
+            if stats is not None and stats is not entry.stats:
+                entry.stats = stats
+                entry.usage = CacheUsage(min(max(stats.cache_usage, 0.0), 1.0), math.inf, entry.inflight)
+
+    def expire(self, before: float) -> None:
+        """Drop reports of load that are older than that. The caller holds the lock."""
+        while self.reports and self.reports[0][0] < before:
+            _, index = self.reports.popleft()
+            entry = self._entries[index]
+            if entry.polled_at < before:  # else a later report holds
+                load = entry.load
+                entry.polled = 0
+                self._tell(entry, load)
+
+    def __repr__(self) -> str:
+        return f"ReplicaTable({', '.join(map(repr, self._entries))})"

@@ -1,0 +1,78 @@
+"""Requests on their way to replicas, and what comes of them on its way back to the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeAlias
+
+from torchrl_moe.modules.backends.replica import Completion, Request
+from torchrl_moe.modules.serving.event_loop import EventLoop
+from torchrl_moe.modules.serving.in_flight import InFlight
+
+__all__ = ["Submissions"]
+
+Ended: TypeAlias = "asyncio.Future[Future[Completion]]"
+
+
+class Submissions:
+    """Hands over what one turn of the loop has placed, in one message for each replica. It belongs to the loop.
+
+    Args:
+        loop: is woken once for all that ends in the meantime.
+    """
+
+    def __init__(self, loop: EventLoop) -> None:
+        self._loop = loop
+        self._outgoing: dict[Any, list[tuple[InFlight, Ended]]] = {}  # by replica
+        self._lock = threading.Lock()
+        self._back: list[tuple[Ended, Future[Completion]]] = []  # other threads add to it
+
+    def put(self, replica: Any, request: InFlight) -> Ended:
+        """Hand a request over at the end of this turn; wait for what is returned, which holds the replica's future."""
+        loop = asyncio.get_running_loop()
+        ended: Ended = loop.create_future()
+        if not self._outgoing:
+            loop.call_soon(self._hand_over)
+        self._outgoing.setdefault(replica, []).append((request, ended))
+        return ended
+
+    def _hand_over(self) -> None:
+        outgoing, self._outgoing = self._outgoing, {}
+        for replica, pairs in outgoing.items():
+            futures = _submit(replica, [request.request for request, _ in pairs])
+            for (_, ended), future in zip(pairs, futures, strict=True):
+                future.add_done_callback(partial(self._take_back, ended))
+            if cut := [request.request.request_id for request, _ in pairs if request.aborted]:
+                replica.abort(cut)  # again: the first abort may have come before its request
+
+    def _take_back(self, ended: Ended, future: Future[Completion]) -> None:
+        """Note the end of a request, in whatever thread brings it."""
+        with self._lock:
+            is_first = not self._back
+            self._back.append((ended, future))
+        if is_first:
+            self._loop.call(self._collect)
+
+    def _collect(self) -> None:
+        with self._lock:
+            back, self._back = self._back, []
+        for ended, future in back:
+            ended.set_result(future)
+
+
+def _submit(replica: Any, requests: Sequence[Request]) -> Sequence[Future[Completion]]:
+    """Hand requests over; whatever that raises, after part of them was sent perhaps, is what comes of all of them."""
+    try:
+        futures: Sequence[Future[Completion]] = replica.submit(requests)
+    except BaseException as error:
+        failed: Future[Completion] = Future()
+        failed.set_exception(error)
+        replica.abort([request.request_id for request in requests])
+        if not isinstance(error, Exception):
+            raise
+        return [failed] * len(requests)
+    return futures
