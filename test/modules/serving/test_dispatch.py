@@ -127,16 +127,16 @@ def run(balancer: LoadBalancer, names: Sequence[str], timeout: float | None = No
 
 
 def abort(balancer: LoadBalancer, names: Sequence[str]) -> None:
-    for one in DISPATCHERS[balancer.replica_table]:
+    for one in DISPATCHERS.get(balancer.replica_table, []):
         one.abort(names)
 
 
 def in_use(balancer: LoadBalancer) -> list[str]:
-    return [name for one in DISPATCHERS[balancer.replica_table] for name in one._open]
+    return [name for one in DISPATCHERS.get(balancer.replica_table, []) for name in one._open]
 
 
 def parked(balancer: LoadBalancer) -> int:
-    return sum(len(alike) for one in DISPATCHERS[balancer.replica_table] for alike in one._parked.values())
+    return sum(len(alike) for one in DISPATCHERS.get(balancer.replica_table, []) for alike in one._parked.values())
 
 
 def whole(error: Any) -> list[str | None]:
@@ -1039,3 +1039,82 @@ def test_of_requests_that_no_replica_takes_one_of_each_kind_is_tried_at_a_change
     lb.replica_table.set_state(0, ReplicaState.SERVING)
     for call in calls:
         assert [completion.metrics.replica for completion in call.result(60.0)] == [0] * 50
+
+
+# -- what others do wrong ---------------------------------------------------------------------------------------------
+
+
+def test_a_bar_that_cannot_be_drawn_ends_no_call(serve: Any) -> None:
+    def broken(completion: Completion) -> None:
+        raise BrokenPipeError("stderr is closed")
+
+    lb, admission = serve(1, token_seconds=slow_if("a")), Admission(1)
+    own = dispatcher(lb, admission)
+    call = in_thread(lambda: own.run(Call(lb, named_requests("ab"), Placement(), finished=broken)))
+    until(lambda: (admission.taken, admission.waiting) == (1, 1))
+    own.abort(["b"])
+    until(lambda: admission.waiting == 0)
+    own.abort(["a"])
+    assert [completion.aborted for completion in call.result(60.0)] == [True, True]
+
+
+def test_a_replica_that_cannot_be_told_of_an_abort_holds_up_no_call(serve: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(dispatch_module, "ABORT_GRACE_SECONDS", 0.1)
+    lb = serve(2, token_seconds=HOUR)
+    replicas(lb)[0].script["abort"] = OSError("gone")
+    with pytest.raises(GenerationTimeout):
+        run(lb, "ab", timeout=0.1)
+    assert replicas(lb)[1].asked("abort") == ["b"]
+    replicas(lb)[0].die()
+
+
+def test_a_dispatcher_that_was_stopped_takes_nothing_and_says_so_at_once(serve: Any) -> None:
+    lb = serve(1, token_seconds=HOUR)
+    call = in_thread(lambda: run(lb, "a"))
+    until(lambda: lb.replica_table[0].inflight == 1)
+    dispatcher(lb).stop()
+    with pytest.raises(EngineError, match="the service was shut down"):
+        call.result(60.0)
+    assert lb.replica_table[0].inflight == 0
+    for ask in (lambda: run(lb, "b"), lambda: asyncio.run(run_async(lb, "b"))):
+        with pytest.raises(EngineError, match="the service was shut down"):
+            ask()
+    replicas(lb)[0].die()
+
+
+def test_requests_of_several_kinds_keep_their_order_when_a_replica_comes_back(serve: Any) -> None:
+    lb, admission = serve(), Admission(1)
+    own = dispatcher(lb, admission)
+    lb.replica_table.set_state(0, ReplicaState.SYNCING)
+    calls = []
+    for number in range(6):
+        call = Call(lb, named_requests(str(number)), Placement(group_ids=[f"g{number}"]))
+        calls.append(in_thread(lambda call=call: own.run(call)))
+        until(lambda number=number: parked(lb) == number + 1)
+    lb.replica_table.set_state(0, ReplicaState.SERVING)
+    for future in calls:
+        future.result(60.0)
+    assert replicas(lb)[0].asked("submit") == [[str(number)] for number in range(6)]
+
+
+def test_an_urgent_request_does_not_wait_for_the_turn_of_another_of_its_needs(serve: Any) -> None:
+    lb, admission = serve(2, token_seconds=slow_if("holder")), Admission(1)
+    own = dispatcher(lb, admission)
+    lb.replica_table.set_state(0, ReplicaState.SYNCING)
+
+    def ask(name: str, priority: int, index: int) -> Future[Any]:
+        call = Call(lb, named_requests([name], priority=priority), Placement(actor_index=index))
+        return in_thread(lambda: own.run(call))
+
+    calls = [ask("low", 5, 0)]
+    until(lambda: parked(lb) == 1)
+    calls.append(ask("holder", 0, 1))
+    until(lambda: lb.replica_table[1].inflight == 1)
+    lb.replica_table.set_state(0, ReplicaState.SERVING)
+    until(lambda: admission.waiting == 1)
+    calls.append(ask("urgent", -5, 0))
+    until(lambda: admission.waiting == 2)
+    own.abort(["holder"])
+    for call in calls:
+        call.result(60.0)
+    assert replicas(lb)[0].asked("submit") == [["urgent"], ["low"]]

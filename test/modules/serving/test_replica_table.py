@@ -282,15 +282,19 @@ def test_a_bad_replica_is_tried_at_once_when_the_last_good_one_stops_serving() -
     assert [entry.index for entry in table.serving()] == [0]
 
 
-def test_doubts_are_told_to_listeners() -> None:
+def test_doubts_are_told_to_listeners_that_they_concern() -> None:
     table = ReplicaTable("ab")
     heard: list[set[int]] = []
-    with listening(table, lambda: heard.append(set(table.doubts))):
+    changes: list[int] = []
+    table.add_listener(lambda: heard.append(set(table.doubts)), doubts=True)
+    with listening(table, lambda: changes.append(1)):
         table.doubt(1)
-    assert heard == [{1}]
+        assert (heard, changes) == ([{1}], [])
+        table.set_version(0, 1)
+    assert (len(heard), changes) == (2, [1])
 
 
-def test_a_roster_prints_a_line_for_each_replica() -> None:
+def test_a_table_prints_a_line_for_each_replica() -> None:
     table = ReplicaTable("ab", ReplicaState.SERVING)
     table.reserve(1)
     table.set_version(1, 3)

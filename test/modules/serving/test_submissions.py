@@ -40,7 +40,7 @@ class Slow:
 
 def in_loop(work: Callable[[Submissions], Coroutine[Any, Any, Any]]) -> tuple[Any, list[str]]:
     """Run a coroutine in a service's loop; return its value, and what the loop was told to call meanwhile."""
-    loop, over, value, calls = EventLoop("of-this-test"), threading.Event(), [], []
+    loop, over, value, calls = EventLoop("of-submissions"), threading.Event(), [], []
     submissions = Submissions(loop)
 
     async def main() -> None:

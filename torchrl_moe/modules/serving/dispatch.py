@@ -31,11 +31,12 @@ from torchrl_moe.modules.serving.event_loop import EventLoop, wake
 from torchrl_moe.modules.serving.in_flight import Call, InFlight
 from torchrl_moe.modules.serving.placing import Needs, may_wait, needs, take_lease
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
-from torchrl_moe.modules.serving.submissions import Submissions
+from torchrl_moe.modules.serving.submissions import Submissions, abort_on
 
 __all__ = ["Dispatcher"]
 
 ABORT_GRACE_SECONDS = 5.0
+STOP_SECONDS = 5.0
 AT_ONCE = 128
 """Requests that begin in one turn of the loop, so that others are not held up."""
 
@@ -70,8 +71,9 @@ class Dispatcher:
         self._admitting = False
         self._stopped = False
         self._retrying = False  # other threads set it, under the table's lock
-        self.table_changed = _Weak(self)
-        table.add_listener(self.table_changed)
+        listen = weakref.WeakMethod(self.on_table_change)  # the table does not keep this alive
+        self._listener = lambda: (method := listen()) and method()
+        table.add_listener(self._listener)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -90,13 +92,15 @@ class Dispatcher:
         over = threading.Event()
         call.on_over = over.set
         try:
-            self._hand_in(call)
-            over.wait()
+            if is_taken := self._loop.call(self._begin, call):
+                over.wait()
         except BaseException as interrupt:
-            self._loop.call(self._cancel, call)
-            over.wait(2 * ABORT_GRACE_SECONDS)  # a second Ctrl-C ends this wait; the requests are aborted all the same
+            if self._loop.call(self._cancel, call):
+                over.wait(2 * ABORT_GRACE_SECONDS)  # a second Ctrl-C ends this wait; the abort goes on
             interrupt.partial = call.partial()  # type: ignore[attr-defined]
             raise
+        if not is_taken:
+            raise EngineError("the service was shut down")
         return call.result()
 
     async def run_async(self, call: Call) -> list[Completion]:
@@ -104,26 +108,24 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         over = loop.create_future()
         call.on_over = partial(wake, loop, over)
-        self._hand_in(call)
+        if not self._loop.call(self._begin, call):
+            raise EngineError("the service was shut down")
         try:
             await over
-        except asyncio.CancelledError:
+        except BaseException:  # the task was cancelled, or closed
             self._loop.call(self._cancel, call)
             raise
         return call.result()
-
-    def _hand_in(self, call: Call) -> None:
-        if not self._loop.call(self._begin, call):
-            raise EngineError("the service was shut down")
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Cut requests short; what they have so far is their answer. Unknown ids are ignored."""
         self._loop.call(self._abort_by_id, list(request_ids))
 
     def stop(self) -> None:
-        """End the loop. Every replica must have been shut down: then nothing is in flight."""
-        self._table.remove_listener(self.table_changed)
+        """End the loop, and with an error what is still in flight; the replicas must have been shut down."""
+        self._table.remove_listener(self._listener)
         self._loop.call(self._stop)
+        self._loop.join(STOP_SECONDS)
 
     # -- the ends of a call, in the loop ----------------------------------------------------------------------------
 
@@ -173,18 +175,16 @@ class Dispatcher:
         unfinished = [request for request in call.requests if not request.is_over]
         for request in unfinished:
             request.dropped = True
+        # if the engines do not answer, the call ends without them; its requests count as theirs until they do
+        call.timer = asyncio.get_running_loop().call_later(ABORT_GRACE_SECONDS, self._end, call)
         self._abort(unfinished)
-        if not call.over:
-            call.timer = asyncio.get_running_loop().call_later(ABORT_GRACE_SECONDS, self._abandon, call)
-
-    def _abandon(self, call: Call) -> None:
-        """End a call whose engines do not answer; its requests count as theirs until they do."""
-        self._end(call)
 
     def _finish(
         self, request: InFlight, completion: Completion | None = None, error: BaseException | None = None
     ) -> None:
-        """Give a request its outcome."""
+        """Give a request its outcome, once."""
+        if request.is_over:
+            return
         if self._open.get(request.request.request_id) is request:
             del self._open[request.request.request_id]
         request.outcome, request.error = completion, error
@@ -195,17 +195,18 @@ class Dispatcher:
         call = request.call
         if call.over:
             return
-        if completion is not None and not request.dropped:
-            call.finished(completion)
         call.unfinished -= 1
+        if completion is not None and not request.dropped:
+            call.tell(completion)
         if not call.unfinished:
             self._end(call)
 
     def _end(self, call: Call) -> None:
         if call.timer is not None:
             call.timer.cancel()
-        call.over, call.timer = True, None
-        call.on_over()
+        if not call.over:
+            call.over, call.timer = True, None
+            call.on_over()
 
     # -- places -----------------------------------------------------------------------------------------------------
 
@@ -234,10 +235,17 @@ class Dispatcher:
             while not request.is_over and self._place(request):
                 await self._ask(request)
         except BaseException as error:
-            self._finish(request, error=error)
+            self._give_up(request, error)
             raise
         finally:
             self._leave(request)
+
+    def _give_up(self, request: InFlight, error: BaseException) -> None:
+        """End a request whatever its replica does."""
+        lease, request.lease = request.lease, None
+        if lease is not None:
+            lease.release(None)
+        self._finish(request, error=error)
 
     def _leave(self, request: InFlight) -> None:
         """Give back the place of a request, if it has one."""
@@ -292,7 +300,9 @@ class Dispatcher:
     def _retry(self) -> None:
         """Try the first of each kind; if a replica takes it, the others of its kind follow."""
         self._retrying = False
-        for key in list(self._parked):
+        # the one that came first is put in front of the others last
+        firsts = {key: next(iter(alike)).arrived or (0.0, 0) for key, alike in self._parked.items()}
+        for key in sorted(firsts, key=firsts.__getitem__, reverse=True):
             self._try_first(key)
 
     def _try_first(self, key: Needs) -> None:
@@ -372,7 +382,7 @@ class Dispatcher:
             elif self._withdraw(request):
                 self._finish(request, request.cut_short())
         for replica, ids in names.items():
-            replica.abort(ids)
+            abort_on(replica, ids)
 
     def _withdraw(self, request: InFlight) -> bool:
         """Take out a request that waits for a place or for a replica; false if it is on its way between the two."""
@@ -381,16 +391,5 @@ class Dispatcher:
     def _stop(self) -> None:
         self._stopped = True
         for request in list(self._open.values()):
-            self._finish(request, error=EngineError("the service was shut down"))
+            self._give_up(request, EngineError("the service was shut down"))
         self._loop.stop()
-
-
-class _Weak:
-    """A listener of the table that does not keep its dispatcher alive."""
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = weakref.ref(dispatcher)
-
-    def __call__(self) -> None:
-        if (dispatcher := self._dispatcher()) is not None:
-            dispatcher.on_table_change()

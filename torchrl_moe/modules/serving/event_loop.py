@@ -35,12 +35,18 @@ class EventLoop:
             if self._thread is None:
                 self._thread = threading.Thread(target=state.run, name=self._name, daemon=True)
                 self._thread.start()
+                state.runs = True
             state.loop.call_soon_threadsafe(function, *arguments)
             return True
 
     def stop(self) -> None:
         """Stop it, after what it was told to call before. Idempotent."""
         self._end()
+
+    def join(self, seconds: float) -> None:
+        """Wait until its thread has ended, or for so long; not in that thread."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
 
 
 class _State:
@@ -50,20 +56,23 @@ class _State:
         self.loop = asyncio.new_event_loop()
         self.lock = threading.RLock()  # a garbage collection may stop the loop in the middle of a call
         self.is_over = False
-        self._runs = False
+        self.runs = False
 
     def run(self) -> None:
-        self._runs = True
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
         with self.lock:
             self.is_over = True
         self.loop.run_until_complete(asyncio.sleep(0))  # what was called between
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self.loop.close()
 
     def stop(self) -> None:
         with self.lock:
-            if not self.is_over and self._runs:
+            if not self.is_over and self.runs:
                 self.loop.call_soon_threadsafe(self.loop.stop)
             elif not self.is_over:
                 self.is_over = True

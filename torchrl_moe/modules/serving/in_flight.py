@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from torchrl_moe.modules.serving.lease import Lease
 from torchrl_moe.modules.serving.states import ReplicaState
 
 __all__ = ["Call", "InFlight", "Placement"]
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +162,14 @@ class Call:
         self.timer: asyncio.TimerHandle | None = None
         self.over = False
         self.on_over: Callable[[], object] = lambda: None
+
+    def tell(self, completion: Completion) -> None:
+        """Tell of a completion; an error there ends the telling, not the call."""
+        try:
+            self.finished(completion)
+        except Exception:
+            LOG.exception("the progress of a call cannot be shown any more")
+            self.finished = lambda _: None
 
     def partial(self) -> list[Completion]:
         """Return what came of each request, in input order; what was aborted or never begun counts as cut short."""

@@ -17,7 +17,8 @@ def needs(request: InFlight) -> Needs:
     """Return what a request needs of its replica."""
     call, where = request.call, request.call.placement
     group = where.group(request.position)
-    return id(call.balancer), where.actor_index, where.min_version, group, call.timeout is None
+    priority = request.request.priority  # an urgent request does not wait for the turn of another
+    return id(call.balancer), where.actor_index, where.min_version, group, priority, call.timeout is None
 
 
 def take_lease(request: InFlight) -> Lease:

@@ -46,7 +46,7 @@ class ReplicaTable:
         for entry in self._entries:
             entry.cache = next(self._caches)
         self.groups = Groups()  # here, so that another balancer keeps their versions
-        self._listeners: dict[Callable[[], None], None] = {}  # in order
+        self._listeners: dict[Callable[[], None], bool] = {}  # in order; whether doubts concern them too
         self.doubts: set[int] = set()
         self._versions: list[int] | None = None  # those that serve, in order; None: to be found anew
         self._views: dict[tuple[int, int] | None, Candidates] = {}
@@ -154,8 +154,9 @@ class ReplicaTable:
         """Note that a replica was late, so that somebody looks whether it is well."""
         with self.lock:
             self.doubts.add(index)
-            for listener in self._listeners:
-                listener()
+            for listener, is_concerned in self._listeners.items():
+                if is_concerned:
+                    listener()
 
     def cool(self) -> None:
         """Let those breakers be tried that were open for long enough."""
@@ -175,10 +176,15 @@ class ReplicaTable:
 
     # -- who wants to know ------------------------------------------------------------------------------------------
 
-    def add_listener(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` at every change of state, from the thread that makes it; it must return at once."""
+    def add_listener(self, listener: Callable[[], None], doubts: bool = False) -> None:
+        """Call ``listener`` at every change of state, from the thread that makes it; it must return at once.
+
+        Args:
+            listener: what to call.
+            doubts: whether to call it too if a replica was late.
+        """
         with self.lock:
-            self._listeners[listener] = None
+            self._listeners[listener] = doubts
 
     def remove_listener(self, listener: Callable[[], None]) -> None:
         """Call it no more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,7 +14,9 @@ from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving.event_loop import EventLoop
 from torchrl_moe.modules.serving.in_flight import InFlight
 
-__all__ = ["Submissions"]
+__all__ = ["Submissions", "abort_on"]
+
+LOG = logging.getLogger(__name__)
 
 Ended: TypeAlias = "asyncio.Future[Future[Completion]]"
 
@@ -47,7 +50,7 @@ class Submissions:
             for (_, ended), future in zip(pairs, futures, strict=True):
                 future.add_done_callback(partial(self._take_back, ended))
             if cut := [request.request.request_id for request, _ in pairs if request.aborted]:
-                replica.abort(cut)  # again: the first abort may have come before its request
+                abort_on(replica, cut)  # again: the first abort may have come before its request
 
     def _take_back(self, ended: Ended, future: Future[Completion]) -> None:
         """Note the end of a request, in whatever thread brings it."""
@@ -61,7 +64,8 @@ class Submissions:
         with self._lock:
             back, self._back = self._back, []
         for ended, future in back:
-            ended.set_result(future)
+            if not ended.done():  # else the service was stopped meanwhile
+                ended.set_result(future)
 
 
 def _submit(replica: Any, requests: Sequence[Request]) -> Sequence[Future[Completion]]:
@@ -71,8 +75,16 @@ def _submit(replica: Any, requests: Sequence[Request]) -> Sequence[Future[Comple
     except BaseException as error:
         failed: Future[Completion] = Future()
         failed.set_exception(error)
-        replica.abort([request.request_id for request in requests])
+        abort_on(replica, [request.request_id for request in requests])
         if not isinstance(error, Exception):
             raise
         return [failed] * len(requests)
     return futures
+
+
+def abort_on(replica: Any, request_ids: Sequence[str]) -> None:
+    """Abort requests on a replica; one that cannot be told is logged, since others must be told too."""
+    try:
+        replica.abort(request_ids)
+    except Exception:
+        LOG.exception("requests could not be aborted on a replica")

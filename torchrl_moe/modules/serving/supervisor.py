@@ -74,7 +74,7 @@ class Supervisor:
         if self._make_replica is not None:
             for entry in self._table:
                 self._table.set_recovery(entry.index, Recovery.SUPERVISOR)
-        self._table.add_listener(self._bell.set)
+        self._table.add_listener(self._bell.set, doubts=True)
         # made after the replicas, so at interpreter exit it runs before theirs: what then dies is not restarted
         weakref.finalize(self, _let_go, self._stopped, self._bell)
         arguments = weakref.ref(self), self._bell, self._stopped

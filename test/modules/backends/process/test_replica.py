@@ -62,6 +62,14 @@ def rpc(replica: LocalReplica, method: str, *args: Any, timeout: float = 10.0) -
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_request_that_cannot_be_sent_fails_alone(lasting: LocalReplica) -> None:
+    good, bad = ids_request("good", (5,)), ids_request("bad", sampling_params={"stop": lambda: None})
+    one, other = lasting.submit([good, bad])
+    assert one.result(60.0).outputs[0].token_ids.tolist() == [6]
+    with pytest.raises(ValueError, match="cannot be sent to the engine process"):
+        other.result(60.0)
+
+
 def test_requests_are_answered_by_id_with_the_replica_on_their_metrics(lasting: LocalReplica) -> None:
     slow = ids_request("slow", (5, 6), sampling_params={"seconds": 0.1})
     text = Request(request_id="text", sampling_params=None, prompt="AB")

@@ -153,16 +153,24 @@ class EngineReplica(abc.ABC, Generic[LinkT]):
                 else:
                     self._requests[request.request_id] = future
                     sent.append(request)
+        if sent:
+            self._send(child, sent)
+        return futures
+
+    def _send(self, child: LinkT, requests: Sequence[Request]) -> None:
+        """Send requests in one message; if that cannot be made, each by itself, so that only those at fault fail."""
         try:
-            if sent:
-                child.outbox.put(self._encode("generate", wire.pack_requests(sent)))
+            child.outbox.put(self._encode("generate", wire.pack_requests(requests)))
         except BaseException as error:  # whatever a user's object raises as it is pickled
-            for request in sent:
+            if isinstance(error, Exception) and len(requests) > 1:
+                for request in requests:
+                    self._send(child, [request])
+                return
+            for request in requests:
                 refusal = ValueError(f"the request cannot be sent to the engine process: {error}")
                 self._resolve(self._requests, request.request_id, refusal)
             if not isinstance(error, Exception):
                 raise
-        return futures
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests; their futures resolve with what they had."""
