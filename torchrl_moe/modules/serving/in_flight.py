@@ -167,8 +167,8 @@ class Call:
         """Tell of a completion; an error there ends the telling, not the call."""
         try:
             self.finished(completion)
-        except Exception:
-            LOG.exception("the progress of a call cannot be shown any more")
+        except Exception as error:
+            LOG.exception("the progress of a call cannot be shown any more: %r", error)
             self.finished = lambda _: None
 
     def partial(self) -> list[Completion]:

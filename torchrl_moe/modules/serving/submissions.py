@@ -86,5 +86,5 @@ def abort_on(replica: Any, request_ids: Sequence[str]) -> None:
     """Abort requests on a replica; one that cannot be told is logged, since others must be told too."""
     try:
         replica.abort(request_ids)
-    except Exception:
-        LOG.exception("requests could not be aborted on a replica")
+    except Exception as error:
+        LOG.exception("requests could not be aborted on a replica: %r", error)

@@ -182,10 +182,13 @@ class Supervisor:
     def _restart(self, entry: TableEntry) -> bool:
         """Start a new replica, and wait until it serves, or waits for the user's next update; false if it failed."""
         assert self._make_replica is not None
+        if self._stopped.is_set():
+            return True
         replica = self._make_replica(entry.index)
         try:
             with self._lock:
                 if self._stopped.is_set():
+                    replica.shutdown()  # it was not started, and is in nobody's hands
                     return True
                 self._begun[entry.index].append(time.monotonic())
                 self._table.replace(entry.index, replica)
