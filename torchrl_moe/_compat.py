@@ -204,8 +204,8 @@ def unused_adapter_modules(model_runner: Any, number: int) -> list[str]:
 def forget_half_loads(model: Any) -> None:
     """Drop what an update that failed midway left waiting in vLLM's layerwise reload.
 
-    Starting anew skips layers that are taken apart already, and would count those tensors twice: the layer would be put
-    together before its last tensors arrive.
+    Starting again skips layers that are taken apart already, and would count those tensors twice: the layer would be
+    put together before its last tensors arrive.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -255,7 +255,7 @@ def load_beside(model: Any, config: Any, device: Any, tensors: Any) -> None:
 
 
 def pack_tied(model: Any) -> None:
-    """Pack anew the linear layers whose parameter belongs to an earlier layer, such as a head tied to the embeddings.
+    """Pack again the linear layers whose parameter belongs to an earlier layer, such as a head tied to the embeddings.
 
     vLLM's reload packs a layer when its tensors arrive, and theirs arrive at the other: their packed copy stays old.
     """

@@ -1,7 +1,7 @@
 """What a model's routers look like, as plain data: layers, top-k, experts.
 
 A :class:`RoutingLayout` travels to engine processes and into routes checks; it holds no tensor and knows no model.
-Whoever has the model derives it from there. A dense model has no layout: use ``None``.
+The holder of the model derives it from there. A dense model has no layout: use ``None``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ class ReplicaSync:
 
     Attributes:
         replica: its index.
-        asked_at: seconds after publishing began that it was told of the version.
+        asked_at: seconds after publishing began that it was asked for the version.
         fetched: seconds until its bytes were there and checked.
         staged: seconds to load them into a shadow model, while it served.
         swap_at: seconds after publishing began that its turn came.
@@ -44,7 +44,7 @@ class ReplicaSync:
     error: str | None = None
 
     def asked(self, at: float) -> ReplicaSync:
-        """Return the same, with when it was told of the version."""
+        """Return the same, with when it was asked for the version."""
         return replace(self, asked_at=at)
 
     @property

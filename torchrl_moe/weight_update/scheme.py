@@ -38,7 +38,7 @@ class VLLMWeightSyncScheme:
         transport: ``"memmap"``: a weight store that trainer and engines map; ``"gloo"`` and ``"nccl"`` broadcast it.
         mode: of requests in flight: ``"hot_swap"`` freezes them during the swap, they go on with the new weights;
             ``"drain"`` lets them finish first; ``"abort_resume"`` cuts them, and the engine resumes them by itself.
-        kv: of cached prefixes: ``"salt"`` leaves them to the requests that made them and starts anew for each version;
+        kv: of cached prefixes: ``"salt"`` leaves them to the requests that made them and starts again for each version;
             ``"recompute"`` drops the KV cache, and frozen requests are computed again.
         stage: ``"shadow"`` loads a version into a second model while the first serves, so that the pause is short and
             memory is needed twice; ``"plain"`` loads under the pause; ``"auto"`` is shadow where that works. Where it

@@ -52,9 +52,9 @@ class WeightSender:
         self._swap: RollingSwap | None = None
         self._published: Published | None = None
         self._pending: Future[Published] | None = None
-        self._asked_at: dict[int, float] = {}  # replica -> when it was told of the version, after publishing began
+        self._asked_at: dict[int, float] = {}  # replica -> when it was asked for the version, after publishing began
         self._collectors: list[weakref.ref[Any]] = []
-        self._announced = 0  # the last version that collectors were told of
+        self._announced = 0  # the last version that collectors heard of
         self._lock = threading.RLock()
         self._closed = False
 
@@ -91,7 +91,7 @@ class WeightSender:
             NoReplicaError: none of its replicas serves.
             ManifestMismatch: metadata, or the registered model, does not have the engine's tensors.
             EngineError: a replica does not say which tensors it has.
-            WeightSyncError, EngineError: no replica could be told of the transport; the error is the first one's.
+            WeightSyncError, EngineError: no replica took the transport; the error is the first one's.
                 A single one that could not is told by the next update.
         """
         if not isinstance(vllm_engine, GenerationService):
@@ -163,7 +163,7 @@ class WeightSender:
 
     @property
     def has_engine(self) -> bool:
-        """Whether :meth:`init_all_workers_group` was told of an engine."""
+        """Whether :meth:`init_all_workers_group` was given an engine."""
         return self._swap is not None
 
     def _ready(self) -> RollingSwap:

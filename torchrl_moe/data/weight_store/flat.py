@@ -187,7 +187,7 @@ def verify_entries(manifest: Manifest, view_of: Callable[[TensorEntry], memoryvi
 
 
 def _shares(entries: Sequence[TensorEntry], count: int) -> list[list[TensorEntry]]:
-    """Deal entries out, the largest first, each to whoever has the fewest bytes."""
+    """Deal entries out, the largest first, each to the one with the fewest bytes."""
     shares: list[list[TensorEntry]] = [[] for _ in range(count)]
     loads = [0] * count
     for entry in sorted(entries, key=lambda entry: -entry.nbytes):

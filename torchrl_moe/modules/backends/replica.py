@@ -253,7 +253,7 @@ class Replica(Protocol):
 
     index: int
     was_ended: bool
-    """Whether another driver has shut it down, for all: then nobody is to make it anew."""
+    """Whether another driver has shut it down, for all: then nobody restarts it."""
 
     @property
     def log_path(self) -> Path | None:

@@ -50,7 +50,7 @@ def prompts_from_history(
         tokenizer: renders and encodes.
         template: a chat template, in place of the tokenizer's.
         template_name: the name of one of TorchRL's.
-        known: :func:`known_ids` of each sample, to be taken instead of encoding the text anew.
+        known: :func:`known_ids` of each sample, to be taken instead of encoding the text again.
 
     Raises:
         TypeError: not a ``History``.

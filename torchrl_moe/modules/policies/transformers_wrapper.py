@@ -44,7 +44,7 @@ class TransformersWrapper(DenseDistributions):
     Args:
         model: a model for causal language modelling, or a folder or hub name.
         tokenizer: only its pad token is used; may be ``None``.
-        input_mode: must be ``"tokens"``: rendering a chat anew may give other tokens than those the routes belong to.
+        input_mode: must be ``"tokens"``: rendering a chat again may give other tokens than those the routes belong to.
         generate: must be false; :class:`vLLMWrapper` generates.
         replay: which experts to use, see above.
         temperature: that of sampling; the logits are divided by it, as the engine does for its log-probs.
@@ -311,7 +311,7 @@ def _refuse(arguments: dict[str, Any]) -> None:
             raise ValueError(f"{name} must be one of {allowed}, got {arguments[name]!r}")
     if arguments["input_mode"] != "tokens":
         raise ValueError(
-            f"input_mode={arguments['input_mode']!r}: encoding text anew may give other tokens than those that were "
+            f"input_mode={arguments['input_mode']!r}: encoding text again may give other tokens than those that were "
             "generated and routed. Use input_mode='tokens', which reads ('tokens', 'full') of the rollout."
         )
     if not arguments["temperature"] > 0:

@@ -54,7 +54,7 @@ class vLLMWrapper(LLMWrapperBase):
         history_key, text_key, tokens_key, masks_key, log_probs_key, routed_experts_key: where to write.
         batching, min_batch_size, max_batch_size, batching_timeout: accepted if they ask for nothing: the engine
             batches the requests of all threads as they come.
-        prefer_tokens: in history mode, take the ids in ``"tokens"`` instead of encoding anew: those of an earlier
+        prefer_tokens: in history mode, take the ids in ``"tokens"`` instead of encoding again: those of an earlier
             turn as far as they go, else the caller's own ``("tokens", "prompt")``, or ``"full"``, as they are.
         timeout_seconds: per request; a late batch raises :class:`GenerationTimeout`.
         use_tqdm: whether to show a progress bar.

@@ -2,7 +2,7 @@
 
 By then the context may be closed, or belong to another micro-batch. So the binding is captured when the layer runs
 forward, and put back for its recompute alone. transformers runs a checkpointed layer through one attribute, torch's
-``checkpoint_wrapper`` through another; enabling checkpointing overwrites it, so it is wrapped anew at each context.
+``checkpoint_wrapper`` through another; enabling checkpointing overwrites it, so it is wrapped again at each context.
 """
 
 from __future__ import annotations

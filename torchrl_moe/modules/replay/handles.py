@@ -37,7 +37,8 @@ class _Handle:
         """The module's own forward, looked up late: FSDP and parametrizations change its class."""
         if self.shadowed is not None:
             return self.shadowed(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)  # a bound method: Dynamo would look this up anew
+        # Not a bound method: Dynamo would look that up again.
+        return type(self.module).forward(self.module, *args, **kwargs)
 
 
 class _RouterHandle(_Handle):

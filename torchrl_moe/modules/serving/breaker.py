@@ -50,7 +50,7 @@ class Breaker:
         return self.state is BreakerState.OPEN
 
     def take(self) -> bool:
-        """Let a request pass; whether it is a trial, to be told of by :meth:`tried`."""
+        """Let a request pass; whether it is a trial, whose end :meth:`tried` takes."""
         trial = self.state is BreakerState.HALF_OPEN
         self._trials += trial
         return trial

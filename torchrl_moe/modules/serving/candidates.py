@@ -1,7 +1,7 @@
 """The replicas that may take a request, as a strategy sees them: live stats, and the least loaded at once.
 
 A fleet may have a thousand replicas, and every request asks for the least loaded of them. So their order is kept in a
-heap that is told of each change, instead of being found anew; entries that later changes made obsolete are dropped as
+heap that follows each change, instead of being found again; entries that later changes made obsolete are dropped as
 they surface.
 """
 
@@ -128,7 +128,7 @@ class Candidates:
         if self._queue is not None:
             heapq.heappush(self._queue, (entry.load, entry.chosen, entry.index))
             if len(self._queue) > 4 * len(self._entries) + 64:
-                self._queue = None  # mostly obsolete: made anew when next asked for
+                self._queue = None  # mostly obsolete: rebuilt when next asked for
 
 
 def load_bound(candidates: Candidates, threshold: float, margin: float) -> float:

@@ -3,6 +3,7 @@
 All of it happens in one thread, the service's event loop: one coroutine per request that has a place, none for those
 that wait. A change of the replica table concerns only requests that no replica took, and of each kind of these only the
 first is tried until one is taken; an answer concerns only its request. So n requests cost n wake-ups, however they end.
+Groups are the exception: each that settles while others wait for a replica has the first of every kind tried.
 
 A killed replica delivers nothing: its requests begin again, from their prompts, on a replica that the balancer picks.
 """
@@ -48,7 +49,7 @@ class Dispatcher:
         table: the replicas.
         admission: how many requests the engines have at a time; it belongs to the dispatcher from now on.
         attempts: how many replicas may die under a request.
-        retried: told of each request that is handed over again.
+        retried: called for each request that is handed over again.
     """
 
     def __init__(

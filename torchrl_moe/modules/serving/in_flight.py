@@ -133,7 +133,7 @@ class Call:
         requests: in input order, all of one priority.
         placement: where they may go.
         timeout: seconds that each request has, from now; ``None`` for ever.
-        finished: told of each completion, in the thread of the service's loop.
+        finished: called with each completion, in the thread of the service's loop.
     """
 
     __slots__ = (

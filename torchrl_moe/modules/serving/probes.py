@@ -92,7 +92,7 @@ class Probes:
     """Probes the replicas of a replica table. Its methods belong to one thread; each probe waits in one of its own.
 
     Args:
-        table: is told of silent replicas, so that they get no new requests meanwhile.
+        table: where silent replicas are noted, so that they get no new requests meanwhile.
         policy: how often, and how patient.
         clock: seconds.
     """

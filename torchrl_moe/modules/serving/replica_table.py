@@ -48,7 +48,7 @@ class ReplicaTable:
         self.groups = Groups()  # here, so that another balancer keeps their versions
         self._listeners: dict[Callable[[], None], bool] = {}  # in order; whether doubts concern them too
         self.doubts: set[int] = set()
-        self._versions: list[int] | None = None  # those that serve, in order; None: to be found anew
+        self._versions: list[int] | None = None  # those that serve, in order; None: to be found again
         self._views: dict[tuple[int, int] | None, Candidates] = {}
         self.reports: deque[tuple[float, int]] = deque()  # when, which replica; of reports of load
 

@@ -1,4 +1,4 @@
-"""Replicas in stats: one row for each, and counts that go on over its restarts."""
+"""Stats as tables: one row per replica, and counts that go on over its restarts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _state(entry: TableEntry) -> str:
 
 
 class Totals:
-    """What replicas have done since the service began: an engine's own counts begin anew when it restarts.
+    """What replicas have done since the service began: an engine's own counts begin at zero when it restarts.
 
     Read from the stats that replicas send by themselves; no engine is asked.
 

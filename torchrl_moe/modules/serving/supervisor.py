@@ -197,7 +197,7 @@ class Supervisor:
             self._join(entry, replica)
         except (EngineError, OSError) as error:
             self._table.mark_dead(entry.index, str(error), replica)
-            if not self._stopped.is_set():  # else whoever stopped us ends it, or leaves it to its other drivers
+            if not self._stopped.is_set():  # else the service ends it, or leaves it to its other drivers
                 replica.shutdown()
             return False
         return True
@@ -215,7 +215,7 @@ class Supervisor:
                     bring(entry.index)
                 except (TorchRLMoEError, ValueError, RuntimeError, OSError) as error:
                     entry.last_error = f"its weights could not be loaded: {error}"
-            if entry.state in GONE:  # whoever noted that, the process may live: it must not be waited for
+            if entry.state in GONE:  # the process may live all the same: it must not be waited for
                 break
             if entry.state is not ReplicaState.STARTING:
                 self._as_the_others(replica, lambda: True)

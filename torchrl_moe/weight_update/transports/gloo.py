@@ -1,7 +1,7 @@
 """The trainer's end of the gloo transport: one communicator per replica, over which the store's bytes are broadcast.
 
 A replica announces that it will read before anything is sent, so that one that refuses a version costs nobody a
-deadline. A group in which anything failed is given up, and made anew for the next version: the other replicas have
+deadline. A group in which anything failed is given up, and made again for the next version: the other replicas have
 their own, and notice nothing.
 """
 
@@ -130,7 +130,7 @@ class GlooTransport:
             raise _own_words(answer) or WeightSyncError(f"version {manifest.version} was not sent: {error}") from None
         finally:
             if not arrived:
-                self._drop(replica)  # whoever still waits in it is woken by that
+                self._drop(replica)  # what still waits in it is woken by that
             caller.shutdown(wait=False)
         return report
 

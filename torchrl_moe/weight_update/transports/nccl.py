@@ -82,7 +82,7 @@ class NcclTransport:
             link.close()
 
     def stage(self, replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
-        """Let a replica check a version, and be ready to send it; they meet anew if that broke before."""
+        """Let a replica check a version, and be ready to send it; they meet again if that broke before."""
         link = self._links.get(replica)
         if link is None or link.broken:
             self.open(replica, timeout)

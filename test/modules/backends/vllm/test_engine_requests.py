@@ -371,7 +371,7 @@ def test_an_answer_without_a_token_is_asked_for_again_beside_its_siblings(run: R
     assert [prompt.get("cache_salt") for _, prompt, _ in bench.engine.asked] == [None, "swap-1"]
 
 
-def test_a_dropped_cache_needs_nobody_to_start_anew(run: Run) -> None:
+def test_a_dropped_cache_needs_no_answer_to_start_again(run: Run) -> None:
     async def script(bench: Bench) -> None:
         await bench.start()
         await bench.swap(1, "keep", clear_cache=True)
@@ -509,7 +509,7 @@ def test_a_part_says_what_of_it_stays() -> None:
             policy_versions=np.zeros(tokens, np.int32),
         )
 
-    part = Part("r", 3, cut=True, anew={2})
+    part = Part("r", 3, cut=True, restarted={2})
     done, cut, empty, late = output(0, 2, "stop"), output(1, 2, "abort"), output(1, 0, "abort"), output(2, 2, "stop")
     assert [part.over(item) for item in (done, cut, empty, late)] == [True, False, False, False]
     assert [part.keeps(item, Params()) for item in (done, cut, empty, late)] == [True, True, False, False]

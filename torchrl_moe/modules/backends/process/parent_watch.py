@@ -70,7 +70,7 @@ class Inbox:
 
     def put(self, *message: Any) -> None:
         """Add a message from any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever would read this
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the reader
             self._loop.call_soon_threadsafe(self.messages.put_nowait, message)
 
     def _read(self) -> None:

@@ -49,7 +49,7 @@ class ReplicaActor(ReplicaHost):
         service: that it belongs to.
         forwarded: settings of the driver that made it.
         group: Ray's placement group that holds its resources.
-        number: added to the service's seed, and another one each time Ray starts the actor anew.
+        number: added to the service's seed, and another one each time Ray restarts the actor.
     """
 
     def __init__(self, index: int, service: RayService, forwarded: Mapping[str, str], group: Any, number: int) -> None:
@@ -68,7 +68,7 @@ class ReplicaActor(ReplicaHost):
         return Description(address=self.address(), group=self._group, service=self._service)
 
     def _engine_died(self) -> None:
-        """End, so that Ray starts this actor of a service that outlives its drivers anew, in its place."""
+        """End, so that Ray restarts this actor, if its service outlives its drivers."""
         if self._service.detached:
             self.end()
             os._exit(1)

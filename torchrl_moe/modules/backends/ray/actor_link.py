@@ -1,7 +1,7 @@
 """A driver's end of a replica in a Ray cluster: finds its actor or places one, dials it, and gives it up.
 
 Each replica has a placement group of one bundle, so its devices lie on one node, as vLLM's ``mp`` executor wants. An
-actor of a service with a name is detached: it outlives its drivers, and Ray starts it anew in its place when it dies.
+actor of a service with a name is detached: it outlives its drivers, and Ray restarts it in its place when it dies.
 The others end with the driver that made them.
 """
 
@@ -98,7 +98,7 @@ class ActorLink:
                 self._free_group()
 
     def _reach(self) -> Description:
-        """Find the actor, or place one. Who is found may be starting anew, or be dying: then it is asked again."""
+        """Find the actor, or place one. One that is found may be restarting, or dying: then it is asked again."""
         join_cluster(start=False)
         while True:
             own = None

@@ -83,7 +83,7 @@ def dial(address: Address) -> Connection:
     Raises:
         OSError: nobody is there, or nobody answers.
         EOFError: it was closed at once.
-        AuthenticationError: whoever is there has another key.
+        AuthenticationError: the other side has another key.
     """
     caller = socket.create_connection((address.host, address.port), DIAL_SECONDS)
     return _prove(caller, address.key, answer_challenge, deliver_challenge)

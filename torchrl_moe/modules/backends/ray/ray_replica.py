@@ -60,7 +60,7 @@ class RayReplica(EngineReplica[ActorLink]):
     # -- plumbing ---------------------------------------------------------------------------------------------------
 
     def _encode(self, *message: Any) -> wire.Frames:
-        """Wrap a message: request ids get this driver's name, and the actor is told of them without unpacking it."""
+        """Wrap a message: request ids get this driver's name, and the actor learns them without unpacking it."""
         driver = self._started().driver
         opened: list[str] = []
         kind, *rest = message

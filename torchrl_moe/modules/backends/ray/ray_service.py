@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["NAMESPACE", "RayService", "forwarded_environment", "parse_actor_name"]
 
 NAMESPACE = "torchrl_moe"
-"""Ray's namespace of our actors. A driver's own is made up anew for each, and no other driver would find them there."""
+"""Ray's namespace of our actors. Each driver has one of its own, and no other driver would find them there."""
 
 FORWARDED = ("GLOO_", "HF_", "HUGGING_FACE_", "NCCL_", "TRANSFORMERS_", "VLLM_")
 OF_ONE_MACHINE = {"VLLM_HOST_IP", "VLLM_RPC_BASE_PATH"}

@@ -89,7 +89,7 @@ class ReplicaHost:
     ) -> None:
         self._lock = threading.Lock()
         self._drivers: dict[str, _Driver] = {}
-        self._said: list[tuple[Any, ...]] = []  # what whoever comes later must hear too
+        self._said: list[tuple[Any, ...]] = []  # what drivers that come later must hear too
         configure = wire.encode(("configure", dict(arguments)))
         self._child = Child(index, kind, environment, log_folder, fork=False)
         self._child.outbox.put(configure)
@@ -110,7 +110,7 @@ class ReplicaHost:
         self._listener.close()
 
     def shut_down(self) -> None:
-        """:meth:`end` on purpose: drivers that are still here are told, so that none starts the replica anew."""
+        """:meth:`end` on purpose: drivers that are still here are told, so that none restarts the replica."""
         with self._lock:
             self._announce("ended")
         self.end()

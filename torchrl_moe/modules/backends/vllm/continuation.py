@@ -40,13 +40,13 @@ STATEFUL = (
 def can_continue(params: Any) -> bool:
     """Whether the next token depends on prompt + answer only, and not on where one ends and the other begins.
 
-    If it does not, as with a grammar, whose state cannot be taken up again, the answer has to start anew.
+    If it does not, as with a grammar, whose state cannot be taken up again, the answer has to start again.
     """
     return not any(getattr(params, name, None) for name in STATEFUL)
 
 
 def request_for_rest(request: Request, name: str, prompt_ids: NDArray[Any], first: CompletionOutput | None) -> Request:
-    """Return the request, called ``name``, for the rest of an answer; ``first`` is ``None`` if it starts anew."""
+    """Return the request, called ``name``, for the rest of an answer; ``first`` is ``None`` if it starts again."""
     ids = prompt_ids if first is None else np.concatenate([prompt_ids, first.token_ids])
     return replace(request, request_id=name, prompt=None, prompt_token_ids=ids.astype(np.int32))
 
@@ -83,7 +83,7 @@ def join(
 
     Args:
         index: which of the request's answers it is.
-        first: the part before the cut; ``None`` if the answer started anew.
+        first: the part before the cut; ``None`` if the answer started again.
         rest: the part after it.
         params: of the whole answer.
         decode: token ids to text, as vLLM would for this answer.

@@ -93,7 +93,7 @@ class EngineProcess:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     async def generate(self, packed: wire.Packed) -> None:
-        """Start requests, or refuse them if they hold what cannot be unpickled here; whoever sent them lives on."""
+        """Start requests, or refuse them if they hold what cannot be unpickled here; their sender lives on."""
         (found,) = await asyncio.gather(self._unpack(packed), return_exceptions=True)
         if not isinstance(found, BaseException):
             for request in found:

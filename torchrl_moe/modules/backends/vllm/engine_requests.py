@@ -2,7 +2,7 @@
 
 A weight swap may cut a request short (``pause="abort"``), or find it without a token, queued or half prefilled, with
 cached prefixes of the old weights; either way its task asks vLLM again once the swap is over. What a swap cut goes on
-from its last token, answer by answer; what had no token yet, or cannot be continued, starts anew. Only what the user
+from its last token, answer by answer; what had no token yet, or cannot be continued, starts again. Only what the user
 aborts comes back cut.
 """
 
@@ -50,7 +50,7 @@ class Part:
         lora: vLLM's request of the adapter that makes them, if one does.
         version: of all of its tokens, once the adapter was updated for those that come later; ``None`` before.
         cut: by the pause of a swap.
-        anew: answers to drop and to start anew, since their first token may come after a swap, from an old cache.
+        restarted: answers to drop and to start again, since their first token may come after a swap, from an old cache.
     """
 
     name: str
@@ -58,17 +58,17 @@ class Part:
     lora: Any = None
     version: int | None = None
     cut: bool = False
-    anew: set[int] = field(default_factory=set)
+    restarted: set[int] = field(default_factory=set)
 
     def over(self, output: CompletionOutput) -> bool:
         """Whether an answer is done, or was cut for good."""
-        return output.index not in self.anew and not (self.cut and output.finish_reason == "abort")
+        return output.index not in self.restarted and not (self.cut and output.finish_reason == "abort")
 
     def keeps(self, output: CompletionOutput, params: Any) -> bool:
         """Whether what there is of an answer stays."""
         if self.over(output):
             return True
-        return output.index not in self.anew and len(output.token_ids) > 0 and continuation.can_continue(params)
+        return output.index not in self.restarted and len(output.token_ids) > 0 and continuation.can_continue(params)
 
 
 @dataclass(eq=False, slots=True)
@@ -154,7 +154,7 @@ class EngineRequests:
         request = running.request
         params = self._sampling(request.sampling_params, request.guided_options)
         completion, part = await self._ask(running, request, params)
-        # nothing to keep: all answers start anew, together
+        # nothing to keep: all answers start again, together
         while not any(part.keeps(output, params) for output in completion.outputs):
             await self.weights.salt()
             if running.aborted:
@@ -268,7 +268,7 @@ class EngineRequests:
             for part in self._parts():
                 part.cut = True
 
-    def start_anew(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
+    def restart_answers(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
         """Have answers without a token asked for again, in a paused engine: they could still read the old cache.
 
         Args:
@@ -278,7 +278,7 @@ class EngineRequests:
         for part in self._parts():
             had = delivered.get(part.name, {})
             if answers := {index for index in range(part.answers) if not had.get(index)}:
-                part.anew |= answers
+                part.restarted |= answers
                 late[part.name] = part, answers
         self._spawn(self._cut(late))
 

@@ -3,7 +3,7 @@
 The second model is built once, by vLLM itself, and holds no memory but while a version waits in it. Loading it is what
 vLLM does at start-up: checkpoint tensors into fresh parameters, then packing. Changing places exchanges what the
 modules of the two *hold*, the storage of parameters and buffers and the packed handles of linear layers, and never the
-modules or parameters themselves: whoever refers to one of those, such as a tied head, a router's correction bias, the
+modules or parameters themselves: what refers to one of those, such as a tied head, a router's correction bias, the
 route capture or vLLM's own registry of layers, goes on to refer to the model that generates.
 
 After the change the second model holds the old weights, so that changing again undoes it.

@@ -33,7 +33,7 @@ class InFlight(Protocol):
     def pausing(self, mode: PauseMode) -> None:
         """Note that the engine is about to pause."""
 
-    def start_anew(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
+    def restart_answers(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
         """Have answers without a token asked for again; ``delivered`` is request -> answer -> tokens."""
 
 
@@ -84,7 +84,7 @@ class EngineWeights:
     async def salt(self) -> dict[str, str]:
         """Return the part of a prompt that keeps cached prefixes of different weights apart, once no swap is on."""
         await self._no_swap()
-        # by swap, not by version: another trainer may begin to count anew
+        # by swap, not by version: another trainer may begin to count at zero
         return {"cache_salt": f"swap-{self._swaps}"} if self._swaps else {}
 
     async def _no_swap(self) -> None:
@@ -281,7 +281,7 @@ class EngineWeights:
         counts = await self._delivered()
         self._marks = {name: [*self._marks.get(name, []), (self.version, had)] for name, had in counts.items()}
         if self.in_flight is not None and not clear_cache:
-            self.in_flight.start_anew(counts)
+            self.in_flight.restart_answers(counts)
 
     async def _delivered(self) -> dict[str, dict[int, int]]:
         """Return how many tokens each request of a paused engine has, by answer."""

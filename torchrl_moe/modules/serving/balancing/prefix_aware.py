@@ -25,7 +25,7 @@ _Match = tuple[list[int], list[Branch], bool]  # keys; the branches on their way
 class PrefixAware:
     """The candidate that holds the longest beginning of the prompt, within the load bound; of equals, the least loaded.
 
-    It learns from every placement, whoever made it. What more than a quarter of all distinct prompts begin with is a
+    It learns from every placement, its own or not. What more than a quarter of all distinct prompts begin with is a
     template: every replica has it or soon will, so it counts for nothing. Prefixes cached under other weights count for
     nothing either. Of those that got a prefix, only the latest are taken to hold it still: one, and twice the share of
     the fleet that its share of the prompts makes; else each prefix would end up in every cache, and push others out.

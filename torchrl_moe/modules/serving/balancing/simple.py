@@ -47,7 +47,7 @@ class Strategy(Protocol):
 
 @runtime_checkable
 class Learner(Protocol):
-    """A strategy that wants to know where requests went, whoever chose."""
+    """A strategy that wants to know where requests went, whichever strategy chose."""
 
     def placed(self, entry: TableEntry, context: RoutingContext) -> None:
         """Learn that a request went to a replica."""

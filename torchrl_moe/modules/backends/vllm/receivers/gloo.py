@@ -103,7 +103,7 @@ class GlooReceiver:
             yield {entry.name: _tensor(self._buffer, entry) for entry in manifest.entries}
 
     def close(self) -> None:
-        """Leave the group; whoever still receives gets an error. Idempotent."""
+        """Leave the group; a receiver that still waits gets an error. Idempotent."""
         self._group.add_done_callback(lambda _: self._leave())
         self._held = None
 
