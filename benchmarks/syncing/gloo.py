@@ -21,6 +21,7 @@ from benchmarks.report import Row, median_range
 from benchmarks.syncing.store import tensors_of
 from torchrl_moe.data.gloo_group import GlooGroup, join_rendezvous, open_rendezvous
 from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
+from torchrl_moe.modules.backends.commands import Commands
 from torchrl_moe.modules.backends.replica import StageReport
 from torchrl_moe.modules.backends.vllm.receivers.gloo import GlooReceiver
 from torchrl_moe.weight_update.transports.gloo import GlooTransport
@@ -64,7 +65,7 @@ def receive_on_request(connection: Connection) -> None:
             group.close()
 
 
-class Peer:
+class Peer(Commands):
     """The receiving process, as the transport knows a replica."""
 
     index = 0
@@ -80,10 +81,10 @@ class Peer:
         del timeout
         return SimpleNamespace(tensor_parallel_size=1)
 
-    def call(self, command: str, timeout: float, **arguments: Any) -> Any:
+    def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
         """Run a command there."""
         del timeout
-        self._connection.send((command, arguments))
+        self._connection.send((name, arguments))
         return self._connection.recv()
 
     def end(self) -> None:
@@ -123,13 +124,13 @@ def race(count: int) -> dict[str, list[float]]:
     try:
         manifest = WeightStoreWriter(folder).publish(tensors_of(NBYTES, count)[1].items(), 1)
         transport.open(peer, PATIENCE)
-        peer.call("bare", PATIENCE, port=rendezvous.port)
+        peer._command("bare", PATIENCE, port=rendezvous.port)
         group = GlooGroup(rendezvous, 0, 2, PATIENCE, NBYTES)
         buffer = torch.ones(NBYTES, dtype=torch.uint8)
         group.broadcast(buffer, time.monotonic() + PATIENCE, ignore)
         with Stopwatch() as watch:
             for _ in range(WARM_UP + ROUNDS):
-                peer.call("bare", PATIENCE, port=rendezvous.port)
+                peer._command("bare", PATIENCE, port=rendezvous.port)
                 group.broadcast(buffer, time.monotonic() + PATIENCE, ignore)
                 seconds["bare"].append(watch.seconds)
                 for verify in ("digest", "off"):

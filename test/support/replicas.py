@@ -14,7 +14,7 @@ LIFE = ("start", "join", "ready", "disconnect", "shutdown")
 
 
 class ScriptedReplica(FakeReplica):
-    """Its steps are those of :data:`LIFE`, ``submit``, ``abort``, and each command of :meth:`call`.
+    """Its steps are those of :data:`LIFE`, ``submit``, ``abort``, and each command.
 
     Args:
         index: place in the service.
@@ -72,9 +72,9 @@ class ScriptedReplica(FakeReplica):
         self._act("abort")
         super().abort(request_ids)
 
-    def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
-        answer = self._step(command, (timeout, kwargs))
-        return super().call(command, timeout, **kwargs) if answer is None else answer
+    def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
+        answer = self._step(name, (timeout, arguments))
+        return super()._command(name, timeout, **arguments) if answer is None else answer
 
     def disconnect(self) -> None:
         self._step("disconnect")

@@ -74,7 +74,7 @@ class Versions:
         """Swap in what was staged, on all replicas."""
         for replica in self.replicas:
             how: dict[str, Any] = {"pause": pause, "clear_cache": clear_cache, "canary": None}
-            report = replica.call("swap_weights", SECONDS, version=manifest.version, **how)
+            report = replica.swap_weights(manifest.version, timeout=SECONDS, **how)
             assert report.error is None
 
     def update(self, seed: int, pause: str = "keep", clear_cache: bool = False) -> int:

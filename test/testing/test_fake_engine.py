@@ -264,7 +264,7 @@ def test_an_injected_death_fails_what_runs_and_all_that_comes() -> None:
         with pytest.raises(ReplicaDiedError, match=r"^replica 1 died: out of memory$"):
             future.result(60.0)
     for use in (
-        lambda: replica.call("tokenizer", 1.0),
+        lambda: replica.tokenizer(1.0),
         lambda: replica.stats(1.0),
         lambda: replica.wait_ready(1.0),
     ):
@@ -303,12 +303,12 @@ def test_a_stalled_replica_makes_no_token_and_answers_nothing_until_it_dies() ->
     (new,) = replica.submit([request(request_id="b")])
     replica.abort(["a"])
     with pytest.raises(EngineError, match=r"replica 0 did not answer 'probe' within 0\.05 s"):
-        replica.call("probe", 0.05, seconds=0.01)
+        replica.probe(0.01, 0.05)
     assert (running.done(), new.done(), replica.is_alive()) == (False, False, True)
     timer = threading.Timer(0.05, replica.shutdown)
     timer.start()
     with pytest.raises(ReplicaDiedError):
-        replica.call("tokenizer", 5.0)
+        replica.tokenizer(5.0)
     for future in (running, new):
         with pytest.raises(ReplicaDiedError):
             future.result(60.0)
@@ -337,9 +337,9 @@ def test_a_shutdown_ends_a_slow_start() -> None:
 
 def test_it_is_as_well_as_it_is_told_to_be() -> None:
     replica = FakeReplica()
-    assert replica.call("probe", 1.0, seconds=0.5) == ProbeReport(core_answered=True)
+    assert replica.probe(0.5, 1.0) == ProbeReport(core_answered=True)
     replica.probe_report = ProbeReport(core_answered=False, stopped=True)
-    assert replica.call("probe", 1.0, seconds=0.5) == ProbeReport(core_answered=False, stopped=True)
+    assert replica.probe(0.5, 1.0) == ProbeReport(core_answered=False, stopped=True)
 
 
 # -- pause and commands -----------------------------------------------------------------------------------------------
@@ -404,16 +404,16 @@ def test_abort_cuts_requests_and_pauses() -> None:
 
 def test_commands_by_name_are_those_of_the_methods() -> None:
     replica = FakeReplica()
-    assert replica.call("tokenizer", 1.0).encode("a") == [97]
-    assert replica.call("reset_prefix_cache", 1.0) is True
-    replica.call("pause", 1.0, mode="keep", clear_cache=True)
+    assert replica.tokenizer(1.0).encode("a") == [97]
+    assert replica.reset_prefix_cache(1.0) is True
+    replica.pause("keep", True, 1.0)
     (future,) = replica.submit([request()])
-    assert replica.call("stats", 1.0).running == 1
-    assert replica.call("reset_prefix_cache", 1.0) is False
-    replica.call("resume", 1.0)
+    assert replica.stats(1.0).running == 1
+    assert replica.reset_prefix_cache(1.0) is False
+    replica.resume(1.0)
     future.result(60.0)
     with pytest.raises(EngineError, match="the fake engine has no command 'metadata'"):
-        replica.call("metadata", 1.0)
+        replica.metadata(1.0)
 
 
 def test_stats_count_what_was_done() -> None:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.commands import Commands
 from torchrl_moe.modules.backends.replica import (
     Completion,
     CompletionMetrics,
@@ -51,7 +52,7 @@ class _Running:
     aborted: bool = False
 
 
-class FakeReplica:
+class FakeReplica(Commands):
     """One fake engine; see :class:`~torchrl_moe.modules.backends.replica.Replica`.
 
     Args:
@@ -205,7 +206,28 @@ class FakeReplica:
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
-    def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
+    def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
+        """Answer the commands that an engine without weights can answer."""
+        with self._changed:
+            silent = not self._changed.wait_for(lambda: not self._stalled or self._dead is not None, timeout)
+        self._check_alive()
+        if silent:
+            raise EngineError(f"replica {self.index} did not answer {name!r} within {timeout:g} s")
+        if name == "pause":
+            return self._pause(**arguments, timeout=timeout)
+        if name == "resume":
+            return self._resume()
+        answers: dict[str, Callable[[], Any]] = {
+            "probe": lambda: self.probe_report,
+            "reset_prefix_cache": lambda: not self._running,
+            "stats": lambda: self.last_stats,
+            "tokenizer": ByteTokenizer,
+        }
+        if name not in answers:
+            raise EngineError(f"the fake engine has no command {name!r}")
+        return answers[name]()
+
+    def _pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
         """Stop making tokens; as in vLLM, nothing new is begun from here on, also if the wait comes to no end."""
         del clear_cache
         with self._changed:
@@ -217,35 +239,10 @@ class FakeReplica:
         if mode == "abort":
             self.abort(list(self._running))
 
-    def resume(self, timeout: float) -> None:
-        """Go on making tokens."""
-        del timeout
+    def _resume(self) -> None:
         with self._changed:
             self._paused = False
             self._changed.notify_all()
-
-    def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
-        """Answer the commands that an engine without weights can answer."""
-        with self._changed:
-            silent = not self._changed.wait_for(lambda: not self._stalled or self._dead is not None, timeout)
-        self._check_alive()
-        if silent:
-            raise EngineError(f"replica {self.index} did not answer {command!r} within {timeout:g} s")
-        if command == "probe":
-            return self.probe_report
-        if command == "tokenizer":
-            return ByteTokenizer()
-        if command in ("pause", "resume", "stats"):
-            return getattr(self, command)(timeout=timeout, **kwargs)
-        if command == "reset_prefix_cache":
-            return not self._running
-        raise EngineError(f"the fake engine has no command {command!r}")
-
-    def stats(self, timeout: float) -> ReplicaStats:
-        """Count what was done."""
-        del timeout
-        self._check_alive()
-        return self.last_stats
 
     @property
     def last_stats(self) -> ReplicaStats:

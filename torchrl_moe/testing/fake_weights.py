@@ -112,25 +112,25 @@ class FakeWeightReplica(FakeReplica):
         """With which arguments a command came last."""
         return next(arguments for name, arguments in reversed(self.calls) if name == command)
 
-    def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
+    def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
         """Answer weight commands too."""
-        method = getattr(self, f"command_{command}", None)
+        method = getattr(self, f"command_{name}", None)
         if method is None:
-            return super().call(command, timeout, **kwargs)
+            return super()._command(name, timeout, **arguments)
         self._check_alive()
         if self.note is not None:
-            self.note(command, self.index)
-        fail = self.fail.get(command)
-        error = None if fail is None else fail(self.asked[command])
-        self.calls.append((command, kwargs))
+            self.note(name, self.index)
+        fail = self.fail.get(name)
+        error = None if fail is None else fail(self.asked[name])
+        self.calls.append((name, arguments))
         if isinstance(error, Stall):
             time.sleep(timeout)
-            raise EngineError(f"replica {self.index} did not answer {command!r} within {timeout:g} s")
+            raise EngineError(f"replica {self.index} did not answer {name!r} within {timeout:g} s")
         if isinstance(error, SoftError):
             return SwapReport(started=not error.restored, paused_seconds=0.5, error=str(error))
         if error is not None:
             raise error
-        return method(**kwargs)
+        return method(**arguments)
 
     def command_metadata(self) -> Kinds:
         """Name -> (dtype, shape) of what is expected."""

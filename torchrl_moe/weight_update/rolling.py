@@ -228,18 +228,18 @@ class RollingSwap:
 
     def _swap(self, entry: TableEntry, replica: Replica, published: Published) -> tuple[SwapReport, int]:
         """Swap, and once more if it failed; a replica that does not answer is not asked again."""
-        options = {
-            "version": published.version,
-            "pause": PAUSES[self._swapping.mode],
-            "clear_cache": self._swapping.kv == "recompute",
-            "canary": published.canary,
-            "patience": self._swapping.timeout_seconds,
-        }
         report = SwapReport(error="not tried")
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 with self._naming_timeouts():
-                    report = replica.call("swap_weights", self._swapping.timeout_seconds, **options)
+                    report = replica.swap_weights(
+                        published.version,
+                        pause=PAUSES[self._swapping.mode],
+                        clear_cache=self._swapping.kv == "recompute",
+                        canary=published.canary,
+                        patience=self._swapping.timeout_seconds,
+                        timeout=self._swapping.timeout_seconds,
+                    )
             except ReplicaDiedError as error:
                 self._table.mark_dead(entry.index, str(error), replica)
                 return SwapReport(error=_words(error)), attempt

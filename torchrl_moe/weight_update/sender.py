@@ -123,7 +123,7 @@ class WeightSender:
         """Ask the first replica that lives which tensors it has."""
         for entry in entries:
             with contextlib.suppress(ReplicaDiedError):
-                kinds: Kinds = entry.replica.call("metadata", self.scheme.swapping.timeout_seconds)
+                kinds: Kinds = entry.replica.metadata(self.scheme.swapping.timeout_seconds)
                 return kinds
         raise NoReplicaError(f"no replica serves: {engine!r}")
 

@@ -267,7 +267,7 @@ def test_wait_lets_what_runs_finish_and_holds_what_comes(one: tuple[Replica, Kin
 def test_a_command_that_nobody_knows_is_refused_by_name_and_harms_nothing(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
     with pytest.raises((ValueError, EngineError), match="no command 'no_such_thing'") as caught:
-        replica.call("no_such_thing", SECONDS)
+        replica._command("no_such_thing", SECONDS)
     assert not isinstance(caught.value, ReplicaDiedError)
     assert replica.submit(requests(1, kind.quick))[0].result(SECONDS).request_id == "r0"
 
@@ -283,7 +283,7 @@ def test_stats_count_what_was_done(one: tuple[Replica, Kind]) -> None:
     assert after.completions - before.completions == 1
     assert after.prompt_tokens - before.prompt_tokens == 2
     assert after.generated_tokens - before.generated_tokens == tokens
-    again = replica.call("stats", SECONDS)
+    again = replica.stats(SECONDS)
     assert (again.requests, again.generated_tokens) == (after.requests, after.generated_tokens)
 
 
@@ -299,7 +299,7 @@ def check_dead(replica: Any, kind: Kind, futures: list[Future[Completion]]) -> N
     with pytest.raises(ReplicaDiedError):
         late.result(SECONDS)
     with pytest.raises(ReplicaDiedError):
-        replica.call("stats", SECONDS)
+        replica.stats(SECONDS)
     replica.abort(["late", "r0"])
 
 

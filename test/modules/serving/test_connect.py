@@ -168,13 +168,8 @@ def test_who_comes_later_sees_which_replicas_serve_and_with_which_weights(
     maker = toy_service(3, name="partly", faults=FaultPolicy(restart=False))
     maker.replica_table[1].replica.shutdown()
     assert running_services(NAMESPACE) == {"partly": [0, 2]}
-    call = RayReplica.call
-
-    def newer(replica: RayReplica, command: str, timeout: float, **kwargs: Any) -> Any:
-        value = call(replica, command, timeout, **kwargs)
-        return value + 7 if command == "weights_version" else value
-
-    monkeypatch.setattr(RayReplica, "call", newer)
+    known = RayReplica.weights_version
+    monkeypatch.setattr(RayReplica, "weights_version", lambda replica, timeout: known(replica, timeout) + 7)
     with AsyncVLLM.connect("partly") as guest:
         assert [entry.state.name for entry in guest.replica_table] == ["SERVING", "DEAD", "SERVING"]
         assert [entry.version for entry in guest.replica_table] == [7, 0, 7]

@@ -63,27 +63,42 @@ def serve() -> Iterator[Callable[..., LoadBalancer]]:
 
 
 @pytest.fixture
-def interrupt() -> Iterator[Callable[[float], None]]:
-    """Sends this thread a Ctrl-C after some seconds."""
+def interrupt() -> Iterator[Callable[[float | Callable[[], Any]], None]]:
+    """Sends this thread a Ctrl-C once a condition holds, or after some seconds."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timers: list[threading.Timer] = []
+    timers: list[threading.Thread] = []
 
-    def after(seconds: float) -> None:
+    def at(when: float | Callable[[], Any]) -> None:
         main = threading.main_thread().ident
         assert main is not None
-        timers.append(threading.Timer(seconds, signal.pthread_kill, [main, signal.SIGINT]))
-        timers[-1].start()
+        timers.append(later(when, signal.pthread_kill, main, signal.SIGINT))
 
-    yield after
+    yield at
     for timer in timers:
         timer.join()
     signal.signal(signal.SIGINT, before)
 
 
-def later(seconds: float, function: Callable[..., None], *args: Any) -> threading.Timer:
-    timer = threading.Timer(seconds, function, args)
-    timer.start()
-    return timer
+def later(when: float | Callable[[], Any], function: Callable[..., None], *args: Any) -> threading.Thread:
+    """Calls a function once a condition holds, or after some seconds."""
+
+    def wait_and_call() -> None:
+        until(when) if callable(when) else time.sleep(when)
+        function(*args)
+
+    thread = threading.Thread(target=wait_and_call)
+    thread.start()
+    return thread
+
+
+def asked(balancer: LoadBalancer, *names: str) -> Callable[[], bool]:
+    """Whether replicas were handed these requests."""
+    return lambda: set(names) <= {name for r in replicas(balancer) for batch in r.asked("submit") for name in batch}
+
+
+def waits(balancer: LoadBalancer) -> Callable[[], Any]:
+    """Whether a request waits for a replica."""
+    return lambda: parked(balancer)
 
 
 DISPATCHERS: WeakKeyDictionary[ReplicaTable, list[Dispatcher]] = WeakKeyDictionary()
@@ -271,10 +286,8 @@ def test_requests_wait_for_a_replica_that_is_coming_back(
 ) -> None:
     lb = serve(2)
     lb.replica_table[0].state, lb.replica_table[1].state = ReplicaState.DEAD, state
-    timer = later(0.1, lb.replica_table.set_state, 1, ReplicaState.SERVING)
-    started = time.monotonic()
+    timer = later(waits(lb), lb.replica_table.set_state, 1, ReplicaState.SERVING)
     assert [completion.metrics.replica for completion in run(lb, "ab", **placement)] == [1, 1]
-    assert 0.08 < time.monotonic() - started < PATIENCE
     timer.join()
 
 
@@ -286,7 +299,7 @@ def test_requests_wait_for_the_version_they_need(serve: Any) -> None:
         lb.replica_table.set_version(1, 1)
         lb.replica_table.set_state(1, ReplicaState.SERVING)
 
-    timer = later(0.1, finish_sync)
+    timer = later(waits(lb), finish_sync)
     assert [completion.metrics.replica for completion in run(lb, "ab", min_version=1)] == [1, 1]
     timer.join()
 
@@ -300,7 +313,7 @@ def test_a_group_that_waits_begins_on_the_version_that_then_serves(serve: Any) -
         lb.replica_table.set_version(1, 1)
         lb.replica_table.set_state(1, ReplicaState.SERVING)
 
-    timer = later(0.1, finish_sync)
+    timer = later(waits(lb), finish_sync)
     lb.replica_table.set_state(0, ReplicaState.DRAINING)
     assert [c.metrics.replica for c in run(lb, "ab", group_ids=["new", "new"])] == [1, 1]
     timer.join()
@@ -384,7 +397,7 @@ def test_nothing_waits_for_a_replica_that_does_not_come(
 def test_the_last_replica_dying_ends_the_wait(serve: Any) -> None:
     lb = serve()
     lb.replica_table.set_state(0, ReplicaState.SYNCING)
-    timer = later(0.1, lb.replica_table.mark_dead, 0)
+    timer = later(waits(lb), lb.replica_table.mark_dead, 0)
     with pytest.raises(NoReplicaError, match="#0 DEAD"):
         run(lb, "a")
     timer.join()
@@ -411,7 +424,7 @@ def test_a_call_that_waits_half_way_holds_its_places_and_gives_them_back(serve: 
 def test_ctrl_c_while_waiting_for_a_replica_leaves_nothing(serve: Any, interrupt: Any) -> None:
     lb = serve()
     lb.replica_table.set_state(0, ReplicaState.SYNCING)
-    interrupt(0.1)
+    interrupt(waits(lb))
     with pytest.raises(KeyboardInterrupt):
         run(lb, "a")
     lb.replica_table.set_state(0, ReplicaState.SERVING)
@@ -495,7 +508,7 @@ def test_what_late_requests_had_so_far_is_kept_in_input_order(serve: Any) -> Non
 
 def test_ctrl_c_while_waiting_aborts_all_and_brings_what_there_is(serve: Any, interrupt: Any) -> None:
     lb = serve(2, token_seconds=slow_if("b", "c"))
-    interrupt(0.1)
+    interrupt(lambda: asked(lb, "a", "b", "c")() and replicas(lb)[0].last_stats.completions)
     with pytest.raises(KeyboardInterrupt) as caught:
         run(lb, "abc")
     assert whole(caught.value) == ["a", None, None]
@@ -504,7 +517,7 @@ def test_ctrl_c_while_waiting_aborts_all_and_brings_what_there_is(serve: Any, in
 
 def test_requests_aborted_by_name_come_back_as_aborted(serve: Any) -> None:
     lb = serve(1, token_seconds=slow_if("b"))
-    timer = later(0.1, abort, lb, ["b", "unknown"])
+    timer = later(asked(lb, "b"), abort, lb, ["b", "unknown"])
     completions = run(lb, "abc")
     assert [completion.aborted for completion in completions] == [False, True, False]
     timer.join()
@@ -632,7 +645,7 @@ def test_refusal_and_death_reach_the_task(serve: Any) -> None:
     lb = serve(1, token_seconds=HOUR, refuse=lambda r: "too long" if r.request_id == "a" else None)
     with pytest.raises(ValueError, match=r"^request 0 was refused: too long$"):
         asyncio.run(run_async(lb, "a"))
-    timer = later(0.1, replicas(lb)[0].die)
+    timer = later(asked(lb, "b"), replicas(lb)[0].die)
     with pytest.raises(NoReplicaError, match="It had begun elsewhere: replica 0 died: injected death"):
         asyncio.run(run_async(lb, "b"))
     timer.join()
@@ -661,7 +674,8 @@ def test_requests_of_a_dead_replica_begin_again_elsewhere_and_come_back_as_if_no
     expected = [text_of(completion) for completion in run(serve(), names)]
     lb = serve(3, token_seconds=0.002)
     replicas(lb)[1].token_seconds = HOUR
-    timer = later(0.1, replicas(lb)[1].die, "out of memory")
+    idle = lambda: [replica.last_stats.completions for replica in replicas(lb)] == [10, 0, 10]  # noqa: E731
+    timer = later(idle, replicas(lb)[1].die, "out of memory")
     completions = run(lb, names)
     timer.join()
     assert [completion.request_id for completion in completions] == names
@@ -775,7 +789,7 @@ def test_the_deadline_is_the_calls_whatever_died_meanwhile(serve: Any) -> None:
 
 def test_a_named_replica_that_dies_is_an_error_with_its_words(serve: Any) -> None:
     lb = serve(2, token_seconds=HOUR)
-    timer = later(0.1, replicas(lb)[0].die, "out of memory")
+    timer = later(asked(lb, "a", "b"), replicas(lb)[0].die, "out of memory")
     with pytest.raises(ReplicaDiedError, match=r"replica 0, which actor_index names, is dead: .*out of memory"):
         run(lb, "ab", actor_index=0)
     timer.join()
@@ -794,7 +808,7 @@ def test_all_dead_is_no_replica_at_the_deadline_if_some_may_come_back(serve: Any
     lb = serve(2, token_seconds=slow_if("b"))
     for index in range(2):
         lb.replica_table.set_recovery(index, Recovery.SUPERVISOR)
-    timers = [later(0.1, replica.die) for replica in replicas(lb)]
+    timers = [later(asked(lb, "a", "b"), replica.die) for replica in replicas(lb)]
     started = time.monotonic()
     with pytest.raises(NoReplicaError, match="It had begun elsewhere") as caught:
         run(lb, "ab", timeout=0.8)
@@ -875,7 +889,7 @@ def test_a_cut_that_comes_as_its_request_is_handed_over_is_not_lost(serve: Any) 
         return submit(requests)
 
     replicas(lb)[0].submit = late
-    timer = later(0.1, abort, lb, ["b"])
+    timer = later(asked(lb, "b"), abort, lb, ["b"])
     assert [completion.aborted for completion in call.run()] == [True, True]
     assert replicas(lb)[0].asked("abort") == ["a", "b"]
     timer.join()

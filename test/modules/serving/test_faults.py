@@ -144,21 +144,29 @@ def test_killed_and_stopped_processes_lose_no_request(engine: AsyncVLLM) -> None
 
 
 DRIVER = """
-    import os, sys
+    import os, sys, threading, time
     from torchrl_moe.modules import AsyncVLLM
 
     engine = AsyncVLLM.from_pretrained(
-        sys.argv[1], enforce_eager=True, kv_cache_memory_bytes=1 << 26, max_model_len=512, dtype="float32"
+        sys.argv[1], enforce_eager=True, kv_cache_memory_bytes=1 << 28, max_model_len=2048, dtype="float32"
     )
+    prompts, params = [[65 + i] for i in range(50)], {"max_tokens": 2000, "ignore_eos": True}
+
+    def say_when_asked():
+        while engine.get_num_unfinished_requests() != [50]:
+            time.sleep(0.01)
+        print("asked", flush=True)
+
     print("serving", flush=True)
     for _ in range(3):
         try:
-            engine.generate([[65 + i] for i in range(50)], {"max_tokens": 500, "ignore_eos": True}, use_tqdm=False)
+            threading.Thread(target=say_when_asked).start()
+            engine.generate(prompts, params, use_tqdm=False)
         except KeyboardInterrupt:
             print("interrupted", engine.get_num_unfinished_requests(), engine.admission.taken, flush=True)
     tokens = len(engine.generate("Hello", {"max_tokens": 3, "ignore_eos": True}, use_tqdm=False).outputs[0].token_ids)
     print("answered", tokens, flush=True)
-    engine.generate([[65 + i] for i in range(50)], {"max_tokens": 500, "ignore_eos": True}, use_tqdm=False)
+    engine.generate(prompts, params, use_tqdm=False)
 """
 
 
@@ -177,7 +185,7 @@ def test_ctrl_c_cancels_calls_and_a_driver_that_is_killed_with_its_owner_leaves_
         assert driver.stdout is not None
         assert driver.stdout.readline() == "serving\n"
         for _ in range(3):
-            time.sleep(0.4)
+            assert driver.stdout.readline() == "asked\n"
             os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: the driver's group, not the engine's
             assert driver.stdout.readline() == "interrupted [0] 0\n"
         assert driver.stdout.readline() == "answered 3\n"

@@ -129,18 +129,15 @@ def test_commands_run_on_all_replicas_at_the_same_time_and_answer_in_order(serve
     engine = serve(3)
     barrier = threading.Barrier(3, timeout=60.0)
     for replica in engine.replicas:
-        replica.call = lambda command, timeout, index=replica.index, **kw: (
-            barrier.wait(),
-            (index, command, timeout, kw),
-        )[1]
-    assert engine.call_all("do", 7.0, a=1) == [(i, "do", 7.0, {"a": 1}) for i in range(3)]
+        replica.collective_rpc = lambda *what, index=replica.index: (barrier.wait(), [index, *what])[1]
+    assert engine.collective_rpc("do", 7.0) == [[i, "do", (), None, 7.0] for i in range(3)]
 
 
 def test_collective_rpc_passes_plain_data_on(serve: Any) -> None:
     engine = serve(2)
     heard: list[Any] = []
     for replica in engine.replicas:
-        replica.call = lambda command, timeout, **kw: heard.append((command, timeout, kw)) or ["ok"]
+        replica._command = lambda name, timeout, **arguments: heard.append((name, timeout, arguments)) or ["ok"]
     assert engine.collective_rpc("method", 3.0, [1, 2], {"k": 3}) == [["ok"], ["ok"]]
     assert heard == [("collective_rpc", 3.0, {"method": "method", "args": (1, 2), "kwargs": {"k": 3}})] * 2
     engine.collective_rpc("method")
@@ -182,11 +179,11 @@ def test_commands_go_round_replicas_that_only_start(serve: Any) -> None:
 def test_a_death_under_a_command_is_noted(serve: Any) -> None:
     engine = serve(2)
 
-    def die(command: str, timeout: float, **kwargs: Any) -> None:
+    def die(timeout: float) -> None:
         engine.replicas[0].die()
         raise ReplicaDiedError("died under it")
 
-    engine.replicas[0].call = die
+    engine.replicas[0].resume = die
     with pytest.raises(ReplicaDiedError, match="died under it"):
         engine.resume()
     assert [entry.state.name for entry in engine.replica_table] == ["DEAD", "SERVING"]

@@ -130,8 +130,9 @@ def test_one_whose_core_is_stopped_is_named_too() -> None:
 def test_neither_an_older_engine_nor_a_dead_one_is_stalled(error: Exception | None) -> None:
     health, table, clock = watched(1)
     replica = table[0].replica
-    replica.die() if error is None else setattr(replica, "probe", None)
-    if error is not None:
+    if error is None:
+        replica.die()
+    else:
         replica.script["probe"] = error
     for _ in range(3):
         assert a_round(health, clock, replica) == []

@@ -302,7 +302,7 @@ def test_calls_wait_while_all_replicas_are_in_sync(serve: Any) -> None:
         engine.replica_table.set_state(index, ReplicaState.SYNCING)
     call = in_thread(lambda: ask(engine, ["a", "b"]))
     task = in_thread(lambda: asyncio.run(engine.agenerate("c")))
-    time.sleep(0.1)
+    until(lambda: sum(map(len, engine._dispatcher._parked.values())) == 3)
     assert (call.done(), task.done()) == (False, False)
     with pytest.raises(NoReplicaError, match="no replica is serving"):
         ask(engine, timeout_seconds=0.1)
@@ -514,7 +514,6 @@ def test_a_service_knows_its_replicas_and_their_routers(serve: Any) -> None:
 USES: dict[str, Callable[[GenerationService], Any]] = {
     "abort": lambda s: s.abort("x"),
     "agenerate": lambda s: asyncio.run(s.agenerate("hi")),
-    "call_all": lambda s: s.call_all("stats"),
     "collective_rpc": lambda s: s.collective_rpc("method"),
     "create_load_balancer": lambda s: s.create_load_balancer("requests"),
     "generate": lambda s: s.generate("hi"),
@@ -578,7 +577,7 @@ def test_shutdown_under_waiting_calls_ends_them() -> None:
     engine.replica_table.set_state(0, ReplicaState.SYNCING)
     call = in_thread(lambda: ask(engine))
     task = in_thread(lambda: asyncio.run(engine.agenerate("c")))
-    time.sleep(0.1)
+    until(lambda: sum(map(len, engine._dispatcher._parked.values())) == 2)
     engine.shutdown()
     for future in (call, task):
         with pytest.raises(NoReplicaError, match="DEAD"):

@@ -370,12 +370,8 @@ def test_one_that_another_driver_may_have_updated_asks_the_others_before_it_serv
     service = fleet(4)
     silent, unsure, knowing = (line[0] for line in service.made[1:])
     silent.die()
-    unsure.call = lambda command, timeout, **kwargs: 0
-
-    def call(command: str, timeout: float, **kwargs: Any) -> Any:
-        return 5 if command == "weights_version" else ProbeReport(core_answered=True)
-
-    knowing.call = call
+    unsure.weights_version = lambda timeout: 0
+    knowing.weights_version = lambda timeout: 5
     service.kill(0)
     until(lambda: service.replica_table[0].recovery is Recovery.UPDATE)
     assert (service.states[0], service.replica_table.latest_version) == ("STARTING", 5)
@@ -454,7 +450,7 @@ def test_a_slow_replica_is_not_ended_nor_one_in_sync_or_paused(fleet: Any) -> No
 def test_a_late_request_has_its_replica_looked_at_now(fleet: Any) -> None:
     service = fleet(1, lambda i, n: FakeReplica(i, token_seconds=HOUR), replace(QUICK, probe=HOUR, patience=HOUR))
     asked = threading.Event()
-    service.made[0][0].call = lambda command, timeout, **kwargs: asked.set() or ProbeReport(core_answered=True)
+    service.made[0][0].probe = lambda *seconds: asked.set() or ProbeReport(core_answered=True)
     with pytest.raises(TimeoutError):
         ask(service, timeout_seconds=0.05)
     assert asked.wait(60.0)

@@ -9,16 +9,20 @@ Letters: P prompt tokens, G generated tokens, L decoder layers, K experts per to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_moe.data import RoutingLayout
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "Completion",
@@ -275,17 +279,74 @@ class Replica(Protocol):
     def abort(self, request_ids: Sequence[str]) -> None:
         """Cut requests short; unknown ids are ignored, since a request may just have finished."""
 
+    # -- commands: each waits for the engine's answer -------------------------------------------------------------
+
     def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
         """Stop scheduling; ``mode`` says what becomes of requests in flight."""
 
     def resume(self, timeout: float) -> None:
         """Undo :meth:`pause`."""
 
-    def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
-        """Run a named command of the engine process and return its value."""
-
     def stats(self, timeout: float) -> ReplicaStats:
         """Ask for the engine's stats of this moment."""
+
+    def probe(self, core_seconds: float, timeout: float) -> ProbeReport:
+        """Ask the engine's owner how it is; it gives the engine core ``core_seconds`` to answer a ping."""
+
+    def reset_prefix_cache(self, timeout: float) -> bool:
+        """Forget cached prefixes; false if requests are running."""
+
+    def collective_rpc(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float
+    ) -> list[Any]:
+        """Call a method of every worker; one result for each. Plain data only."""
+
+    def tokenizer(self, timeout: float) -> Any:
+        """Return the model's tokenizer."""
+
+    def metadata(self, timeout: float) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Return what the checkpoint holds: name -> dtype and shape."""
+
+    def weights_version(self, timeout: float) -> int:
+        """Return the version of the engine's weights; 0 for the checkpoint's."""
+
+    def init_weights(self, transport: str, options: Mapping[str, Any], timeout: float) -> None:
+        """Make the engine's end of a weight transport."""
+
+    def stage_weights(
+        self, version: int, *, stage: str, verify: str, threads: int, manifest: str | None, timeout: float
+    ) -> StageReport:
+        """Fetch a version and check it, while requests run.
+
+        Args:
+            version: to fetch.
+            stage: ``"shadow"``: load it beside the weights that serve; ``"plain"``: while they are paused; ``"auto"``.
+            verify: ``"digest"``, ``"canary"`` or ``"off"``.
+            threads: that read and hash.
+            manifest: of the version, where the transport does not bring it.
+            timeout: seconds for all of it.
+        """
+
+    def swap_weights(
+        self,
+        version: int,
+        *,
+        pause: PauseMode,
+        clear_cache: bool,
+        canary: Mapping[str, Any] | None,
+        patience: float = math.inf,
+        timeout: float,
+    ) -> SwapReport:
+        """Pause, load a version that was staged, prove it, and go on.
+
+        Args:
+            version: to serve.
+            pause: what becomes of requests in flight.
+            clear_cache: whether frozen requests are recomputed under the new weights.
+            canary: what the new weights must answer.
+            patience: seconds that requests get to finish, for ``pause="wait"``.
+            timeout: seconds for all of it.
+        """
 
     def is_alive(self) -> bool:
         """Whether the engine can still answer, as far as is known without asking it: this is read twice a second."""

@@ -233,7 +233,7 @@ class AsyncVLLM(GenerationService):
         for entry in self.replica_table:
             try:
                 self._serve(entry, deadline, seconds)
-                self.replica_table.set_version(entry.index, entry.replica.call("weights_version", CALL_SECONDS))
+                self.replica_table.set_version(entry.index, entry.replica.weights_version(CALL_SECONDS))
             except ReplicaDiedError as error:
                 self.replica_table.mark_dead(entry.index, str(error))
         if all(entry.state is ReplicaState.DEAD for entry in self.replica_table):
@@ -350,7 +350,7 @@ class AsyncVLLM(GenerationService):
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Return checkpoint name -> (dtype, shape) of every tensor, experts one by one, as the checkpoint has them."""
         self._check_running("get_model_metadata")
-        metadata: dict[str, tuple[torch.dtype, torch.Size]] = self._alive()[0].replica.call("metadata", CALL_SECONDS)
+        metadata: dict[str, tuple[torch.dtype, torch.Size]] = self._alive()[0].replica.metadata(CALL_SECONDS)
         return metadata
 
     # -- tests of what the workers hold -----------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.data import RoutingLayout
@@ -25,6 +25,7 @@ from torchrl_moe.modules.serving.supervisor import Supervisor, last_words
 
 __all__ = ["CALL_SECONDS", "ReplicaPool"]
 
+T = TypeVar("T")
 CALL_SECONDS = 60.0
 SILENT = frozenset({ReplicaState.DEAD, ReplicaState.STARTING})
 
@@ -124,18 +125,16 @@ class ReplicaPool:
             raise NoReplicaError(f"no replica is alive: {self.replica_table!r}. {advice}")
         return alive
 
-    def call_all(self, command: str, timeout_seconds: float = CALL_SECONDS, **kwargs: Any) -> list[Any]:
-        """Run a named command on every living replica at the same time and return the values in replica order.
+    def _on_all(self, what: str, command: Callable[[Replica], T]) -> list[T]:
+        """Run a command on every living replica at the same time and return the values in replica order.
 
         Raises:
             EngineError: a replica failed, or did not answer in time.
         """
-        self._check_running(command)
+        self._check_running(what)
         alive = self._alive()
         with ThreadPoolExecutor(max_workers=len(alive)) as pool:
-            futures: list[Future[Any]] = [
-                pool.submit(entry.replica.call, command, timeout_seconds, **kwargs) for entry in alive
-            ]
+            futures = [pool.submit(command, entry.replica) for entry in alive]
         with self._noting_deaths():
             return [future.result() for future in futures]
 
@@ -157,7 +156,7 @@ class ReplicaPool:
             raise ValueError(f"mode must be 'keep', 'wait' or 'abort', got {mode!r}")
         before = self._note_pause(True)
         try:
-            self.call_all("pause", timeout_seconds, mode=mode, clear_cache=clear_cache)
+            self._on_all("pause", lambda replica: replica.pause(mode, clear_cache, timeout_seconds))
         except BaseException:
             if not before:
                 self._take_back_pause(timeout_seconds)
@@ -168,13 +167,13 @@ class ReplicaPool:
     def resume(self, *, timeout_seconds: float = CALL_SECONDS) -> None:
         """Go on scheduling on all replicas."""
         self._note_pause(False)
-        self.call_all("resume", timeout_seconds)
+        self._on_all("resume", lambda replica: replica.resume(timeout_seconds))
 
     def _take_back_pause(self, seconds: float) -> None:
         """Resume the replicas that a pause has reached: also one that it waits for takes nothing new."""
         self._note_pause(False)
         with contextlib.suppress(EngineError, RuntimeError):  # none is alive, or the service was shut down
-            self.call_all("resume", seconds)
+            self._on_all("resume", lambda replica: replica.resume(seconds))
 
     def _note_pause(self, paused: bool) -> bool:
         """Note what the user wants, before replicas are told, and return what it was before."""
@@ -191,7 +190,7 @@ class ReplicaPool:
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; false if some replica could not, because requests are running."""
-        done = all(self.call_all("reset_prefix_cache"))
+        done = all(self._on_all("reset_prefix_cache", lambda replica: replica.reset_prefix_cache(CALL_SECONDS)))
         self._forget_prefixes()
         return done
 
@@ -204,7 +203,7 @@ class ReplicaPool:
     ) -> list[Any]:
         """Call a method of every vLLM worker of every replica; one list of results per replica. Plain data only."""
         seconds = CALL_SECONDS if timeout is None else timeout
-        return self.call_all("collective_rpc", seconds, method=method, args=tuple(args), kwargs=kwargs)
+        return self._on_all("collective_rpc", lambda replica: replica.collective_rpc(method, args, kwargs, seconds))
 
     def register_weight_sync(
         self, bring: Callable[[int], None] | None, update: Callable[[Any], Any] | None = None

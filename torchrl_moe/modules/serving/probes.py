@@ -145,7 +145,7 @@ class Probes:
 def _ask(replica: Any, seconds: float, answers: list[ProbeReport | None]) -> None:
     """Ask a replica how it is; the core gets half of the time, so that its owner's answer still arrives."""
     try:
-        answers.append(replica.call("probe", seconds, seconds=seconds / 2))
+        answers.append(replica.probe(seconds / 2, seconds))
     except ReplicaDiedError:
         answers.append(ProbeReport(core_answered=True))  # not stalled; its death is told by others
     except EngineError:

@@ -222,7 +222,7 @@ class GenerationService(ObservedPool):
         """Return the model's tokenizer, loaded by the first replica and kept."""
         self._check_running("get_tokenizer")
         if self._tokenizer is None:
-            self._tokenizer = self._alive()[0].replica.call("tokenizer", CALL_SECONDS)
+            self._tokenizer = self._alive()[0].replica.tokenizer(CALL_SECONDS)
         return self._tokenizer
 
     def get_random_actor_index(self) -> int:

@@ -243,7 +243,7 @@ class Supervisor:
             if peer is entry or peer.state is ReplicaState.STARTING or peer.state in GONE:
                 continue
             with contextlib.suppress(EngineError, ValueError, RuntimeError, OSError):  # it can say nothing now
-                self._table.note_version(peer.replica.call("weights_version", PEER_SECONDS))
+                self._table.note_version(peer.replica.weights_version(PEER_SECONDS))
         return self._table.latest_version
 
     def _set_recovery(self, entry: TableEntry, recovery: Recovery) -> None:

@@ -89,7 +89,7 @@ class GlooTransport:
             "timeout_seconds": timeout,
             "bucket_bytes": self._bucket_bytes,
         }
-        replica.call("init_weights", timeout, transport="gloo", options=options)
+        replica.init_weights("gloo", options, timeout)
         return GlooGroup(store, TRAINER, workers + RANK_OFFSET, timeout, self._bucket_bytes)
 
     def _drop(self, replica: Replica) -> None:
@@ -110,14 +110,15 @@ class GlooTransport:
         if replica not in self._groups:
             self.open(replica, timeout)
         caller = ThreadPoolExecutor(1, thread_name_prefix="weight-stage")
-        arguments = {
-            "version": manifest.version,
-            "stage": options.stage,
-            "verify": options.verify,
-            "threads": options.threads,
-            "manifest": manifest.to_json(),
-        }
-        answer = caller.submit(replica.call, "stage_weights", timeout, **arguments)
+        answer = caller.submit(
+            replica.stage_weights,
+            manifest.version,
+            stage=options.stage,
+            verify=options.verify,
+            threads=options.threads,
+            manifest=manifest.to_json(),
+            timeout=timeout,
+        )
         arrived = False
         try:
             self._send(self._groups[replica], manifest, answer, deadline)

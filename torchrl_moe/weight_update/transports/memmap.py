@@ -25,20 +25,18 @@ class MemmapTransport:
 
     def open(self, replica: Replica, timeout: float) -> None:
         """Tell a replica where the store is."""
-        replica.call("init_weights", timeout, transport=self._holding, options={"folder": str(self.folder)})
+        replica.init_weights(self._holding, {"folder": str(self.folder)}, timeout)
 
     def stage(self, replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
         """Let a replica read a version."""
-        staged: StageReport = replica.call(
-            "stage_weights",
-            timeout,
-            version=manifest.version,
+        return replica.stage_weights(
+            manifest.version,
             stage=options.stage,
             verify=options.verify,
             threads=options.threads,
             manifest=None,
+            timeout=timeout,
         )
-        return staged
 
     def close(self) -> None:
         """Nothing is held."""

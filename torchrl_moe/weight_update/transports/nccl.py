@@ -67,7 +67,7 @@ class NcclTransport:
 
         def init(options: dict[str, Any]) -> None:
             if (there := known()) is not None:
-                there.call("init_weights", timeout, transport="nccl", options=options)
+                there.init_weights("nccl", options, timeout)
 
         trainer = NcclTrainer(init, self._address, _free_port(self._address), world_size, self._device)
         link = _Link(trainer, self._reader)
@@ -86,14 +86,13 @@ class NcclTransport:
         link = self._links.get(replica)
         if link is None or link.broken:
             self.open(replica, timeout)
-        report: StageReport = replica.call(
-            "stage_weights",
-            timeout,
-            version=manifest.version,
+        report = replica.stage_weights(
+            manifest.version,
             stage=options.stage,
             verify="off",  # nothing is there yet that could be hashed
             threads=options.threads,
             manifest=manifest.to_json(),
+            timeout=timeout,
         )
         self._links[replica].offer(manifest)
         return report

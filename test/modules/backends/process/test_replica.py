@@ -56,7 +56,7 @@ def started(**how: Any) -> tuple[LocalReplica, int]:
 
 
 def rpc(replica: LocalReplica, method: str, *args: Any, timeout: float = 10.0) -> Any:
-    return replica.call("collective_rpc", timeout, method=method, args=args, kwargs=None)
+    return replica.collective_rpc(method, args, None, timeout)
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -223,12 +223,12 @@ def test_a_command_that_fails_fails_alone(
     lasting: LocalReplica, command: str, fields: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        lasting.call(command, 10, **fields)
+        lasting._command(command, 10, **fields)
     assert rpc(lasting, "echo") == [["echo", [], None]]
 
 
 def test_vital_signs_are_a_command(lasting: LocalReplica) -> None:
-    assert lasting.call("probe", 10, seconds=5) == ProbeReport(core_answered=True)
+    assert lasting.probe(5, 10) == ProbeReport(core_answered=True)
 
 
 def test_stats_come_by_themselves(lasting: LocalReplica) -> None:

@@ -260,7 +260,7 @@ with toy_actors():
     replica.start()
     replica.wait_ready(60)
 replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
-print(*pids(replica), replica.call("stats", 10).running, flush=True)
+print(*pids(replica), replica.stats(10).running, flush=True)
 if how == "killed":
     time.sleep(600)
 """

@@ -94,9 +94,7 @@ def test_two_drivers_may_use_the_same_ids_and_calls_at_the_same_time(two: tuple[
         assert [completion.request_id for completion in completions] == [f"r{i}" for i in range(30)]
         assert [c.outputs[0].token_ids.tolist() for c in completions] == [[10 * k + 1, i + 1] for i in range(30)]
         assert {completion.metrics.replica for completion in completions} == {6}
-    answers = [
-        replica.call("collective_rpc", 10, method="echo", args=(k,), kwargs=None) for k, replica in enumerate(two)
-    ]
+    answers = [replica.collective_rpc("echo", (k,), None, 10) for k, replica in enumerate(two)]
     assert answers == [[["echo", [0], None]], [["echo", [1], None]]]
 
 

@@ -649,7 +649,7 @@ def test_a_paused_engine_lets_a_frozen_request_be_aborted(engine: Any) -> None:
 @pytest.mark.engine("qwen3_moe")
 def test_stats_count_what_came_back(engine: Any) -> None:
     replica = replica_of(engine)
-    assert replica.call("reset_prefix_cache", 20) is True
+    assert replica.reset_prefix_cache(20) is True
     before = replica.stats(10)
     assert (before.running, before.waiting, before.cache_usage) == (0, 0, 0.0)
     ids = prompt(10, 300)
@@ -671,7 +671,7 @@ def test_a_busy_engine_has_load_and_keeps_its_cache(engine: Any) -> None:
 
     def act(future: Future[Completion]) -> ReplicaStats | None:
         stats = replica.stats(10)
-        could_reset = replica.call("reset_prefix_cache", 20)
+        could_reset = replica.reset_prefix_cache(20)
         replica.abort(["busy"])
         return None if cut(future) is None or could_reset or not stats.running else stats
 
@@ -684,16 +684,15 @@ def test_a_busy_engine_has_load_and_keeps_its_cache(engine: Any) -> None:
 @pytest.mark.engine("qwen3_moe")
 def test_an_rpc_to_the_workers_takes_arguments_and_tells_of_a_name_they_do_not_have(engine: Any) -> None:
     replica = replica_of(engine)
-    rpc = {"args": (), "kwargs": None}
-    assert replica.call("collective_rpc", 20, method="torchrl_moe_router_layers", **rpc) == [[1, 2, 3]]
+    assert replica.collective_rpc("torchrl_moe_router_layers", (), None, 20) == [[1, 2, 3]]
     with pytest.raises((EngineError, ValueError), match="no_such_method"):
-        replica.call("collective_rpc", 20, method="no_such_method", **rpc)
+        replica.collective_rpc("no_such_method", (), None, 20)
     assert replica.is_alive()
 
 
 @pytest.mark.engine("qwen3_moe")
 def test_the_tokenizer_of_a_real_engine_is_transformers_own(engine: Any) -> None:
-    tokenizer = engine.replica_table[0].replica.call("tokenizer", 30)
+    tokenizer = engine.replica_table[0].replica.tokenizer(30)
     expected = ByteTokenizer()
     assert type(tokenizer).__module__.startswith("transformers.")
     assert len(tokenizer) == len(expected) == 259
@@ -709,7 +708,7 @@ def test_the_tokenizer_of_a_real_engine_is_transformers_own(engine: Any) -> None
 def test_the_metadata_of_a_real_engine_is_that_of_its_folder(engine: Any, shelf: Any) -> None:
     from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
 
-    assert engine.replica_table[0].replica.call("metadata", 30) == checkpoint_metadata(shelf.folder("qwen3_moe"))
+    assert engine.replica_table[0].replica.metadata(30) == checkpoint_metadata(shelf.folder("qwen3_moe"))
 
 
 @pytest.mark.engine("qwen3_moe")

@@ -635,9 +635,8 @@ class Trainer:
 
     def stage(self, version: int, how: str = "auto", verify: str = "digest") -> StageReport:
         """Stage a version in the first replica."""
-        options = {"version": version, "stage": how, "verify": verify, "threads": 1, "manifest": None}
-        staged: StageReport = self.engine.replica_table[0].replica.call("stage_weights", 60.0, **options)
-        return staged
+        replica = self.engine.replica_table[0].replica
+        return replica.stage_weights(version, stage=how, verify=verify, threads=1, manifest=None, timeout=60.0)
 
     def update(self, how: str) -> SyncReport:
         """Bring the first replica, and only it, to the model's weights in one of the ways."""
@@ -655,9 +654,8 @@ class Trainer:
 
     def swap(self, version: int, **options: Any) -> SwapReport:
         """Swap without the sender, which does not know of a canary."""
-        kwargs = {"version": version, "pause": "keep", "clear_cache": False, "canary": None, **options}
-        report: SwapReport = self.engine.replica_table[0].replica.call("swap_weights", 60.0, **kwargs)
-        return report
+        kwargs = {"pause": "keep", "clear_cache": False, "canary": None, **options}
+        return self.engine.replica_table[0].replica.swap_weights(version, timeout=60.0, **kwargs)
 
     def generate(self, prompts: Any = PROMPTS, tokens: int = 12, **kwargs: Any) -> Any:
         params = {"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, "temperature": 1.0}

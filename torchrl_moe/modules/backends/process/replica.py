@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from torchrl_moe._errors import EngineError, ReplicaDiedError
+from torchrl_moe.modules.backends.commands import Commands
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process.child import Child
-from torchrl_moe.modules.backends.replica import Completion, PauseMode, ReplicaInfo, ReplicaStats, Request
+from torchrl_moe.modules.backends.replica import Completion, ReplicaInfo, ReplicaStats, Request
 
 __all__ = ["EngineReplica", "Link", "LocalReplica"]
 
@@ -54,7 +55,7 @@ class Link(Protocol):
 LinkT = TypeVar("LinkT", bound=Link)
 
 
-class EngineReplica(abc.ABC, Generic[LinkT]):
+class EngineReplica(Commands, Generic[LinkT]):
     """See :class:`~torchrl_moe.modules.backends.replica.Replica` for the life of a replica.
 
     Args:
@@ -179,11 +180,11 @@ class EngineReplica(abc.ABC, Generic[LinkT]):
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
-    def call(self, command: str, timeout: float, **kwargs: Any) -> Any:
-        """Run a command of the process; see the protocol."""
+    def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
+        """Run a command of the process and wait for its value."""
         child = self._started()
         number = next(self._numbers)
-        frames = self._encode("call", number, command, pickle.dumps(kwargs))
+        frames = self._encode("call", number, name, pickle.dumps(arguments))
         future: Future[Any] = Future()
         with self._lock:
             if self._death is not None:
@@ -193,23 +194,10 @@ class EngineReplica(abc.ABC, Generic[LinkT]):
         try:
             return pickle.loads(future.result(timeout))
         except FutureTimeout:
-            raise EngineError(f"replica {self.index} did not answer {command!r} within {timeout:g} s") from None
+            raise EngineError(f"replica {self.index} did not answer {name!r} within {timeout:g} s") from None
         finally:
             with self._lock:
                 self._calls.pop(number, None)
-
-    def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
-        """Stop scheduling; see the protocol."""
-        self.call("pause", timeout, mode=mode, clear_cache=clear_cache)
-
-    def resume(self, timeout: float) -> None:
-        """Go on scheduling."""
-        self.call("resume", timeout)
-
-    def stats(self, timeout: float) -> ReplicaStats:
-        """Ask for the engine's stats of this moment; ``last_stats`` are the last that it sent by itself."""
-        stats: ReplicaStats = self.call("stats", timeout)
-        return stats
 
     # -- plumbing ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,65 @@
+"""The typed commands: which name and which arguments each sends, and what it makes of the answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from torchrl_moe.modules.backends.commands import Commands
+from torchrl_moe.modules.backends.replica import ProbeReport, Replica, ReplicaStats, StageReport, SwapReport
+
+STAGED = StageReport(seconds=1.0, nbytes=8, digest="d")
+KINDS = {"a": (torch.float32, torch.Size([2]))}
+
+
+class Sending(Commands):
+    """Keeps what was sent, and answers what it was given."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+        self.sent: list[Any] = []
+
+    def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
+        self.sent.append((name, timeout, arguments))
+        return self.answer
+
+
+STAGE = {"stage": "auto", "verify": "off", "threads": 2, "manifest": None}
+SWAP = {"pause": "wait", "clear_cache": True, "canary": {"token_ids": [1]}}
+COMMANDS: dict[str, tuple[Callable[[Commands], Any], Any, Any, dict[str, Any]]] = {
+    # name: how it is called with a limit of 3 s, what comes, what that becomes, what is sent
+    "pause": (lambda r: r.pause("keep", True, 3), None, None, {"mode": "keep", "clear_cache": True}),
+    "resume": (lambda r: r.resume(3), None, None, {}),
+    "stats": (lambda r: r.stats(3), ReplicaStats(running=1), ReplicaStats(running=1), {}),
+    "probe": (lambda r: r.probe(1.5, 3), ProbeReport(core_answered=True), ProbeReport(core_answered=True),
+              {"seconds": 1.5}),
+    "reset_prefix_cache": (lambda r: r.reset_prefix_cache(3), 1, True, {}),
+    "collective_rpc": (lambda r: r.collective_rpc("m", [1], {"k": 2}, 3), ("x", "y"), ["x", "y"],
+                       {"method": "m", "args": (1,), "kwargs": {"k": 2}}),
+    "tokenizer": (lambda r: r.tokenizer(3), "a tokenizer", "a tokenizer", {}),
+    "metadata": (lambda r: r.metadata(3), KINDS, KINDS, {}),
+    "weights_version": (lambda r: r.weights_version(3), 7, 7, {}),
+    "init_weights": (lambda r: r.init_weights("gloo", {"port": 1}, 3), None, None,
+                     {"transport": "gloo", "options": {"port": 1}}),
+    "stage_weights": (lambda r: r.stage_weights(7, **STAGE, timeout=3), STAGED, STAGED, {"version": 7, **STAGE}),
+    "swap_weights": (lambda r: r.swap_weights(7, **SWAP, timeout=3), SwapReport(), SwapReport(),
+                     {"version": 7, **SWAP, "patience": math.inf}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_sends_its_name_its_limit_and_its_arguments(name: str) -> None:
+    call, answer, value, arguments = COMMANDS[name]
+    replica = Sending(answer)
+    assert call(replica) == value
+    assert replica.sent == [(name, 3, arguments)]
+
+
+def test_all_commands_are_in_the_protocol_and_tried_above() -> None:
+    public = {name for name in vars(Commands) if not name.startswith("_")}
+    assert public == COMMANDS.keys()
+    assert public <= vars(Replica).keys()

@@ -1,0 +1,91 @@
+"""The typed commands of a replica, for one whose engine answers named commands with keyword arguments.
+
+What crosses to an engine process is a name and plain values; what the service sees are these methods, which are those
+of the :class:`~torchrl_moe.modules.backends.replica.Replica` protocol. Every one raises an ``EngineError`` past its
+deadline, and a ``ReplicaDiedError`` if the engine is gone.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from torchrl_moe.modules.backends.replica import PauseMode, ProbeReport, ReplicaStats, StageReport, SwapReport
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Commands"]
+
+
+class Commands(abc.ABC):
+    """Typed methods over one that sends a named command. ``timeout`` is in seconds."""
+
+    @abc.abstractmethod
+    def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
+        """Run a command of the engine process and return its value."""
+
+    def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
+        """Stop scheduling; see the protocol."""
+        self._command("pause", timeout, mode=mode, clear_cache=clear_cache)
+
+    def resume(self, timeout: float) -> None:
+        """Undo :meth:`pause`."""
+        self._command("resume", timeout)
+
+    def stats(self, timeout: float) -> ReplicaStats:
+        """Ask for the engine's stats of this moment."""
+        return cast(ReplicaStats, self._command("stats", timeout))
+
+    def probe(self, core_seconds: float, timeout: float) -> ProbeReport:
+        """Ask the owner of the engine how it is; see the protocol."""
+        return cast(ProbeReport, self._command("probe", timeout, seconds=core_seconds))
+
+    def reset_prefix_cache(self, timeout: float) -> bool:
+        """Forget cached prefixes; false if requests are running."""
+        return bool(self._command("reset_prefix_cache", timeout))
+
+    def collective_rpc(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float
+    ) -> list[Any]:
+        """Call a method of every worker; one result for each. Plain data only."""
+        return list(self._command("collective_rpc", timeout, method=method, args=tuple(args), kwargs=kwargs))
+
+    def tokenizer(self, timeout: float) -> Any:
+        """Return the model's tokenizer."""
+        return self._command("tokenizer", timeout)
+
+    def metadata(self, timeout: float) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Return what the checkpoint holds: name -> dtype and shape."""
+        return cast("dict[str, tuple[torch.dtype, torch.Size]]", self._command("metadata", timeout))
+
+    def weights_version(self, timeout: float) -> int:
+        """Return the version of the engine's weights; 0 for the checkpoint's."""
+        return int(self._command("weights_version", timeout))
+
+    def init_weights(self, transport: str, options: Mapping[str, Any], timeout: float) -> None:
+        """Make the engine's end of a weight transport."""
+        self._command("init_weights", timeout, transport=transport, options=dict(options))
+
+    def stage_weights(
+        self, version: int, *, stage: str, verify: str, threads: int, manifest: str | None, timeout: float
+    ) -> StageReport:
+        """Fetch and check a version, while requests run; see the protocol."""
+        how = {"stage": stage, "verify": verify, "threads": threads, "manifest": manifest}
+        return cast(StageReport, self._command("stage_weights", timeout, version=version, **how))
+
+    def swap_weights(
+        self,
+        version: int,
+        *,
+        pause: PauseMode,
+        clear_cache: bool,
+        canary: Mapping[str, Any] | None,
+        patience: float = math.inf,
+        timeout: float,
+    ) -> SwapReport:
+        """Serve a version that was staged; see the protocol."""
+        how = {"pause": pause, "clear_cache": clear_cache, "canary": canary, "patience": patience}
+        return cast(SwapReport, self._command("swap_weights", timeout, version=version, **how))
