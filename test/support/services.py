@@ -58,6 +58,8 @@ class RestartingService(GenerationService):
         self.made: list[list[FakeReplica]] = [[] for _ in range(num_replicas)]
 
         def make_replica(index: int) -> FakeReplica:
+            if index == len(self.made):  # it is added
+                self.made.append([])
             replica = make(index, len(self.made[index]))
             self.made[index].append(replica)
             return replica
@@ -68,7 +70,7 @@ class RestartingService(GenerationService):
             self.infos.append(replica.wait_ready(0.0))
             self.replica_table.set_state(replica.index, ReplicaState.SERVING)
         self._running = True
-        self._supervisor.start()
+        self._fleet.supervise()
 
     @property
     def states(self) -> list[str]:

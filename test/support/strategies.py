@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrl_moe.modules.serving.balancing.simple import RoutingContext
+from torchrl_moe.modules.serving.balancing.strategy import RoutingContext, Strategy
 from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
 
 
-class Says:
+class Says(Strategy):
     """Remembers what it was asked, and the replicas it was told of.
 
     Args:

@@ -361,7 +361,8 @@ class FakeAsyncVLLM(GenerationService):
         settings: dict[str, Any] = {"seed": seed, "layout": layout, "token_seconds": token_seconds, "refuse": refuse}
 
         def make_replica(index: int) -> FakeReplica:
-            self.replicas[index] = replica = FakeReplica(index, **settings)
+            replica = FakeReplica(index, **settings)
+            self.replicas[index : index + 1] = [replica]  # in its place, or as one more
             return replica
 
         self.replicas = [FakeReplica(index, **settings) for index in range(num_replicas)]
@@ -378,4 +379,4 @@ class FakeAsyncVLLM(GenerationService):
             self.replica_table.set_state(replica.index, ReplicaState.SERVING)
         self._running = True
         if faults is not None:
-            self._supervisor.start()
+            self._fleet.supervise()

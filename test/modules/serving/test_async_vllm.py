@@ -103,6 +103,7 @@ def test_a_service_that_was_shut_down_does_not_start_again(scripted: Any) -> Non
 
 
 OWN_USES: dict[str, Callable[[AsyncVLLM], Any]] = {  # those of every service: test_service.py
+    "add_replicas": lambda e: e.add_replicas(),
     "get_tp_size": lambda e: e.get_tp_size(),
     "get_model_metadata": lambda e: e.get_model_metadata(),
     "save_model_params": lambda e: e.save_model_params(),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from torchrl_moe.modules.backends.process.replica import LocalReplica
 from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.vllm import kind
@@ -16,6 +17,7 @@ from torchrl_moe.modules.serving.launch import (
     check_model,
     default_timeout,
     device_sets,
+    local_factory,
     ray_factory,
     visible_devices,
     with_fp32_head,
@@ -112,6 +114,25 @@ def test_devices_have_the_names_that_the_driver_knows(
 @pytest.mark.gpu
 def test_a_machine_with_gpus_shows_them() -> None:
     assert len(visible_devices()) == torch.cuda.device_count() > 0
+
+
+def test_a_replica_that_is_added_takes_devices_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    listed = [0, 1]
+    make = local_factory(kind, ARGUMENTS, 2, False, listed=lambda: listed)
+
+    def devices(index: int) -> str:
+        return cast(LocalReplica, make(index))._environment["CUDA_VISIBLE_DEVICES"]
+
+    assert [devices(index) for index in (0, 1)] == ["0,1", "2,3"]
+    listed.append(2)
+    assert devices(2) == "4,5"
+    with pytest.raises(ValueError, match=r"4 replicas of 2 GPU\(s\) need 8, but 6 are visible"):
+        make(3)
+    listed.remove(0)
+    listed.append(4)
+    assert (devices(4), devices(2)) == ("0,1", "4,5")  # those of the one that was removed; a restart keeps its own
 
 
 ARGUMENTS = {"model": "m", "tensor_parallel_size": 2}

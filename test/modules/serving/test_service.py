@@ -25,8 +25,7 @@ from support.waiting import in_thread, until
 from torchrl_moe._errors import GenerationTimeout, NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
-from torchrl_moe.modules.serving.observed_pool import ObservedPool
-from torchrl_moe.modules.serving.pool import ReplicaPool
+from torchrl_moe.modules.serving.replica_service import ReplicaService
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
@@ -513,6 +512,7 @@ def test_a_service_knows_its_replicas_and_their_routers(serve: Any) -> None:
 
 USES: dict[str, Callable[[GenerationService], Any]] = {
     "abort": lambda s: s.abort("x"),
+    "add_replicas": lambda s: s.add_replicas(),
     "agenerate": lambda s: asyncio.run(s.agenerate("hi")),
     "collective_rpc": lambda s: s.collective_rpc("method"),
     "create_load_balancer": lambda s: s.create_load_balancer("requests"),
@@ -524,6 +524,7 @@ USES: dict[str, Callable[[GenerationService], Any]] = {
     "pause": lambda s: s.pause(),
     "prometheus": lambda s: s.prometheus(),
     "register_prometheus": lambda s: s.register_prometheus(object()),
+    "remove_replica": lambda s: s.remove_replica(0),
     "reset_prefix_cache": lambda s: s.reset_prefix_cache(),
     "resume": lambda s: s.resume(),
     "routing_layout": lambda s: s.routing_layout,
@@ -535,7 +536,7 @@ ALWAYS = {"is_running", "log_paths", "num_replicas", "ready", "register_weight_s
 
 
 def test_every_public_name_is_tried_below() -> None:
-    kinds = (ReplicaPool, ObservedPool, GenerationService)
+    kinds = (ReplicaService, GenerationService)
     names = {name for kind in kinds for name in vars(kind) if not name.startswith("_")}
     assert names == USES.keys() | ALWAYS
 

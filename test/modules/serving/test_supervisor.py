@@ -77,8 +77,8 @@ def test_a_decision_that_comes_late_does_not_end_what_serves_again(fleet: Any) -
     entry, brought = service.replica_table[0], []
     service.replica_table.set_version(0, 1)
     service.register_weight_sync(brought.append)
-    service._supervisor._renew(entry)
-    service._supervisor._catch_up(entry)
+    service._fleet._supervisor._renew(entry)
+    service._fleet._supervisor._catch_up(entry)
     assert (service.states, service.restarts, brought) == (["SERVING", "SERVING"], [0, 0], [])
     assert entry.replica.is_alive()
 
@@ -470,12 +470,12 @@ def test_it_outlives_an_error_says_so_and_goes_on(fleet: Any, monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        until(lambda: service._supervisor.error is not None)  # at its first probe
+        until(lambda: service._fleet._supervisor.error is not None)  # at its first probe
         assert {row["supervisor_error"] for row in service.stats()} == {"RuntimeError: can't start new thread"}
         service.kill(0)
         time.sleep(0.1)  # it tries to restart it all this while
     until_serving(service, [1, 0])
-    until(lambda: service._supervisor.error is None)
+    until(lambda: service._fleet._supervisor.error is None)
     assert {row["supervisor_error"] for row in service.stats()} == {None}
     assert [record.message for record in caplog.records].count(
         "the supervisor could not look at the replicas; it tries again"
@@ -504,9 +504,9 @@ def test_a_replica_that_its_driver_leaves_while_it_starts_is_not_ended(fleet: An
     replica = service.made[0][1]
     ended = []
     replica.shutdown = lambda: ended.append(1)
-    service._supervisor.stop()  # as AsyncVLLM.disconnect() does, and then
+    service._fleet._supervisor.stop()  # as AsyncVLLM.disconnect() does, and then
     replica.die("this driver has left")
-    service._supervisor.join()
+    service._fleet._supervisor.join()
     assert ended == []
 
 
@@ -521,9 +521,9 @@ def test_a_replica_that_is_ready_after_the_end_is_awaited_by_nobody(fleet: Any) 
     service.kill(0)
     until(lambda: service.restarts == [1])
     call = in_thread(lambda: ask(service))
-    service._supervisor.stop()
+    service._fleet._supervisor.stop()
     ready.set()
-    service._supervisor.join()
+    service._fleet._supervisor.join()
     service.replica_table.mark_dead(0)
     assert service.replica_table[0].recovery is Recovery.NOBODY
     with pytest.raises(NoReplicaError):
@@ -548,8 +548,8 @@ def test_a_shutdown_while_the_thread_of_a_restart_begins(fleet: Any, monkeypatch
     monkeypatch.setattr(threading, "Thread", Slow)
     service.kill(0)
     until(lambda: service.states == ["DEAD"])
-    service._supervisor.stop()
-    service._supervisor.join()
+    service._fleet._supervisor.stop()
+    service._fleet._supervisor.join()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchrl_moe-restart")]
 
 

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.fleet import CALL_SECONDS
 from torchrl_moe.modules.serving.launch import (
     TIMEOUT_VARIABLE,
     check_backend,
@@ -30,7 +31,6 @@ from torchrl_moe.modules.serving.launch import (
     ray_factory,
     with_fp32_head,
 )
-from torchrl_moe.modules.serving.pool import CALL_SECONDS
 from torchrl_moe.modules.serving.replica_table import TableEntry
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
@@ -110,7 +110,14 @@ class AsyncVLLM(GenerationService):
                 log_folder=log_folder,
             )
         else:
-            make_replica = local_factory(kind, arguments, num_replicas, verbose, log_folder)
+            make_replica = local_factory(
+                kind,
+                arguments,
+                num_replicas,
+                verbose,
+                log_folder,
+                lambda: [entry.index for entry in self.replica_table],
+            )
         super().__init__(
             [make_replica(index) for index in range(num_replicas)],
             sampling_params,
@@ -145,7 +152,7 @@ class AsyncVLLM(GenerationService):
             self.shutdown()
             raise
         self._running = True
-        self._supervisor.start()
+        self._fleet.supervise()
         return self
 
     def _check_name(self) -> None:
@@ -165,7 +172,7 @@ class AsyncVLLM(GenerationService):
     def _serve(self, entry: TableEntry, deadline: float, seconds: float) -> None:
         """Wait for a replica and let it serve."""
         try:
-            self.infos.append(entry.replica.wait_ready(max(deadline - time.monotonic(), 0.0)))
+            self._fleet.serve(entry, max(deadline - time.monotonic(), 0.0))
         except ReplicaDiedError:
             raise
         except EngineError as error:
@@ -173,7 +180,6 @@ class AsyncVLLM(GenerationService):
                 f"{error}\nAll replicas together had {seconds:g} s: raise timeout_seconds, or the environment's "
                 f"{TIMEOUT_VARIABLE}."
             ) from error
-        self.replica_table.set_state(entry.index, ReplicaState.SERVING)
 
     @classmethod
     def connect(
@@ -239,7 +245,20 @@ class AsyncVLLM(GenerationService):
         if all(entry.state is ReplicaState.DEAD for entry in self.replica_table):
             raise NoReplicaError(f"service {self.name!r}: no replica is alive. {self.replica_table[0].last_error}")
         self._running = True
-        self._supervisor.start()
+        self._fleet.supervise()
+
+    def add_replicas(self, count: int = 1, *, timeout_seconds: float | None = None) -> list[int]:
+        """Start more replicas; see :meth:`GenerationService.add_replicas`. A service with a name cannot have more.
+
+        Raises:
+            ValueError: not at least one, there are no GPUs left for them, or the service has a name.
+            EngineError: one did not come up, or not in time; then none is added.
+        """
+        if self.name is not None:
+            raise ValueError("add_replicas: other drivers of a service with a name would not learn of new replicas")
+        return super().add_replicas(
+            count, timeout_seconds=default_timeout() if timeout_seconds is None else timeout_seconds
+        )
 
     def disconnect(self) -> None:
         """Leave a service that has a name; it goes on, and what this driver asked of it is aborted. Idempotent.
@@ -250,11 +269,7 @@ class AsyncVLLM(GenerationService):
         if self.name is None:
             raise RuntimeError("disconnect: this service ends with its driver: use shutdown(), or launch it by name")
         self._running = False
-        self._supervisor.stop()
-        for entry in self.replica_table:
-            self.replica_table.mark_dead(entry.index)
-            entry.replica.disconnect()
-        self._supervisor.join()
+        self._fleet.end(lambda replica: replica.disconnect())
         self._dispatcher.stop()
 
     def __exit__(
@@ -350,7 +365,7 @@ class AsyncVLLM(GenerationService):
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Return checkpoint name -> (dtype, shape) of every tensor, experts one by one, as the checkpoint has them."""
         self._check_running("get_model_metadata")
-        metadata: dict[str, tuple[torch.dtype, torch.Size]] = self._alive()[0].replica.metadata(CALL_SECONDS)
+        metadata: dict[str, tuple[torch.dtype, torch.Size]] = self._fleet.alive()[0].replica.metadata(CALL_SECONDS)
         return metadata
 
     # -- tests of what the workers hold -----------------------------------------------------------------------------

@@ -58,6 +58,7 @@ class TableEntry:
     breaker: Breaker = field(default_factory=lambda: Breaker(FaultPolicy()))
     recovery: Recovery = Recovery.NOBODY
     restarts: int = 0
+    removed: bool = False  # for good, by the user: it is DEAD, and not listed any more
     last_error: str | None = None  # the last that went wrong with it
 
     @property

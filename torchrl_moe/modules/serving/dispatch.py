@@ -122,6 +122,14 @@ class Dispatcher:
         """Cut requests short; what they have so far is their answer. Unknown ids are ignored."""
         self._loop.call(self._abort_by_id, list(request_ids))
 
+    def set_limit(self, limit: int) -> None:
+        """Change how many requests the engines have at a time."""
+        self._loop.call(self._set_limit, limit)
+
+    def _set_limit(self, limit: int) -> None:
+        self._admission.limit = limit
+        self._admit_soon()
+
     def stop(self) -> None:
         """End the loop, and with an error what is still in flight; the replicas must have been shut down."""
         self._table.remove_listener(self._listener)

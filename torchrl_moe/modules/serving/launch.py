@@ -9,7 +9,7 @@ import itertools
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, TypeAlias, cast
 
@@ -116,19 +116,37 @@ def local_factory(
     num_replicas: int,
     verbose: bool,
     log_folder: str | os.PathLike[str] | None = None,
+    listed: Callable[[], Iterable[int]] = tuple,
 ) -> ReplicaFactory:
     """Return what makes child processes of this one, each with GPUs of its own.
 
+    Args:
+        kind: of the engine: a module.
+        arguments: of the engine, by keyword.
+        num_replicas: how many engines to begin with; they share the machine's cores.
+        verbose: whether vLLM logs at its own default level.
+        log_folder: where logs stay; ``None``: they go with their replicas.
+        listed: returns the indices of the replicas that there are, once some were added: those that are not among
+            them need their GPUs no more.
+
     Raises:
-        ValueError: there are GPUs, but too few.
+        ValueError: there are GPUs, but too few; also when a replica is made for which none are left.
     """
     from torchrl_moe.modules.backends.process.replica import LocalReplica
 
-    sets = device_sets(visible_devices(), num_replicas, kind.devices_per_replica(arguments))
+    visible, per_replica = visible_devices(), kind.devices_per_replica(arguments)
+    device_sets(visible, num_replicas, per_replica)
+    places = {index: index for index in range(num_replicas)}  # which set of devices a replica has
     numbers = itertools.count()
 
+    def devices_of(index: int) -> str | None:
+        if index not in places:
+            taken = {places[other] for other in listed() if other in places}
+            places[index] = next(place for place in itertools.count() if place not in taken)
+        return device_sets(visible, places[index] + 1, per_replica)[-1]
+
     def make(index: int) -> Replica:
-        environment = kind.engine_environment(sets[index], num_replicas, verbose)
+        environment = kind.engine_environment(devices_of(index), num_replicas, verbose)
         return LocalReplica(index, kind, kind.seeded(arguments, next(numbers)), environment, log_folder)
 
     return make

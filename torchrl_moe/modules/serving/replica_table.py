@@ -37,14 +37,12 @@ class ReplicaTable:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.latest_version = 0  # the newest that any replica has ever held
-        faults = faults or FaultPolicy()
-        self._entries = [
-            TableEntry(index, replica, state, breaker=Breaker(faults)) for index, replica in enumerate(replicas)
-        ]
+        self._faults = faults or FaultPolicy()
         self._choices = itertools.count()
         self._caches = itertools.count()
-        for entry in self._entries:
-            entry.cache = next(self._caches)
+        self._entries: list[TableEntry] = []  # by index; those that were removed too
+        self._listed: list[TableEntry] = []
+        self._append(replicas, state)
         self.groups = Groups()  # here, so that another balancer keeps their versions
         self._listeners: dict[Callable[[], None], bool] = {}  # in order; whether doubts concern them too
         self.doubts: set[int] = set()
@@ -52,16 +50,45 @@ class ReplicaTable:
         self._views: dict[tuple[int, int] | None, Candidates] = {}
         self.reports: deque[tuple[float, int]] = deque()  # when, which replica; of reports of load
 
+    def _append(self, replicas: Sequence[Any], state: ReplicaState) -> list[TableEntry]:
+        new = [
+            TableEntry(index, replica, state, cache=next(self._caches), breaker=Breaker(self._faults))
+            for index, replica in enumerate(replicas, len(self._entries))
+        ]
+        self._entries += new
+        self._listed = [*self._listed, *new]
+        return new
+
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._listed)
 
     def __iter__(self) -> Iterator[TableEntry]:
-        return iter(self._entries)
+        return iter(self._listed)
 
     def __getitem__(self, index: int) -> TableEntry:
         if not 0 <= index < len(self._entries):
             raise IndexError(f"actor index {index} out of range [0, {len(self._entries)})")
         return self._entries[index]
+
+    # -- more and fewer ---------------------------------------------------------------------------------------------
+
+    @property
+    def next_index(self) -> int:
+        """The index of the replica that is added next: none is used twice."""
+        return len(self._entries)
+
+    def add(self, replicas: Sequence[Any]) -> list[TableEntry]:
+        """List more replicas, which are STARTING."""
+        with self.lock:
+            return self._append(replicas, ReplicaState.STARTING)
+
+    def remove(self, index: int) -> None:
+        """List a replica no more. Its entry stays for those that hold it, or its index, and is DEAD for good."""
+        with self.lock:
+            entry = self[index]
+            entry.removed, entry.recovery = True, Recovery.NOBODY
+            self._listed = [one for one in self._listed if one is not entry]
+            self.mark_dead(index, "it was removed")
 
     # -- states -----------------------------------------------------------------------------------------------------
 
@@ -126,13 +153,20 @@ class ReplicaTable:
                 entry.breaker.failed()
                 self.set_state(index, ReplicaState.DEAD)
 
-    def replace(self, index: int, replica: Any) -> None:
-        """Put a new replica, of the checkpoint's weights, in the place of one that died or is quarantined."""
+    def replace(self, index: int, replica: Any) -> bool:
+        """Put a new replica, of the checkpoint's weights, in the place of one that died or is quarantined.
+
+        Returns:
+            Whether it has that place; false if it was removed.
+        """
         with self.lock:
             entry = self[index]
+            if entry.removed:
+                return False
             entry.replica, entry.version = replica, 0
             entry.restarts += 1
             self.set_state(index, ReplicaState.STARTING)
+            return True
 
     def set_recovery(self, index: int, recovery: Recovery) -> None:
         """Note who brings a replica back; those that wait for it are told."""

@@ -17,14 +17,14 @@ from torchrl_moe._errors import NoReplicaError
 from torchrl_moe.modules.backends.replica import Completion, Replica
 from torchrl_moe.modules.serving.admission import Admission
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
-from torchrl_moe.modules.serving.balancing.simple import Strategy
+from torchrl_moe.modules.serving.balancing.strategy import Strategy
 from torchrl_moe.modules.serving.dispatch import Dispatcher
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.fleet import CALL_SECONDS
 from torchrl_moe.modules.serving.in_flight import Call, Placement
-from torchrl_moe.modules.serving.observed_pool import ObservedPool
-from torchrl_moe.modules.serving.pool import CALL_SECONDS
 from torchrl_moe.modules.serving.progress import Progress
 from torchrl_moe.modules.serving.prompts import normalise_prompts
+from torchrl_moe.modules.serving.replica_service import ReplicaService
 from torchrl_moe.modules.serving.requests import check_timeout, common_fields, make_request, one_each
 
 __all__ = ["GenerationService"]
@@ -34,7 +34,7 @@ DEFAULT_SAMPLING_PARAMS = {"logprobs": 0}  # the sampled token's own log-prob, w
 REQUESTS_PER_REPLICA = 1024
 
 
-class GenerationService(ObservedPool):
+class GenerationService(ReplicaService):
     """Generation over N replicas; safe to call from any thread.
 
     Args:
@@ -46,7 +46,7 @@ class GenerationService(ObservedPool):
         max_concurrent_requests: how many may be in the engines at a time; the others wait in the service, by priority
             and in order of arrival. ``"auto"``: 1024 for each replica. ``None``: no limit.
         faults: how faults are treated.
-        make_replica: makes a new replica for an index, in place of one that died; without it none is restarted.
+        make_replica: makes a new replica for an index, in place of one that died, or to be added; without it none is.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class GenerationService(ObservedPool):
         make_replica: Callable[[int], Replica] | None = None,
     ) -> None:
         super().__init__(replicas, faults, make_replica, metrics=metrics)
+        self._limit_follows = max_concurrent_requests == "auto"
         if max_concurrent_requests == "auto":
             max_concurrent_requests = REQUESTS_PER_REPLICA * len(replicas)
         self.admission = Admission(max_concurrent_requests)
@@ -216,13 +217,17 @@ class GenerationService(ObservedPool):
         super().shutdown()
         self._dispatcher.stop()
 
+    def _resized(self) -> None:
+        if self._limit_follows:
+            self._dispatcher.set_limit(REQUESTS_PER_REPLICA * self.num_replicas)
+
     # -- tools ------------------------------------------------------------------------------------------------------
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer, loaded by the first replica and kept."""
         self._check_running("get_tokenizer")
         if self._tokenizer is None:
-            self._tokenizer = self._alive()[0].replica.tokenizer(CALL_SECONDS)
+            self._tokenizer = self._fleet.alive()[0].replica.tokenizer(CALL_SECONDS)
         return self._tokenizer
 
     def get_random_actor_index(self) -> int:

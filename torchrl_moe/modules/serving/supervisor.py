@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from torchrl_moe.modules.serving.probes import Probes
 from torchrl_moe.modules.serving.replica_table import ReplicaTable, TableEntry
 from torchrl_moe.modules.serving.states import GONE, ReplicaState
 
-__all__ = ["Supervisor", "last_words"]
+__all__ = ["Bring", "Supervisor", "last_words"]
 
 LOG = logging.getLogger(__name__)
 TICK_SECONDS = 0.5
@@ -60,7 +61,7 @@ class Supervisor:
         self._get_bring = get_bring
         self._as_the_others = as_the_others
         self._health = Probes(table, policy)
-        self._begun: dict[int, deque[float]] = {entry.index: deque() for entry in table}  # times of restarts
+        self._begun: defaultdict[int, deque[float]] = defaultdict(deque)  # times of restarts
         self._lacks: dict[int, int] = {}  # the latest version as a replica began to wait for the next
         self._renewing: dict[int, threading.Thread] = {}
         self._lock = threading.Lock()  # under which replicas and threads are started: none once it has stopped
@@ -71,14 +72,34 @@ class Supervisor:
 
     def start(self) -> None:
         """Begin to watch."""
-        if self._make_replica is not None:
-            for entry in self._table:
-                self._table.set_recovery(entry.index, Recovery.SUPERVISOR)
+        for entry in self._table:
+            self._take_on(entry)
         self._table.add_listener(self._bell.set, doubts=True)
         # made after the replicas, so at interpreter exit it runs before theirs: what then dies is not restarted
         weakref.finalize(self, _let_go, self._stopped, self._bell)
         arguments = weakref.ref(self), self._bell, self._stopped
         threading.Thread(target=_watch, args=arguments, name="torchrl_moe-supervisor", daemon=True).start()
+
+    def _take_on(self, entry: TableEntry) -> None:
+        """Restart a replica from now on when it dies, if any is ever restarted."""
+        if self._make_replica is not None:
+            self._set_recovery(entry, Recovery.SUPERVISOR)
+
+    def admit(self, entry: TableEntry, deadline: float) -> None:
+        """Wait until a replica that was added, and started, serves like the others, or waits for the next update.
+
+        Args:
+            entry: of the replica.
+            deadline: when it must, on the monotonic clock.
+
+        Raises:
+            EngineError: it did not come up, or not in time.
+        """
+        replica = entry.replica
+        replica.wait_ready(max(deadline - time.monotonic(), 0.0))
+        self._join(entry, replica, deadline)
+        if entry.recovery is not Recovery.UPDATE:
+            self._take_on(entry)
 
     def stop(self) -> None:
         """Start no replica any more; those that were started are in the replica table."""
@@ -191,7 +212,8 @@ class Supervisor:
                     replica.shutdown()  # it was not started, and is in nobody's hands
                     return True
                 self._begun[entry.index].append(time.monotonic())
-                self._table.replace(entry.index, replica)
+                if not self._table.replace(entry.index, replica):
+                    return True
                 replica.start()
             replica.wait_ready(self._policy.start)
             self._join(entry, replica)
@@ -202,11 +224,11 @@ class Supervisor:
             return False
         return True
 
-    def _join(self, entry: TableEntry, replica: Any) -> None:
+    def _join(self, entry: TableEntry, replica: Any, deadline: float = math.inf) -> None:
         """Let a replica that has started serve, with the current weights, and paused if the service is.
 
         Raises:
-            EngineError: it died meanwhile, or does not answer.
+            EngineError: it died meanwhile, or does not answer, or has no such weights by the deadline.
         """
         for failures in itertools.count():
             bring = self._get_bring()
@@ -225,6 +247,8 @@ class Supervisor:
                 return
             if self._stopped.wait(self._policy.delay(failures)) or not replica.is_alive():
                 break
+            if time.monotonic() > deadline:
+                raise EngineError(f"replica {entry.index} was not brought into service in time: {entry.last_error}")
         raise ReplicaDiedError(entry.last_error or f"replica {entry.index} died before it could serve")
 
     def _begin(self, entry: TableEntry, replica: Any) -> bool:

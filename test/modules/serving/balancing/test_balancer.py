@@ -22,7 +22,7 @@ from support.clock import Clock
 from support.strategies import Says
 from torchrl_moe._errors import EngineError, NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
-from torchrl_moe.modules.serving.balancing.simple import RoutingContext
+from torchrl_moe.modules.serving.balancing.strategy import RoutingContext
 from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
 from torchrl_moe.modules.serving.lease import Lease
 from torchrl_moe.modules.serving.replica_table import ReplicaTable

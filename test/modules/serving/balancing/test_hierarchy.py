@@ -14,7 +14,8 @@ from support.strategies import Says
 from torchrl_moe.modules.serving.balancing.hierarchy import STRATEGIES, Hierarchy, Settings, make_strategy
 from torchrl_moe.modules.serving.balancing.prefix_aware import PrefixAware
 from torchrl_moe.modules.serving.balancing.sessions import SessionAffinity
-from torchrl_moe.modules.serving.balancing.simple import KVCache, LeastRequests, PowerOfTwo, RoundRobin, RoutingContext
+from torchrl_moe.modules.serving.balancing.simple import KVCache, LeastRequests, PowerOfTwo, RoundRobin
+from torchrl_moe.modules.serving.balancing.strategy import RoutingContext
 from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
 
 CONTEXT = RoutingContext()
@@ -96,6 +97,22 @@ def test_an_object_is_taken_as_it_is() -> None:
 class Nameless:
     def choose(self, candidates: Candidates, context: RoutingContext) -> None:
         return None
+
+
+class ChoosesOnly:
+    name = "chooses-only"
+
+    def choose(self, candidates: Candidates, context: RoutingContext) -> int:
+        return candidates[-1].index
+
+
+def test_an_object_that_only_chooses_is_a_strategy_with_nothing_to_learn() -> None:
+    hierarchy = Hierarchy(ChoosesOnly(), Settings())  # type: ignore[arg-type]
+    assert [strategy.name for strategy in hierarchy.strategies] == ["chooses-only"]
+    assert hierarchy.choose(candidates(0, 0), CONTEXT).index == 1
+    hierarchy.placed(candidates(0)[0], CONTEXT)
+    hierarchy.finish_session("a")
+    assert not hierarchy.reads_stats
 
 
 @pytest.mark.parametrize("wrong", [None, 3, object(), Nameless(), RoundRobin], ids=lambda value: type(value).__name__)

@@ -9,7 +9,7 @@ import pytest
 
 from torchrl_moe.modules.serving.balancing.balancer import Lease, LoadBalancer
 from torchrl_moe.modules.serving.balancing.prefix_aware import PrefixAware
-from torchrl_moe.modules.serving.balancing.simple import RoutingContext
+from torchrl_moe.modules.serving.balancing.strategy import RoutingContext
 from torchrl_moe.modules.serving.states import ReplicaState
 
 TEMPLATE = list(range(100))

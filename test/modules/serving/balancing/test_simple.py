@@ -13,9 +13,8 @@ from torchrl_moe.modules.serving.balancing.simple import (
     LeastRequests,
     PowerOfTwo,
     RoundRobin,
-    RoutingContext,
-    Strategy,
 )
+from torchrl_moe.modules.serving.balancing.strategy import RoutingContext, Strategy
 from torchrl_moe.modules.serving.candidates import Candidates
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.states import ReplicaState

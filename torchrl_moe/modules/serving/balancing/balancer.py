@@ -14,7 +14,8 @@ from typing import Any
 
 from torchrl_moe._errors import NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.serving.balancing.hierarchy import DEFAULT_HIERARCHY, OVERLOAD_THRESHOLD, Hierarchy, Settings
-from torchrl_moe.modules.serving.balancing.simple import REPORT_SECONDS, RoutingContext, Strategy
+from torchrl_moe.modules.serving.balancing.simple import REPORT_SECONDS
+from torchrl_moe.modules.serving.balancing.strategy import RoutingContext, Strategy
 from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
 from torchrl_moe.modules.serving.lease import Lease
 from torchrl_moe.modules.serving.replica_table import ReplicaTable

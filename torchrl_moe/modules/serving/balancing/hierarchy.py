@@ -7,18 +7,17 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 from torchrl_moe.modules.serving.balancing.prefix_aware import PrefixAware
 from torchrl_moe.modules.serving.balancing.sessions import SessionAffinity
 from torchrl_moe.modules.serving.balancing.simple import (
     KVCache,
-    Learner,
     LeastRequests,
     PowerOfTwo,
     RoundRobin,
-    RoutingContext,
-    Strategy,
 )
+from torchrl_moe.modules.serving.balancing.strategy import RoutingContext, Strategy
 from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
 
 __all__ = ["DEFAULT_HIERARCHY", "STRATEGIES", "Hierarchy", "Settings", "make_strategy"]
@@ -61,20 +60,33 @@ def make_strategy(strategy: str | Strategy, settings: Settings | None = None) ->
 
     Raises:
         ValueError: the name is not one of ours.
-        TypeError: neither a name nor an object with ``name`` and ``choose``.
+        TypeError: neither a name, a :class:`Strategy` nor an object with ``name`` and ``choose``.
     """
     if isinstance(strategy, str):
         maker = STRATEGIES.get(strategy.replace("_", "-"))
         if maker is None:
             raise ValueError(f"unknown strategy {strategy!r}; valid strategies: {', '.join(sorted(STRATEGIES))}")
         return maker(settings or Settings())
+    if isinstance(strategy, Strategy):
+        return strategy
     is_strategy = callable(getattr(strategy, "choose", None)) and isinstance(getattr(strategy, "name", None), str)
     if isinstance(strategy, type) or not is_strategy:
         raise TypeError(
             f"a strategy is a name ({', '.join(sorted(STRATEGIES))}) or an object with a name and "
             f"choose(candidates, context), got {strategy!r}"
         )
-    return strategy
+    return _Chooser(strategy)
+
+
+class _Chooser(Strategy):
+    """An object of a user's that only chooses."""
+
+    def __init__(self, strategy: Any) -> None:
+        self.name: str = strategy.name
+        self._choose = strategy.choose
+
+    def choose(self, candidates: Candidates, context: RoutingContext) -> int | None:
+        return cast("int | None", self._choose(candidates, context))
 
 
 class Hierarchy:
@@ -100,7 +112,6 @@ class Hierarchy:
                 + ", ".join(sorted(STRATEGIES))
             )
         self.strategies = [make_strategy(item, settings) for item in listed]
-        self._learners = [strategy for strategy in self.strategies if isinstance(strategy, Learner)]
         self._warned: set[int] = set()
 
     def choose(self, candidates: Candidates, context: RoutingContext) -> TableEntry:
@@ -121,29 +132,26 @@ class Hierarchy:
 
     def placed(self, entry: TableEntry, context: RoutingContext) -> None:
         """Tell those that learn where a request went."""
-        for learner in self._learners:
+        for strategy in self.strategies:
             try:
-                learner.placed(entry, context)
+                strategy.placed(entry, context)
             except Exception as error:  # noqa: BLE001  as above
-                self._warn(learner, f"failed to learn with {error!r}")
+                self._warn(strategy, f"failed to learn with {error!r}")
 
-    def _warn(self, strategy: Strategy | Learner, what: str) -> None:
+    def _warn(self, strategy: Strategy, what: str) -> None:
         if id(strategy) not in self._warned:
             self._warned.add(id(strategy))
-            name = getattr(strategy, "name", type(strategy).__name__)
-            warnings.warn(f"strategy {name!r} {what}; the next one is asked. Said once.", stacklevel=4)
+            warnings.warn(f"strategy {strategy.name!r} {what}; the next one is asked. Said once.", stacklevel=4)
 
     def finish_session(self, session_id: str) -> None:
         """Tell those that keep sessions that one is over."""
         for strategy in self.strategies:
-            finish = getattr(strategy, "finish_session", None)
-            if finish is not None:
-                finish(session_id)
+            strategy.finish_session(session_id)
 
     @property
     def reads_stats(self) -> bool:
         """Whether some strategy reads the replicas' own stats."""
-        return any(getattr(strategy, "reads_stats", False) for strategy in self.strategies)
+        return any(strategy.reads_stats for strategy in self.strategies)
 
     @property
     def turn(self) -> int:

@@ -11,7 +11,7 @@ from torchrl_moe.modules.serving.balancing.prefix_index import (
     prompt_bytes,
     prompt_keys,
 )
-from torchrl_moe.modules.serving.balancing.simple import RoutingContext
+from torchrl_moe.modules.serving.balancing.strategy import RoutingContext, Strategy
 from torchrl_moe.modules.serving.candidates import Candidates, TableEntry, load_bound
 
 __all__ = ["PrefixAware"]
@@ -22,7 +22,7 @@ SPREAD = 2.0  # believed holders of a prefix, as a multiple of its fair number o
 _Match = tuple[list[int], list[Branch], bool]  # keys; the branches on their way; whether the prompt is a distinct one
 
 
-class PrefixAware:
+class PrefixAware(Strategy):
     """The candidate that holds the longest beginning of the prompt, within the load bound; of equals, the least loaded.
 
     It learns from every placement, its own or not. What more than a quarter of all distinct prompts begin with is a

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchrl_moe.modules.serving.balancing.simple import RoutingContext
+from torchrl_moe.modules.serving.balancing.strategy import RoutingContext, Strategy
 from torchrl_moe.modules.serving.candidates import Candidates, TableEntry, load_bound
 from torchrl_moe.modules.serving.states import GONE
 
@@ -22,7 +22,7 @@ class _Pin:
     used: float
 
 
-class SessionAffinity:
+class SessionAffinity(Strategy):
     """The replica that had the session's last turn; for a new session, the one with the fewest active sessions.
 
     Among equals a new session goes to the replica that got one longest ago. A session moves for good when its replica

@@ -1,59 +1,25 @@
-"""Strategies: who should take the next request. Pure objects that answer a replica, or ``None`` for no opinion.
-
-A strategy sees the candidates (the replicas that may take the request) and the request's context; it does no I/O and
-needs no lock, since the balancer asks one question at a time. Clock and random numbers come from outside.
-"""
+"""Strategies that look at load only. Clock and random numbers come from outside."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
 
+from torchrl_moe.modules.serving.balancing.strategy import RoutingContext, Strategy
 from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
 
 __all__ = [
     "KVCache",
-    "Learner",
     "LeastRequests",
     "PowerOfTwo",
     "RoundRobin",
-    "RoutingContext",
-    "Strategy",
 ]
 
 REPORT_SECONDS = 5.0  # how long a replica's own stats hold
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class RoutingContext:
-    """What is known of a request when it is placed: prompt (text, token ids, a chat), session, the user's own words."""
-
-    prompt: Any = None
-    session_id: str | None = None
-    request_context: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Strategy(Protocol):
-    """One way of choosing."""
-
-    name: str
-
-    def choose(self, candidates: Candidates, context: RoutingContext) -> int | None:
-        """Return the index of one of the candidates (there is at least one), or ``None``."""
-
-
-@runtime_checkable
-class Learner(Protocol):
-    """A strategy that wants to know where requests went, whichever strategy chose."""
-
-    def placed(self, entry: TableEntry, context: RoutingContext) -> None:
-        """Learn that a request went to a replica."""
-
-
-class LeastRequests:
+class LeastRequests(Strategy):
     """The replica with the fewest requests in flight; among equals, the one that was chosen longest ago."""
 
     name = "requests"
@@ -64,7 +30,7 @@ class LeastRequests:
         return candidates.least_loaded().index
 
 
-class RoundRobin:
+class RoundRobin(Strategy):
     """Each replica in turn, by index, whichever of them may serve at the moment."""
 
     name = "round-robin"
@@ -81,7 +47,7 @@ class RoundRobin:
         return index
 
 
-class PowerOfTwo:
+class PowerOfTwo(Strategy):
     """Of two candidates drawn at random, the less loaded one.
 
     Args:
@@ -104,7 +70,7 @@ class PowerOfTwo:
         return min((candidates[first], candidates[second]), key=lambda entry: entry.load).index
 
 
-class KVCache:
+class KVCache(Strategy):
     """The replica with the smallest share of its KV cache in use.
 
     Figures are the replicas' own, so they lag: each is moved on by the requests that came and went here since, at the

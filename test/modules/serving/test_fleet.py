@@ -1,4 +1,4 @@
-"""A pool of fake replicas: commands to all of them, stats, and the end."""
+"""A fleet of fake replicas: commands to all of them, more and fewer of them, stats, and the end."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica
+from torchrl_moe.testing.fake_weights import FakeFleet
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -277,3 +278,130 @@ def test_a_service_as_a_context_ends_with_it_whatever_happens() -> None:
         assert engine.is_running
         raise KeyError
     assert not engine.is_running
+
+
+# -- more and fewer replicas ------------------------------------------------------------------------------------------
+
+
+def test_replicas_are_added_and_take_requests(fleet: Any) -> None:
+    service = fleet(1, lambda index, _: FakeReplica(index, token_seconds=0.0005))
+    assert service.add_replicas(2) == [1, 2]
+    assert service.num_replicas == 3
+    assert service.states == ["SERVING"] * 3
+    assert {completion.metrics.replica for completion in ask(service, list("abcdef"))} == {0, 1, 2}
+    service.kill(2)
+    until(lambda: service.restarts == [0, 0, 1] and service.states[2] == "SERVING")
+
+
+def test_one_that_is_added_has_the_weights_of_the_others_before_it_serves(fleet: Any) -> None:
+    service = fleet(1)
+    brought: list[tuple[int, str]] = []
+
+    def bring(index: int) -> None:
+        brought.append((index, service.replica_table[index].state.name))
+        service.replica_table.set_version(index, 3)
+        service.replica_table.set_state(index, ReplicaState.SERVING)
+
+    service.register_weight_sync(bring)
+    service.replica_table.set_version(0, 3)
+    assert service.add_replicas() == [1]
+    assert brought == [(1, "STARTING")]
+    assert [row["version"] for row in service.stats()] == [3, 3]
+
+
+def test_one_that_is_added_to_a_paused_service_is_paused(fleet: Any) -> None:
+    service = fleet(1)
+    service.pause()
+    service.add_replicas()
+    call = in_thread(lambda: ask(service, actor_index=1))
+    until(lambda: service.replica_table[1].inflight == 1)
+    service.resume()
+    assert call.result(60.0).metrics.replica == 1
+
+
+def test_one_that_needs_weights_that_nobody_brings_waits_for_the_next_update(fleet: Any) -> None:
+    service = fleet(1)
+    service.replica_table.set_version(0, 3)
+    assert service.add_replicas() == [1]
+    assert (service.states, service.replica_table[1].recovery) == (["SERVING", "STARTING"], Recovery.UPDATE)
+
+
+def test_more_requests_run_at_a_time_with_more_replicas_unless_the_user_said_how_many(fleet: Any) -> None:
+    service, limited = fleet(1), fleet(1, max_concurrent_requests=7)
+    service.add_replicas()
+    limited.add_replicas()
+    until(lambda: service.admission.limit == 2048)
+    service.remove_replica(0)
+    until(lambda: service.admission.limit == 1024)
+    assert limited.admission.limit == 7
+
+
+def test_replicas_that_do_not_come_up_are_not_added(fleet: Any) -> None:
+    service = fleet(1, lambda index, _: FakeReplica(index, fail_start="no memory" if index == 2 else ""))
+    with pytest.raises(ReplicaDiedError, match="replica 2 died: no memory"):
+        service.add_replicas(2)
+    assert (service.num_replicas, service.states) == (1, ["SERVING"])
+    assert not any(line[0].is_alive() for line in service.made[1:])
+    assert service.add_replicas(timeout_seconds=60.0) == [3]  # no index is used twice
+
+
+def test_a_fake_engine_grows_too(serve: Any) -> None:
+    engine = serve(1)
+    assert engine.add_replicas(2) == [1, 2]
+    assert [replica.index for replica in engine.replicas] == [0, 1, 2]
+    assert ask(engine, actor_index=2).metrics.replica == 2
+
+
+def test_a_service_that_was_given_its_replicas_can_add_none(fleet: Any) -> None:
+    with FakeFleet(1) as given, pytest.raises(RuntimeError, match="cannot make replicas"):
+        given.add_replicas()
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        fleet().add_replicas(0)
+
+
+def test_a_replica_finishes_what_it_has_before_it_is_removed(fleet: Any) -> None:
+    service = fleet(2, lambda index, _: FakeReplica(index, token_seconds=0.05))
+    call = in_thread(lambda: ask(service, actor_index=1))
+    until(lambda: service.replica_table[1].inflight == 1)
+    service.remove_replica(1)
+    assert call.result(60.0).outputs[0].finish_reason == "length"
+    assert [row["replica"] for row in service.stats()] == [0]
+    assert (service.num_replicas, service.restarts) == (1, [0])
+    assert not service.made[1][0].is_alive()
+    assert len(service.made[1]) == 1  # nobody restarts it
+    assert {completion.metrics.replica for completion in ask(service, list("abc"))} == {0}
+    with pytest.raises(ReplicaDiedError, match="replica 1, which actor_index names, is dead: it was removed"):
+        ask(service, actor_index=1)
+    assert "1 replica)" in repr(service)
+
+
+def test_without_a_drain_its_requests_begin_again_on_the_others(fleet: Any) -> None:
+    service = fleet(2, lambda index, _: FakeReplica(index, token_seconds=HOUR if index else 0.0))
+    call = in_thread(lambda: ask(service, ["a", "b"]))
+    until(lambda: service.replica_table[1].inflight == 1)
+    service.remove_replica(1, drain=False)
+    assert [completion.metrics.replica for completion in call.result(60.0)] == [0, 0]
+    assert service.metrics.summary()["retried"] == 1
+
+
+def test_one_whose_requests_take_too_long_serves_on(fleet: Any) -> None:
+    service = fleet(2, lambda index, _: FakeReplica(index, token_seconds=HOUR))
+    call = in_thread(lambda: ask(service, actor_index=1, request_ids="x"))
+    until(lambda: service.replica_table[1].inflight == 1)
+    with pytest.raises(EngineError, match=r"1 requests of replica 1 were not finished within 0\.05 s; it serves on"):
+        service.remove_replica(1, timeout_seconds=0.05)
+    assert service.states == ["SERVING"] * 2
+    assert service.replica_table[1].recovery is Recovery.SUPERVISOR
+    service.abort("x")
+    assert call.result(60.0).aborted
+
+
+def test_what_cannot_be_removed_is_said(fleet: Any) -> None:
+    service = fleet(2)
+    with pytest.raises(IndexError, match="actor index 2 out of range"):
+        service.remove_replica(2)
+    service.remove_replica(0)
+    with pytest.raises(ValueError, match="replica 0 was removed already"):
+        service.remove_replica(0)
+    with pytest.raises(ValueError, match="at least one replica"):
+        service.remove_replica(1)

@@ -1,0 +1,43 @@
+"""What a balancing strategy is: the base class, and what a strategy is told of a request."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
+
+__all__ = ["RoutingContext", "Strategy"]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RoutingContext:
+    """What is known of a request when it is placed: prompt (text, token ids, a chat), session, the user's own words."""
+
+    prompt: Any = None
+    session_id: str | None = None
+    request_context: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Strategy(abc.ABC):
+    """One way of choosing. It does no I/O and needs no lock: the balancer asks one question at a time.
+
+    Attributes:
+        name: as users know it.
+        reads_stats: whether it looks at what replicas send of themselves, ``usage`` of a candidate.
+    """
+
+    name: str
+    reads_stats = False
+
+    @abc.abstractmethod
+    def choose(self, candidates: Candidates, context: RoutingContext) -> int | None:
+        """Return the index of one of the candidates (there is at least one), or ``None`` for no opinion."""
+
+    def placed(self, entry: TableEntry, context: RoutingContext) -> None:  # noqa: B027  most have nothing to learn
+        """Learn that a request went to a replica, whichever strategy chose."""
+
+    def finish_session(self, session_id: str) -> None:  # noqa: B027  most know no sessions
+        """Forget a session that has had its last turn."""

@@ -1,0 +1,255 @@
+"""The replicas of a service: their life, and commands to all of them at the same time.
+
+They are known only by the :class:`~torchrl_moe.modules.backends.replica.Replica` protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
+from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaInfo
+from torchrl_moe.modules.serving.candidates import Recovery
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.replica_table import ReplicaTable, TableEntry
+from torchrl_moe.modules.serving.states import GONE, ReplicaState
+from torchrl_moe.modules.serving.supervisor import Bring, Supervisor, last_words
+
+__all__ = ["CALL_SECONDS", "SILENT", "Fleet"]
+
+T = TypeVar("T")
+CALL_SECONDS = 60.0
+SILENT = frozenset({ReplicaState.DEAD, ReplicaState.STARTING})
+"""States in which a replica answers no command."""
+
+
+class Fleet:
+    """N replicas, and what concerns all of them alike; safe to call from any thread.
+
+    Args:
+        replicas: at least one, not started yet.
+        faults: how faults are treated.
+        make_replica: makes a new replica for an index: of one that died, or of one that is added.
+
+    Attributes:
+        table: what is known of each.
+        infos: what each said of itself as it first served.
+        bring: brings a replica that is STARTING to the newest weights and to SERVING; ``None``: nobody does.
+    """
+
+    def __init__(
+        self, replicas: Sequence[Replica], faults: FaultPolicy, make_replica: Callable[[int], Replica] | None = None
+    ) -> None:
+        if not replicas:
+            raise ValueError("a service needs at least one replica, got none")
+        self.table = ReplicaTable(replicas, faults=faults)
+        self.infos: list[ReplicaInfo] = []
+        self.bring: Bring | None = None
+        self._make_replica = make_replica
+        self._paused = False  # by the user
+        self._pausing = threading.Lock()
+        self._supervisor = Supervisor(self.table, faults, make_replica, lambda: self.bring, self._pause_as_the_others)
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    def serve(self, entry: TableEntry, seconds: float) -> None:
+        """Wait until a replica that was started is ready, and let it serve.
+
+        Raises:
+            EngineError: it did not come up, or not in time.
+        """
+        self.infos.append(entry.replica.wait_ready(seconds))
+        self.table.set_state(entry.index, ReplicaState.SERVING)
+
+    def supervise(self) -> None:
+        """Notice deaths and stalls from now on, and bring replicas back."""
+        self._supervisor.start()
+
+    @property
+    def supervisor_error(self) -> str | None:
+        """Why the supervisor could not look at the replicas the last time; ``None`` if it could."""
+        return self._supervisor.error
+
+    def end(self, end_one: Callable[[Any], object] = lambda replica: replica.shutdown()) -> None:
+        """End every replica, at the same time. Idempotent.
+
+        Args:
+            end_one: what to do with each, if not to shut it down.
+        """
+        self._supervisor.stop()
+        for entry in self.table:
+            self.table.mark_dead(entry.index)
+        with ThreadPoolExecutor(max_workers=max(len(self.table), 1)) as pool:
+            list(pool.map(lambda entry: end_one(entry.replica), self.table))
+        self._supervisor.join()
+
+    @contextlib.contextmanager
+    def _noting_deaths(self) -> Iterator[None]:
+        try:
+            yield
+        except ReplicaDiedError:
+            self.note_deaths()
+            raise
+
+    def note_deaths(self) -> None:
+        """Note those that have died, if nobody has yet."""
+        for entry in self.table:
+            replica = entry.replica
+            if entry.state not in SILENT and not replica.is_alive():
+                self.table.mark_dead(entry.index, last_words(replica), replica)
+
+    # -- more and fewer replicas ------------------------------------------------------------------------------------
+
+    def add(self, count: int, seconds: float) -> list[int]:
+        """Start more replicas, and wait until they serve, with the current weights, and paused if the others are.
+
+        Returns:
+            Their indices, which follow those of all that there have ever been.
+
+        Raises:
+            ValueError: not at least one, or there are no devices for them.
+            EngineError: one did not come up in time; then none is added.
+        """
+        if count < 1:
+            raise ValueError(f"add_replicas: the number of replicas must be at least 1, got {count}")
+        if self._make_replica is None:
+            raise RuntimeError("add_replicas: this service cannot make replicas; it was given those that it has")
+        deadline = time.monotonic() + seconds
+        make = self._make_replica
+        entries = self.table.add([make(self.table.next_index + number) for number in range(count)])
+        try:
+            for entry in entries:
+                entry.replica.start()
+            with ThreadPoolExecutor(max_workers=count) as pool:
+                list(pool.map(lambda entry: self._supervisor.admit(entry, deadline), entries))
+        except BaseException:
+            for entry in entries:
+                self._take_away(entry)
+            raise
+        return [entry.index for entry in entries]
+
+    def remove(self, index: int, drain: bool, seconds: float) -> None:
+        """End a replica for good, and forget it.
+
+        Args:
+            index: of the replica.
+            drain: whether its requests may finish first; otherwise they begin again on the others.
+            seconds: that they have for that.
+
+        Raises:
+            ValueError: it is the only one, or was removed already.
+            EngineError: its requests did not finish in time; it serves on.
+        """
+        entry = self.table[index]
+        with self.table.changed:
+            if entry.removed:
+                raise ValueError(f"remove_replica: replica {index} was removed already")
+            if len(self.table) == 1:
+                raise ValueError("remove_replica: a service needs at least one replica: use shutdown()")
+            recovery = entry.recovery
+            self.table.set_recovery(index, Recovery.NOBODY)  # from here on nobody restarts it
+            self.table.changed.wait_for(lambda: entry.state is not ReplicaState.SYNCING)
+            if drain and not self._drain(entry, seconds):
+                self.table.set_recovery(index, recovery)
+                raise EngineError(
+                    f"remove_replica: {entry.inflight} requests of replica {index} were not finished within "
+                    f"{seconds:g} s; it serves on. Wait longer, or have them begin elsewhere: drain=False"
+                )
+        self._take_away(entry)
+
+    def _drain(self, entry: TableEntry, seconds: float) -> bool:
+        """Let a replica finish what it has; whether it did. The caller holds the lock."""
+        if entry.state is ReplicaState.SERVING:
+            self.table.set_state(entry.index, ReplicaState.DRAINING)
+        done = self.table.changed.wait_for(lambda: entry.inflight == 0 or entry.state in GONE, seconds)
+        if not done and entry.state is ReplicaState.DRAINING:
+            self.table.set_state(entry.index, ReplicaState.SERVING)
+        return done
+
+    def _take_away(self, entry: TableEntry) -> None:
+        self.table.remove(entry.index)
+        entry.replica.shutdown()
+
+    # -- commands to all --------------------------------------------------------------------------------------------
+
+    def alive(self) -> list[TableEntry]:
+        """Return the replicas that can answer; one that has died unnoticed is noted here.
+
+        Raises:
+            NoReplicaError: there is none.
+        """
+        self.note_deaths()
+        alive = [entry for entry in self.table if entry.state not in SILENT]
+        if not alive:
+            coming = any(entry.recovery is not Recovery.NOBODY for entry in self.table)
+            advice = "Wait for their restart." if coming else "Make a new service."
+            raise NoReplicaError(f"no replica is alive: {self.table!r}. {advice}")
+        return alive
+
+    def on_all(self, command: Callable[[Replica], T]) -> list[T]:
+        """Run a command on every living replica at the same time and return the values in replica order.
+
+        Raises:
+            EngineError: a replica failed, or did not answer in time.
+        """
+        alive = self.alive()
+        with ThreadPoolExecutor(max_workers=len(alive)) as pool:
+            futures = [pool.submit(command, entry.replica) for entry in alive]
+        with self._noting_deaths():
+            return [future.result() for future in futures]
+
+    def pause(self, mode: PauseMode, clear_cache: bool, seconds: float) -> None:
+        """Stop scheduling on all; one that is restarted meanwhile comes back paused.
+
+        Raises:
+            EngineError: a replica failed, or was not paused in time. Unless all were paused before, all go on.
+        """
+        if mode not in ("keep", "wait", "abort"):
+            raise ValueError(f"mode must be 'keep', 'wait' or 'abort', got {mode!r}")
+        before = self._note_pause(True)
+        try:
+            self.on_all(lambda replica: replica.pause(mode, clear_cache, seconds))
+        except BaseException:
+            if not before:
+                self._take_back_pause(seconds)
+            raise
+        if clear_cache:
+            self._forget_prefixes()
+
+    def resume(self, seconds: float) -> None:
+        """Go on scheduling on all."""
+        self._note_pause(False)
+        self.on_all(lambda replica: replica.resume(seconds))
+
+    def _take_back_pause(self, seconds: float) -> None:
+        """Resume the replicas that a pause has reached: also one that it waits for takes nothing new."""
+        with contextlib.suppress(EngineError, RuntimeError):  # none is alive, or the service was shut down
+            self.resume(seconds)
+
+    def _note_pause(self, paused: bool) -> bool:
+        """Note what the user wants, before replicas are told, and return what it was before."""
+        with self._pausing:
+            before, self._paused = self._paused, paused
+            return before
+
+    def _pause_as_the_others(self, replica: Replica, serve: Callable[[], bool]) -> bool:
+        """Pause a replica if all are, then have it serve. Under the lock: a resume comes before this, or reaches it."""
+        with self._pausing:
+            if self._paused:
+                replica.pause("keep", False, CALL_SECONDS)
+            return serve()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; false if some replica could not, because requests are running."""
+        done = all(self.on_all(lambda replica: replica.reset_prefix_cache(CALL_SECONDS)))
+        self._forget_prefixes()
+        return done
+
+    def _forget_prefixes(self) -> None:
+        for entry in self.table:
+            self.table.forget_prefixes(entry.index)

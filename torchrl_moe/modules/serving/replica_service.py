@@ -1,0 +1,324 @@
+"""The replicas of a service as its user sees them: added, removed, paused, given new weights, and watched.
+
+Replicas send their stats by themselves; only ``stats`` and ``get_cache_usage`` ask them anything.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torchrl_moe._errors import EngineError
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaStats
+from torchrl_moe.modules.serving.candidates import TableEntry
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.fleet import CALL_SECONDS, SILENT, Fleet
+from torchrl_moe.modules.serving.metrics import Metrics
+from torchrl_moe.modules.serving.prometheus import ServiceCollector, prometheus_text
+from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.stats_table import SHOWN_REPLICAS, Totals, describe, replica_row, service_html
+
+__all__ = ["ReplicaService"]
+
+STATS_SECONDS = 5.0
+START_SECONDS = 600.0
+DRAIN_SECONDS = 600.0
+MOST_THREADS = 32
+
+
+class ReplicaService:
+    """A service without its requests; safe to use from any thread.
+
+    Args:
+        replicas: at least one, not started yet.
+        faults: how faults are treated.
+        make_replica: makes a new replica for an index, in place of one that died, or to be added.
+        metrics: whether requests are counted.
+
+    Attributes:
+        replica_table: what is known of each replica.
+        infos: what each replica said of itself as it first served.
+        metrics: what became of the requests, and how long they took; ``metrics.summary()`` can be logged as it is.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        faults: FaultPolicy | None = None,
+        make_replica: Callable[[int], Replica] | None = None,
+        *,
+        metrics: bool = True,
+    ) -> None:
+        self.faults = faults or FaultPolicy()
+        self._fleet = Fleet(replicas, self.faults, make_replica)
+        self.replica_table = self._fleet.table
+        self.infos = self._fleet.infos
+        self.metrics = Metrics(metrics)
+        self._totals = Totals(self.replica_table)
+        self._running = False
+        self._update: Callable[[Any], Any] | None = None
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas the service has, serving or not."""
+        return len(self.replica_table)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the service was started and not shut down."""
+        return self._running
+
+    @property
+    def routing_layout(self) -> RoutingLayout | None:
+        """What the model's routers look like; ``None`` if routes are not captured (a dense model, say)."""
+        self._check_running("routing_layout")
+        return self.infos[0].layout
+
+    def _check_running(self, what: str) -> None:
+        if not self._running:
+            raise RuntimeError(f"{what}: the service is not running. Start it first; after shutdown() make a new one.")
+
+    def shutdown(self) -> None:
+        """End every replica, at the same time. Idempotent; calls that wait end with an ``EngineError``."""
+        self._running = False
+        self._fleet.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def add_replicas(self, count: int = 1, *, timeout_seconds: float | None = None) -> list[int]:
+        """Start more replicas, and wait until they serve: with the current weights, and paused if the service is.
+
+        One that needs weights which no sender can bring stays STARTING until the next update.
+
+        Args:
+            count: how many.
+            timeout_seconds: for all of them; default: 600.
+
+        Returns:
+            Their indices. No index is ever used twice.
+
+        Raises:
+            ValueError: not at least one, or there are no devices left for them.
+            EngineError: one did not come up, or not in time; then none is added.
+        """
+        self._check_running("add_replicas")
+        indices = self._fleet.add(count, START_SECONDS if timeout_seconds is None else timeout_seconds)
+        self._resized()
+        return indices
+
+    def remove_replica(self, index: int, *, drain: bool = True, timeout_seconds: float = DRAIN_SECONDS) -> None:
+        """End a replica for good; the others keep their indices.
+
+        Args:
+            index: of the replica.
+            drain: whether its requests may finish first; otherwise they begin again on the others.
+            timeout_seconds: that they have for that.
+
+        Raises:
+            IndexError: there is no such replica.
+            ValueError: it is the only one, or was removed before.
+            EngineError: its requests were not finished in time; then it serves on.
+        """
+        self._check_running("remove_replica")
+        self._fleet.remove(index, drain, timeout_seconds)
+        self._resized()
+
+    def _resized(self) -> None:
+        """Called when there are more replicas, or fewer."""
+
+    # -- commands to all replicas -----------------------------------------------------------------------------------
+
+    def pause(
+        self, mode: PauseMode = "keep", *, clear_cache: bool = False, timeout_seconds: float = CALL_SECONDS
+    ) -> None:
+        """Stop scheduling on all replicas; one that is restarted meanwhile comes back paused.
+
+        Args:
+            mode: of requests in flight: ``keep`` freezes them until :meth:`resume`, ``wait`` lets them finish first,
+                ``abort`` cuts them short.
+            clear_cache: whether to drop the KV cache too; frozen requests are then recomputed.
+            timeout_seconds: deadline per replica.
+
+        Raises:
+            EngineError: a replica failed, or was not paused in time. Unless the service was paused before, all go on.
+        """
+        self._check_running("pause")
+        self._fleet.pause(mode, clear_cache, timeout_seconds)
+
+    def resume(self, *, timeout_seconds: float = CALL_SECONDS) -> None:
+        """Go on scheduling on all replicas."""
+        self._check_running("resume")
+        self._fleet.resume(timeout_seconds)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; false if some replica could not, because requests are running."""
+        self._check_running("reset_prefix_cache")
+        return self._fleet.reset_prefix_cache()
+
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None
+    ) -> list[Any]:
+        """Call a method of every vLLM worker of every replica; one list of results per replica. Plain data only."""
+        self._check_running("collective_rpc")
+        seconds = CALL_SECONDS if timeout is None else timeout
+        return self._fleet.on_all(lambda replica: replica.collective_rpc(method, args, kwargs, seconds))
+
+    def register_weight_sync(
+        self, bring: Callable[[int], None] | None, update: Callable[[Any], Any] | None = None
+    ) -> None:
+        """Take what brings weights here, in place of what was registered before.
+
+        Args:
+            bring: brings a replica that is STARTING to the newest weights and to SERVING; ``None``: nobody does. A
+                replica that was restarted holds its checkpoint's weights: it serves once ``bring(index)`` has returned.
+            update: brings all replicas to new weights, for :meth:`update_weights`.
+        """
+        self._fleet.bring, self._update = bring, update
+
+    @property
+    def weight_sync(self) -> Callable[[int], None] | None:
+        """The ``bring`` that :meth:`register_weight_sync` took last."""
+        return self._fleet.bring
+
+    def update_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Any:
+        """Bring all replicas to these weights, by the sender that was given this engine. TorchRL's name.
+
+        Args:
+            weights: checkpoint names, or those of the sender's registered model, and tensors; the whole model. If there
+                are none, a warning says so, and nothing is done.
+
+        Returns:
+            The sender's :class:`~torchrl_moe.weight_update.SyncReport`; ``None`` if there were no weights.
+
+        Raises:
+            RuntimeError: the service is not running, or no sender has it.
+            WeightSyncError: see the sender's ``update_weights``.
+        """
+        self._check_running("update_weights")
+        pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
+        if not pairs:
+            warnings.warn("update_weights: no weights were given; nothing was done", stacklevel=2)
+            return None
+        if self._update is None:
+            raise RuntimeError(
+                "update_weights: no sender has this engine. Make one: VLLMWeightSyncScheme(...).create_sender(), then "
+                "sender.init_all_workers_group(None, vllm_engine=engine)"
+            )
+        return self._update(pairs)
+
+    # -- stats ------------------------------------------------------------------------------------------------------
+
+    def ready(self) -> bool:
+        """Whether a request would be taken now: the service runs, and a replica serves. TorchRL's name."""
+        return self.is_running and any(entry.may_take for entry in self.replica_table)
+
+    def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
+        """Requests in flight as the service counts them, of one replica or a list of all."""
+        self._check_running("get_num_unfinished_requests")
+        if actor_index is not None:
+            return self.replica_table[actor_index].inflight
+        return [entry.inflight for entry in self.replica_table]
+
+    def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
+        """Share of KV-cache blocks in use, 0 to 1, of one replica or a list of all: the engine's own figure.
+
+        NaN stands for a replica that is dead or starting.
+        """
+        self._check_running("get_cache_usage")
+        self._fleet.note_deaths()
+        if actor_index is not None:
+            return _cache_usage(self.replica_table[actor_index])
+        return [_cache_usage(entry) for entry in self.replica_table]
+
+    def stats(self, timeout_seconds: float = STATS_SECONDS) -> list[dict[str, Any]]:
+        """Return one flat dictionary per replica: state, version, and its engine's stats of this moment.
+
+        All are asked at the same time; one that does not answer shows what it last sent by itself, and a dead one
+        shows no stats of an engine. ``supervisor_error`` is ``None`` while
+        deaths and stalls are noticed. Counts are since its engine started; see
+        :class:`~torchrl_moe.modules.backends.replica.ReplicaStats`.
+        """
+        self._check_running("stats")
+        self._fleet.note_deaths()
+        with ThreadPoolExecutor(min(self.num_replicas, MOST_THREADS)) as pool:
+            stats = pool.map(lambda entry: _ask(entry, timeout_seconds), self.replica_table)
+            rows = [replica_row(entry, own) for entry, own in zip(self.replica_table, stats, strict=True)]
+        return [{**row, "supervisor_error": self._fleet.supervisor_error} for row in rows]
+
+    def to_pandas(self) -> Any:
+        """Return :meth:`stats` as a pandas ``DataFrame``."""
+        import pandas
+
+        return pandas.DataFrame(self.stats())
+
+    def prometheus(self) -> str:
+        """Return the stats of the replicas and of the service in Prometheus' text format; asks no engine anything.
+
+        Raises:
+            ImportError: ``prometheus_client`` is not installed; the message names the extra.
+        """
+        self._check_running("prometheus")
+        return prometheus_text(self._collector())
+
+    def register_prometheus(self, registry: Any) -> Any:
+        """Have a ``prometheus_client`` registry collect this service; returns the collector, to unregister it by.
+
+        Raises:
+            ImportError: ``prometheus_client`` is not installed; the message names the extra.
+            ValueError: the registry has a service already; give each one its own.
+        """
+        self._check_running("register_prometheus")
+        collector = self._collector()
+        registry.register(collector)
+        return collector
+
+    def _collector(self) -> ServiceCollector:
+        return ServiceCollector(self.replica_table, self._totals, self.metrics)
+
+    def log_paths(self) -> list[Path | None]:
+        """Return where each replica's engine logs on this machine; ``None`` if it is not started, or runs elsewhere."""
+        return [entry.replica.log_path for entry in self.replica_table]
+
+    def _title(self) -> str:
+        model = self.infos[0].model if self.infos else "not started"
+        return f"{type(self).__name__}({model!r}, {self.num_replicas} replica{'s' * (self.num_replicas != 1)})"
+
+    def __repr__(self) -> str:
+        entries = list(self.replica_table)
+        lines = [self._title(), *(f"  {describe(entry)}" for entry in entries[:SHOWN_REPLICAS])]
+        hidden = len(entries) - SHOWN_REPLICAS
+        return "\n".join([*lines, *([f"  and {hidden} more"] if hidden > 0 else [])])
+
+    def _repr_html_(self) -> str:
+        return service_html(self._title(), list(self.replica_table), self._totals)
+
+
+def _cache_usage(entry: TableEntry) -> float:
+    return math.nan if entry.state in SILENT else float(entry.replica.stats(CALL_SECONDS).cache_usage)
+
+
+def _ask(entry: TableEntry, seconds: float) -> ReplicaStats | None:
+    if entry.state is ReplicaState.DEAD:
+        return None
+    last: ReplicaStats | None = entry.replica.last_stats
+    if entry.state is ReplicaState.STARTING:
+        return last
+    try:
+        stats: ReplicaStats = entry.replica.stats(seconds)
+    except EngineError:  # busy, or dying: others find that out
+        return last
+    return stats
