@@ -302,7 +302,7 @@ class Dispatcher:
         """Try the first of each kind; if a replica takes it, the others of its kind follow."""
         self._retrying = False
         # the one that came first is put in front of the others last
-        firsts = {key: next(iter(alike)).arrived or (0.0, 0) for key, alike in self._parked.items()}
+        firsts = {key: next(iter(alike)).turn or (0.0, 0) for key, alike in self._parked.items()}
         for key in sorted(firsts, key=firsts.__getitem__, reverse=True):
             self._try_first(key)
 

@@ -51,7 +51,7 @@ class InFlight:
     call: Call
     position: int
     request: Request
-    arrived: tuple[float, int] | None = None  # its turn for a place, once it has asked for one
+    turn: tuple[float, int] | None = None  # for a place, once it has asked for one: the least is next
     has_place: bool = False
     is_first: bool = False  # of those that wait for a replica with the same needs: it is tried for all
     lease: Lease | None = None  # of the replica that has it
