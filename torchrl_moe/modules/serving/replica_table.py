@@ -6,7 +6,7 @@ import itertools
 import math
 import threading
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +17,9 @@ from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.states import ReplicaState, check_transition
 
 __all__ = ["ReplicaTable", "TableEntry"]
+
+SHOWN = 8
+"""Replicas that a table prints one by one."""
 
 
 class ReplicaTable:
@@ -299,4 +302,10 @@ class ReplicaTable:
                 self._tell(entry, load)
 
     def __repr__(self) -> str:
-        return f"ReplicaTable({', '.join(map(repr, self._entries))})"
+        """Return a line for few replicas; of many, how many are in which state, and the first: errors keep it."""
+        shown = ", ".join(map(repr, self._entries[:SHOWN]))
+        if len(self) <= SHOWN:
+            return f"ReplicaTable({shown})"
+        states = Counter(entry.state.name for entry in self._entries)
+        counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
+        return f"ReplicaTable({counts}: {shown} and {len(self) - SHOWN} more)"
