@@ -64,6 +64,11 @@ class InFlight:
     error: BaseException | None = None
 
     @property
+    def group(self) -> str | None:
+        """Its group, if it has one."""
+        return self.call.placement.group(self.position)
+
+    @property
     def is_over(self) -> bool:
         """Whether its call waits for it no more."""
         return self.outcome is not None or self.error is not None
