@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -67,9 +70,44 @@ def test_what_is_taken_out_leaves_nothing_behind() -> None:
     assert not admission.remove(requests[5])
     assert first is not None and not admission.remove(first)
     assert (admission.taken, admission.waiting) == (1, 100)
-    assert sum(map(len, admission._queues.values())) == 100
+    prompts = [weakref.ref(request.request.prompt_token_ids) for request in requests[1:900]]
+    last = requests[900]
+    del requests
+    gc.collect()  # a request and its call hold each other
+    assert [prompt() for prompt in prompts] == [None] * 899
+    assert len(admission._heap) <= 2 * 100 + 64
     admission.give_back()
-    assert admission.next() is requests[900]
+    assert admission.next() is last
+
+
+class Instant(float):
+    """A time that counts how often any of its kind is compared."""
+
+    compared = 0
+
+    def __add__(self, other: float) -> Instant:
+        return Instant(float(self) + other)
+
+    def __lt__(self, other: float) -> bool:
+        Instant.compared += 1
+        return float(self) < float(other)
+
+    def __eq__(self, other: object) -> bool:
+        Instant.compared += 1
+        return float(self) == other
+
+    def __hash__(self) -> int:
+        return hash(float(self))
+
+
+def test_who_is_next_is_found_among_many_priorities_without_a_look_at_each() -> None:
+    admission, count = Admission(None, lambda: Instant(0.0)), 1024
+    requests = [waiting_request(priority) for priority in range(count)]
+    for request in reversed(requests):
+        admission.put(request)
+    Instant.compared = 0
+    assert [admission.next() for _ in requests] == requests
+    assert Instant.compared <= count * 10 * 4  # a heap of so many has ten levels
 
 
 @pytest.mark.parametrize("limit", [0, -1])
@@ -100,7 +138,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         if len(self.holding) == self.LIMIT or not self.waiting:
             assert request is None
             return
-        assert request is min(self.waiting, key=lambda r: (r.request.priority, r.arrived))
+        assert request is min(self.waiting, key=lambda r: r.turn)
         self.waiting.remove(request)
         self.holding.append(request)
 
@@ -115,7 +153,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     def give_back(self, data: st.DataObject, again: bool) -> None:
         request = self.holding.pop(data.draw(st.integers(0, len(self.holding) - 1)))
         self.admission.give_back()
-        if again and all(request.arrived < other.arrived for other in self.waiting):  # type: ignore[operator]
+        if again and all(request.turn < other.turn for other in self.waiting):  # type: ignore[operator]
             self.admission.put(request)
             self.waiting.append(request)
 

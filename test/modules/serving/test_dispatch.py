@@ -151,7 +151,15 @@ def in_use(balancer: LoadBalancer) -> list[str]:
 
 
 def parked(balancer: LoadBalancer) -> int:
-    return sum(len(alike) for one in DISPATCHERS.get(balancer.replica_table, []) for alike in one._parked.values())
+    return sum(len(one._parked) for one in DISPATCHERS.get(balancer.replica_table, []))
+
+
+def let_pass(balancer: LoadBalancer, turns: int = 5) -> None:
+    """Wait until the loop of the first dispatcher has had its next turns."""
+    for _ in range(turns):
+        passed = threading.Event()
+        dispatcher(balancer)._loop.call(passed.set)
+        assert passed.wait(PATIENCE)
 
 
 def whole(error: Any) -> list[str | None]:
@@ -1053,6 +1061,107 @@ def test_of_requests_that_no_replica_takes_one_of_each_kind_is_tried_at_a_change
     lb.replica_table.set_state(0, ReplicaState.SERVING)
     for call in calls:
         assert [completion.metrics.replica for completion in call.result(60.0)] == [0] * 50
+
+
+def tries(balancer: LoadBalancer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the requests that the balancer is asked for a lease for, from now on."""
+    asked: list[str] = []
+
+    def count(ask: Callable[..., Any], position: int) -> Callable[..., Any]:
+        def counted(*arguments: Any) -> Any:
+            asked.append(bytes(arguments[position].tolist()).decode())
+            return ask(*arguments)
+
+        return counted
+
+    monkeypatch.setattr(balancer, "acquire", count(balancer.acquire, 0))
+    monkeypatch.setattr(balancer, "acquire_at", count(balancer.acquire_at, 2))
+    return asked
+
+
+def test_groups_that_settle_one_by_one_have_only_their_own_requests_tried(serve: Any, monkeypatch: Any) -> None:
+    lb, count = serve(1, token_seconds=HOUR), 30
+    groups = [f"g{i}" for i in range(count)]
+    first = in_thread(lambda: run(lb, [f"a{i}" for i in range(count)], group_ids=groups))
+    until(lambda: lb.replica_table[0].inflight == count)
+    lb.replica_table.set_version(0, 1)  # from here on the others wait to see what becomes of the first of their group
+    asked = tries(lb, monkeypatch)
+    second = in_thread(lambda: run(lb, [f"b{i}" for i in range(count)], group_ids=groups))
+    until(lambda: parked(lb) == count)
+    asked.clear()
+    for number in range(count):
+        abort(lb, [f"a{number}"])  # that counts as an answer
+        until(lambda number=number: parked(lb) == count - 1 - number)
+    with pytest.raises(StaleReplicaError, match="no serving replica holds version 0, which group 'g0' began on"):
+        second.result(PATIENCE)
+    assert asked == [f"b{i}" for i in range(count)]
+    assert all(completion.aborted for completion in first.result(PATIENCE))
+
+
+def test_a_replica_that_comes_back_has_only_requests_tried_that_it_may_take(serve: Any, monkeypatch: Any) -> None:
+    count = 30
+    lb = serve(count)
+    for index in range(count):
+        lb.replica_table.set_state(index, ReplicaState.SYNCING)
+    asked = tries(lb, monkeypatch)
+    calls = [in_thread(dispatch(lb, [f"{index}"], actor_index=index).run) for index in range(count)]
+    until(lambda: parked(lb) == count)
+    asked.clear()
+    for index in range(count):
+        lb.replica_table.set_state(index, ReplicaState.SERVING)
+        assert calls[index].result(PATIENCE)[0].metrics.replica == index
+    assert asked == [f"{index}" for index in range(count)]
+
+
+def test_versions_that_nobody_waits_for_have_nothing_tried(serve: Any, monkeypatch: Any) -> None:
+    lb = serve(4)
+    for index in range(4):
+        lb.replica_table.set_state(index, ReplicaState.SYNCING)
+    lb.replica_table.note_version(9)
+    asked = tries(lb, monkeypatch)
+    call = in_thread(dispatch(lb, "a", min_version=5).run)
+    until(lambda: parked(lb) == 1)
+    asked.clear()
+    for index in (3, 2):  # it counts on another one
+        lb.replica_table.set_version(index, 4)
+        lb.replica_table.set_state(index, ReplicaState.SERVING)
+        let_pass(lb)
+    assert asked == []
+    lb.replica_table.set_version(1, 5)
+    lb.replica_table.set_state(1, ReplicaState.SERVING)
+    assert call.result(PATIENCE)[0].metrics.replica == 1
+    assert asked == ["a"]
+
+
+def test_of_several_that_may_come_the_loss_of_each_is_noticed_and_the_last_ends_the_wait(serve: Any) -> None:
+    lb = serve(4)
+    for index in range(4):
+        lb.replica_table.set_state(index, ReplicaState.SYNCING)
+    call = in_thread(dispatch(lb, "a", min_version=5).run)
+    until(lambda: parked(lb) == 1)
+    for index in (2, 0, 3):
+        lb.replica_table.set_state(index, ReplicaState.SERVING)
+        let_pass(lb)
+        assert not call.done()
+    lb.replica_table.mark_dead(1)
+    with pytest.raises(StaleReplicaError, match="no serving replica holds version 5; the newest is 0"):
+        call.result(PATIENCE)
+
+
+def test_a_newer_version_ends_the_wait_of_a_group_for_an_older_one(serve: Any) -> None:
+    lb = serve(2)
+    assert run(lb, "a", group_ids=["g"])[0].request_id == "a"
+    for index in range(2):
+        lb.replica_table.set_state(index, ReplicaState.SYNCING)
+    lb.replica_table.set_version(0, 1)
+    call = in_thread(dispatch(lb, "b", group_ids=["g"]).run)
+    until(lambda: parked(lb) == 1)
+    lb.replica_table.note_version(2)  # an update of another driver's: replica 1 may come with that
+    let_pass(lb)
+    assert not call.done()
+    lb.replica_table.set_version(1, 2)
+    with pytest.raises(NoReplicaError, match="no replica is serving"):
+        call.result(PATIENCE)
 
 
 # -- what others do wrong ---------------------------------------------------------------------------------------------

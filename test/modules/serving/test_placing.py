@@ -14,7 +14,7 @@ from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.in_flight import Call, Placement
-from torchrl_moe.modules.serving.placing import may_wait, needs, take_lease
+from torchrl_moe.modules.serving.placing import GROUP, needs, prospect, take_lease, takes
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.states import ReplicaState
 
@@ -27,9 +27,13 @@ def balancer(*states: str, **faults: Any) -> LoadBalancer:
     return LoadBalancer(holder, "requests")
 
 
-def waits(lb: LoadBalancer, ends: bool = False, position: int = 0, **placement: Any) -> bool:
+def waits_for(lb: LoadBalancer, ends: bool = False, position: int = 0, **placement: Any) -> int | None:
     call = Call(lb, named_requests("ab"), Placement(**placement), 1.0 if ends else None)
-    return may_wait(call.requests[position])
+    return prospect(call.requests[position])
+
+
+def waits(*arguments: Any, **keywords: Any) -> bool:
+    return waits_for(*arguments, **keywords) is not None
 
 
 @pytest.mark.parametrize(
@@ -80,9 +84,38 @@ def test_a_group_of_which_nobody_was_answered_may_yet_begin_again() -> None:
     lb = balancer("SERVING")
     over = lb.groups.join("g", 0)
     lb.replica_table.set_version(0, 1)
-    assert waits(lb, group_ids=["g"]) is True
+    assert waits_for(lb, group_ids=["g"]) == GROUP
     over(True)
     assert waits(lb, group_ids=["g"]) is False
+
+
+def test_what_is_waited_for_is_the_first_that_may_come() -> None:
+    lb = balancer("DEAD", "SERVING", "SYNCING", "DRAINING")
+    assert waits_for(lb) == 2
+    assert waits_for(lb, actor_index=3) == 3
+    lb.replica_table.set_version(3, 4)
+    lb.replica_table.latest_version = 5
+    answered(lb, "g", 4)
+    assert waits_for(lb, group_ids=["g"]) == 3  # it may come back as it is; the other one comes with the latest
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [
+        ({}, [3, 4, 5]),
+        ({"min_version": 4}, [4, 5]),
+        ({"group_ids": ["new", "new"]}, [3, 4, 5]),
+        ({"group_ids": ["g", "g"]}, [4]),
+        ({"group_ids": ["g", "g"], "min_version": 4}, [4]),
+        ({"group_ids": ["g", "g"], "min_version": 5}, []),
+    ],
+    ids=str,
+)
+def test_which_versions_may_take_a_request(placement: dict[str, Any], expected: list[int]) -> None:
+    lb = balancer("SERVING")
+    answered(lb, "g", 4)
+    (request, _) = Call(lb, named_requests("ab"), Placement(**placement)).requests
+    assert [version for version in (3, 4, 5) if takes(request, version)] == expected
 
 
 def test_one_that_is_restarted_comes_with_the_latest_version() -> None:

@@ -299,3 +299,11 @@ def test_a_table_prints_a_line_for_each_replica() -> None:
     table.reserve(1)
     table.set_version(1, 3)
     assert repr(table) == "ReplicaTable(#0 SERVING v0 inflight=0, #1 SERVING v3 inflight=1)"
+
+
+def test_of_many_replicas_a_table_prints_the_counts_and_the_first_few() -> None:
+    table = ReplicaTable(range(1024), ReplicaState.SERVING)
+    for index in (1, 2, 1000):
+        table.mark_dead(index)
+    lines = ", ".join(f"#{index} {'DEAD' if index in (1, 2) else 'SERVING'} v0 inflight=0" for index in range(8))
+    assert repr(table) == f"ReplicaTable(1021 SERVING, 3 DEAD: {lines} and 1016 more)"

@@ -53,7 +53,6 @@ def in_loop(work: Callable[[Submissions], Coroutine[Any, Any, Any]]) -> tuple[An
         tasks.append(asyncio.get_running_loop().create_task(main()))
 
     tasks: list[Any] = []
-    loop.call(begin)
     real = loop.call
 
     def count(function: Any, *arguments: Any) -> bool:
@@ -61,6 +60,7 @@ def in_loop(work: Callable[[Submissions], Coroutine[Any, Any, Any]]) -> tuple[An
         return real(function, *arguments)
 
     loop.call = count  # type: ignore[method-assign]
+    real(begin)
     assert over.wait(PATIENCE)
     loop.stop()
     return value[0], calls

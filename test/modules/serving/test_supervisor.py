@@ -459,6 +459,23 @@ def test_a_late_request_has_its_replica_looked_at_now(fleet: Any) -> None:
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_replica_that_cannot_be_asked_whether_it_lives_keeps_no_other_from_coming_back(fleet: Any) -> None:
+    service = fleet(3)
+
+    def broken() -> bool:
+        raise OSError("too many open files")
+
+    service.made[0][0].is_alive = broken
+    try:
+        service.kill(1)
+        until_serving(service, [0, 1, 0])
+        expected = "EngineError: replica 0 could not be asked whether it lives: OSError('too many open files')"
+        until(lambda: service._supervisor.error == expected)
+    finally:
+        del service.made[0][0].is_alive
+    until(lambda: [row["supervisor_error"] for row in service.stats()] == [None] * 3)
+
+
 def test_it_outlives_an_error_says_so_and_goes_on(fleet: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     service = fleet()
     start = threading.Thread.start

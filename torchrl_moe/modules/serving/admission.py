@@ -5,10 +5,11 @@ A request that finds the service full waits here, as one small record, not as a 
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import time
-from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from torchrl_moe.modules.serving.in_flight import InFlight
 
@@ -16,12 +17,15 @@ __all__ = ["PRIORITY_SECONDS", "Admission"]
 
 PRIORITY_SECONDS = 30.0
 
+_Entry: TypeAlias = "list[Any]"  # a request's turn, unlike all others; the request, or None once taken out
+
 
 class Admission:
     """Places for requests, given by priority, and in order of arrival within one. It belongs to one thread.
 
     No request starves: a priority one higher counts as having come 30 seconds later, so a request that has waited that
-    much longer goes first. One that comes later is never ahead of the same priority.
+    much longer goes first. One that comes later is never ahead of the same priority. Each step costs the logarithm of
+    how many wait, whatever their priorities.
 
     Args:
         limit: how many places; ``None`` for no limit.
@@ -36,51 +40,44 @@ class Admission:
         """Places given and not given back."""
         self._clock = clock
         self._numbers = itertools.count()
-        self._queues: dict[int, OrderedDict[InFlight, None]] = {}  # by priority, in order of arrival
+        self._entries: dict[InFlight, _Entry] = {}  # of those that wait
+        self._heap: list[_Entry] = []  # these, and some whose request was taken out
 
     @property
     def waiting(self) -> int:
         """Requests that wait for a place."""
-        return sum(map(len, self._queues.values()))
+        return len(self._entries)
 
     def put(self, request: InFlight) -> None:
         """Have a request wait for a place; one that waited before takes its old turn."""
-        queue = self._queues.setdefault(request.request.priority, OrderedDict())
-        queue[request] = None
-        if request.arrived is None:
-            request.arrived = self._clock(), next(self._numbers)
-        else:
-            queue.move_to_end(request, last=False)
+        if request.turn is None:
+            at = self._clock() + request.request.priority * PRIORITY_SECONDS
+            request.turn = at, next(self._numbers)
+        self._entries[request] = entry = [*request.turn, request]
+        heapq.heappush(self._heap, entry)
 
     def remove(self, request: InFlight) -> bool:
         """Take a request out that waits for no place any more; whether it did."""
-        queue = self._queues.get(request.request.priority, OrderedDict())
-        if request not in queue:
+        entry = self._entries.pop(request, None)
+        if entry is None:
             return False
-        self._drop(request)
+        entry[-1] = None  # the heap keeps the entry for a while, and nothing of the request
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = list(self._entries.values())
+            heapq.heapify(self._heap)
         return True
 
     def next(self) -> InFlight | None:
         """Give a place to the request that is next; ``None`` if there is no place, or none waits."""
-        if not self._queues or (self.limit is not None and self.taken >= self.limit):
+        if not self._entries or (self.limit is not None and self.taken >= self.limit):
             return None
-        request = min((next(iter(queue)) for queue in self._queues.values()), key=_turn)
-        self._drop(request)
+        request = None
+        while request is None:
+            *_, request = heapq.heappop(self._heap)
+        del self._entries[request]
         self.taken += 1
         return request
 
     def give_back(self) -> None:
         """Give a place back."""
         self.taken -= 1
-
-    def _drop(self, request: InFlight) -> None:
-        queue = self._queues[request.request.priority]
-        del queue[request]
-        if not queue:
-            del self._queues[request.request.priority]
-
-
-def _turn(request: InFlight) -> tuple[float, int]:
-    assert request.arrived is not None
-    at, number = request.arrived
-    return at + request.request.priority * PRIORITY_SECONDS, number

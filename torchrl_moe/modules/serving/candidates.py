@@ -52,6 +52,7 @@ class TableEntry:
     polled: int = 0  # what the replica itself reported, while that is fresh
     polled_at: float = 0.0
     chosen: int = -1  # when it was last chosen, on the replica table's own clock
+    change: int = 0  # the last change of the table that was one of this replica
     cache: int = -1  # a number of its own, another one whenever the replica loses its cached prefixes
     usage: CacheUsage | None = None
     stats: Any = None  # the last that the replica sent by itself and the replica table read

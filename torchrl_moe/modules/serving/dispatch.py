@@ -1,9 +1,9 @@
 """Calls on their way through the service: admitted, placed, handed over, and placed again if a replica dies.
 
-All of it happens in one thread, the service's event loop: one coroutine per request that has a place, none for those
-that wait. A change of the replica table concerns only requests that no replica took, and of each kind of these only the
-first is tried until one is taken; an answer concerns only its request. So n requests cost n wake-ups, however they end.
-Groups are the exception: each that settles while others wait for a replica has the first of every kind tried.
+All of it happens in one thread, the service's event loop: one coroutine per request that a replica has, none for those
+that wait. A change of the replica table concerns only requests that no replica took and that the changed ones may take,
+or wait for in vain; of each kind of these only the first is tried until one is taken. What becomes of a group concerns
+only its own, an answer only its request. So n requests cost n wake-ups, however they end.
 
 A killed replica delivers nothing: its requests begin again, from their prompts, on a replica that the balancer picks.
 """
@@ -14,7 +14,6 @@ import asyncio
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -30,7 +29,8 @@ from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.serving.admission import Admission
 from torchrl_moe.modules.serving.event_loop import EventLoop, wake
 from torchrl_moe.modules.serving.in_flight import Call, InFlight
-from torchrl_moe.modules.serving.placing import Needs, may_wait, needs, take_lease
+from torchrl_moe.modules.serving.parked import Parked
+from torchrl_moe.modules.serving.placing import prospect, take_lease
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.submissions import Submissions, abort_on
 
@@ -66,15 +66,19 @@ class Dispatcher:
         self._loop = EventLoop("torchrl_moe-service")
         # what only the loop's thread touches
         self._open: dict[str, InFlight] = {}
-        self._parked: dict[Needs, OrderedDict[InFlight, None]] = {}  # those that no replica took, by what they need
+        self._parked = Parked(table)  # those that no replica took
         self._submissions = Submissions(self._loop)
         self._tasks: set[asyncio.Task[None]] = set()
         self._admitting = False
         self._stopped = False
         self._retrying = False  # other threads set it, under the table's lock
-        listen = weakref.WeakMethod(self.on_table_change)  # the table does not keep this alive
-        self._listener = lambda: (method := listen()) and method()
-        table.add_listener(self._listener)
+        # the table does not keep this alive
+        changed, settled = weakref.WeakMethod(self.on_table_change), weakref.WeakMethod(self.on_group_settled)
+        self._on_change = lambda: (method := changed()) and method()
+        self._on_settled = lambda group: (method := settled()) and method(group)
+        table.add_listener(self._on_change)
+        with table.lock:
+            table.groups.listeners.add(self._on_settled)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -132,7 +136,9 @@ class Dispatcher:
 
     def stop(self) -> None:
         """End the loop, and with an error what is still in flight; the replicas must have been shut down."""
-        self._table.remove_listener(self._listener)
+        self._table.remove_listener(self._on_change)
+        with self._table.lock:
+            self._table.groups.listeners.discard(self._on_settled)
         self._loop.call(self._stop)
         self._loop.join(STOP_SECONDS)
 
@@ -200,7 +206,7 @@ class Dispatcher:
         self._leave(request)  # before its call ends: then all counts are right
         if request.is_first:
             request.is_first = False
-            self._try_first(needs(request))
+            self._try(self._parked.alike(request)[:1])
         call = request.call
         if call.over:
             return
@@ -228,9 +234,12 @@ class Dispatcher:
             if request is None:
                 return
             request.has_place = True
-            task = loop.create_task(self._serve(request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            if self._place(request):
+                task = loop.create_task(self._serve(request))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            else:
+                self._leave(request)
         self._admit_soon()
 
     def _admit_soon(self) -> None:
@@ -239,10 +248,12 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self._admit)
 
     async def _serve(self, request: InFlight) -> None:
-        """Bring a request that has a place to its outcome, or have it wait without one for a replica."""
+        """Bring a request that has a replica to its outcome, or have it wait for another one without a place."""
         try:
-            while not request.is_over and self._place(request):
+            while True:
                 await self._ask(request)
+                if request.is_over or not self._place(request):
+                    return
         except BaseException as error:
             self._give_up(request, error)
             raise
@@ -264,38 +275,38 @@ class Dispatcher:
             self._admit_soon()
 
     def _place(self, request: InFlight) -> bool:
-        """Lease a replica; false if none takes the request now. Under the lock, so that no change is missed."""
+        """Have a replica take a request; false if it is over, or waits for one."""
+        try:
+            return self._lease(request)
+        except BaseException as error:  # a strategy's warning that is an error, say
+            self._give_up(request, error)
+            if not isinstance(error, Exception):
+                raise
+            return False
+
+    def _lease(self, request: InFlight) -> bool:
         if request.aborted:
             self._finish(request, request.cut_short())
             return False
-        key = needs(request)
-        with self._table.lock:
-            alike = self._parked.get(key)
-            if alike and not request.is_first:  # the first of them is tried again at each change
-                request.refusal = next(iter(alike)).refusal
-                alike[request] = None
+        with self._table.lock:  # so that no change is missed
+            if not request.is_first and self._parked.join(request):  # the first of them is tried for all
                 return False
             try:
-                request.lease = take_lease(request)
+                request.lease, request.refusal = take_lease(request), None
             except (NoReplicaError, StaleReplicaError) as why:
-                request.is_first, request.refusal = False, why
-                alike = self._parked.setdefault(key, OrderedDict())
-                alike[request] = None
-                alike.move_to_end(request, last=False)
-                hopeless = not may_wait(request)
-            except BaseException as error:  # a strategy's warning that is an error, say
-                self._finish(request, error=error)
-                if not isinstance(error, Exception):
-                    raise
+                request.refusal = why
+            request.is_first = False
+            if request.lease is None and (waits_for := prospect(request)) is not None:
+                self._parked.put_first(request, waits_for)
                 return False
-            else:
-                request.is_first, request.refusal = False, None
-                self._unpark(key, list(alike or ()))
-                return True
-        if hopeless:
-            for one in self._parked.pop(key):
-                one.refusal = request.refusal
-                self._finish(one, error=one.not_placed())
+        alike = self._parked.alike(request)
+        if request.lease is not None:
+            self._try(alike, are_first=False)
+            return True
+        for one in (request, *alike):
+            self._parked.remove(one)
+            one.refusal = request.refusal
+            self._finish(one, error=one.not_placed())
         return False
 
     # -- waiting for a replica --------------------------------------------------------------------------------------
@@ -306,36 +317,29 @@ class Dispatcher:
             self._retrying = True
             self._loop.call(self._retry)
 
+    def on_group_settled(self, group: str) -> None:
+        """Try those of a group, soon. Called as :meth:`on_table_change` is."""
+        self._parked.settle(group)
+        self.on_table_change()
+
     def _retry(self) -> None:
-        """Try the first of each kind; if a replica takes it, the others of its kind follow."""
         self._retrying = False
-        # the one that came first is put in front of the others last
-        firsts = {key: next(iter(alike)).arrived or (0.0, 0) for key, alike in self._parked.items()}
-        for key in sorted(firsts, key=firsts.__getitem__, reverse=True):
-            self._try_first(key)
+        self._try(self._parked.concerned())
+        self._admit()
 
-    def _try_first(self, key: Needs) -> None:
-        if alike := self._parked.get(key):
-            first = next(iter(alike))
-            first.is_first = True
-            self._unpark(key, [first])
+    def _try(self, requests: Sequence[InFlight], are_first: bool = True) -> None:
+        """Have requests that waited for a replica wait for a place again, in their old turns.
 
-    def _unpark(self, key: Needs, chosen: Sequence[InFlight]) -> None:
-        """Have requests that waited for a replica wait for a place again, in their old turn."""
-        for request in reversed(chosen):
-            self._remove_parked(key, request)
+        Args:
+            requests: these.
+            are_first: whether each is tried for all of its kind; if a replica takes it, the others follow.
+        """
+        for request in requests:
+            self._parked.remove(request)
+            request.is_first = are_first
             self._admission.put(request)
-        if chosen:
+        if requests:
             self._admit_soon()
-
-    def _remove_parked(self, key: Needs, request: InFlight) -> bool:
-        alike = self._parked.get(key, OrderedDict())
-        if request not in alike:
-            return False
-        del alike[request]
-        if not alike:
-            del self._parked[key]
-        return True
 
     # -- engines ----------------------------------------------------------------------------------------------------
 
@@ -395,7 +399,7 @@ class Dispatcher:
 
     def _withdraw(self, request: InFlight) -> bool:
         """Take out a request that waits for a place or for a replica; false if it is on its way between the two."""
-        return self._admission.remove(request) or self._remove_parked(needs(request), request)
+        return self._admission.remove(request) or self._parked.remove(request)
 
     def _stop(self) -> None:
         self._stopped = True

@@ -51,7 +51,7 @@ class InFlight:
     call: Call
     position: int
     request: Request
-    arrived: tuple[float, int] | None = None  # its turn for a place, once it has asked for one
+    turn: tuple[float, int] | None = None  # for a place, once it has asked for one: the least is next
     has_place: bool = False
     is_first: bool = False  # of those that wait for a replica with the same needs: it is tried for all
     lease: Lease | None = None  # of the replica that has it
@@ -62,6 +62,11 @@ class InFlight:
     dropped: bool = False  # its call ends early: what comes of it is nobody's answer
     outcome: Completion | None = None
     error: BaseException | None = None
+
+    @property
+    def group(self) -> str | None:
+        """Its group, if it has one."""
+        return self.call.placement.group(self.position)
 
     @property
     def is_over(self) -> bool:

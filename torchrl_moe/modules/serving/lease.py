@@ -22,7 +22,7 @@ class Lease:
     __slots__ = ("_over", "_table", "_trial", "index", "replica", "version")
 
     def __init__(
-        self, table: ReplicaTable, entry: TableEntry, trial: bool, over: Callable[[bool | None], bool] | None
+        self, table: ReplicaTable, entry: TableEntry, trial: bool, over: Callable[[bool | None], object] | None
     ) -> None:
         self._table: ReplicaTable | None = table
         self._trial = trial
@@ -44,8 +44,8 @@ class Lease:
             if self._table is not None:
                 self._table = None
                 table.give_back(self.index, self._trial, success)
-                if self._over is not None and self._over(success):
-                    table.tell()
+                if self._over is not None:
+                    self._over(success)
 
     def __enter__(self) -> Lease:
         return self

@@ -6,8 +6,8 @@ import itertools
 import math
 import threading
 from bisect import bisect_left, bisect_right
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torchrl_moe.modules.serving.balancing.groups import Groups
@@ -17,6 +17,9 @@ from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.states import ReplicaState, check_transition
 
 __all__ = ["ReplicaTable", "TableEntry"]
+
+SHOWN = 8
+"""Replicas that a table prints one by one."""
 
 
 class ReplicaTable:
@@ -36,6 +39,7 @@ class ReplicaTable:
     ) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
+        self.changes = 0  # of what may decide whether a request is placed, so far
         self.latest_version = 0  # the newest that any replica has ever held
         self._faults = faults or FaultPolicy()
         self._choices = itertools.count()
@@ -103,29 +107,39 @@ class ReplicaTable:
             if state in (ReplicaState.STARTING, ReplicaState.DEAD):
                 self._lose_cache(entry)
                 entry.polled, entry.usage = 0, None
-            self.tell()
+            self._tell([entry])
 
-    def tell(self) -> None:
-        """Say that requests may be placed, or not, that could not, or could, before. The caller holds the lock."""
-        self._try_the_barred()
+    def _tell(self, changed: Iterable[TableEntry]) -> None:
+        """Say that requests may be placed, or not, that could not, or could, before, because these changed."""
+        self.changes += 1
+        for entry in (*changed, *self._try_the_barred()):
+            entry.change = self.changes
         self._forget_views()
         self.changed.notify_all()
         for listener in self._listeners:
             listener()
+
+    def changed_since(self, change: int) -> list[TableEntry]:
+        """Return those that changed after a number of :attr:`changes`. The caller holds the lock."""
+        return [entry for entry in self._entries if entry.change > change]
 
     def set_version(self, index: int, version: int) -> None:
         """Note which weights a replica holds; what it has cached was made by others."""
         with self.lock:
             entry = self[index]
             entry.version = version
-            self.note_version(version)
             self._lose_cache(entry)
-            self.tell()
+            if version > self.latest_version:
+                self.note_version(version)
+            else:
+                self._tell([entry])
 
     def note_version(self, version: int) -> None:
         """Note that some replica holds a version, which another driver may have brought."""
         with self.lock:
-            self.latest_version = max(self.latest_version, version)
+            if version > self.latest_version:
+                self.latest_version = version
+                self._tell(self._entries)  # who is restarted comes with another version than was thought
 
     def forget_prefixes(self, index: int) -> None:
         """Note that a replica has lost its cached prefixes."""
@@ -172,7 +186,7 @@ class ReplicaTable:
         """Note who brings a replica back; those that wait for it are told."""
         with self.lock:
             self[index].recovery = recovery
-            self.tell()
+            self._tell([self[index]])
 
     # -- breakers ---------------------------------------------------------------------------------------------------
 
@@ -182,7 +196,7 @@ class ReplicaTable:
             entry = self[index]
             entry.last_error = error
             entry.breaker.failed(trip)
-            self.tell()
+            self._tell([entry])
 
     def doubt(self, index: int) -> None:
         """Note that a replica was late, so that somebody looks whether it is well."""
@@ -195,18 +209,20 @@ class ReplicaTable:
     def cool(self) -> None:
         """Let those breakers be tried that were open for long enough."""
         with self.lock:
-            opened = [entry.breaker for entry in self._entries if entry.breaker.state is BreakerState.OPEN]
-            for breaker in opened:
-                breaker.cool()
-            if any(breaker.state is not BreakerState.OPEN for breaker in opened):
-                self.tell()
+            opened = [entry for entry in self._entries if entry.breaker.state is BreakerState.OPEN]
+            for entry in opened:
+                entry.breaker.cool()
+            if cooled := [entry for entry in opened if entry.breaker.state is not BreakerState.OPEN]:
+                self._tell(cooled)
 
-    def _try_the_barred(self) -> None:
+    def _try_the_barred(self) -> list[TableEntry]:
         """Half-open the breakers that are open if nobody else serves: a bad replica is better than none."""
         serving = [entry for entry in self._entries if entry.state is ReplicaState.SERVING]
-        if all(entry.breaker.state is BreakerState.OPEN for entry in serving):
-            for entry in serving:
-                entry.breaker.try_now()
+        if not all(entry.breaker.state is BreakerState.OPEN for entry in serving):
+            return []
+        for entry in serving:
+            entry.breaker.try_now()
+        return serving
 
     # -- who wants to know ------------------------------------------------------------------------------------------
 
@@ -266,7 +282,7 @@ class ReplicaTable:
         before = entry.load
         entry.inflight += 1
         entry.chosen = next(self._choices)
-        self._tell(entry, before)
+        self._count(entry, before)
         trial = entry.breaker.take()
         if trial and entry.breaker.barred:
             self._forget_views()
@@ -276,7 +292,7 @@ class ReplicaTable:
         """Note that a replica was chosen, without counting a request. The caller holds the lock."""
         entry = self._entries[index]
         entry.chosen = next(self._choices)
-        self._tell(entry, entry.load)
+        self._count(entry, entry.load)
 
     def give_back(self, index: int, trial: bool = False, success: bool | None = None) -> None:
         """Count one request less in flight; one that tried the replica also says how that ended."""
@@ -284,13 +300,13 @@ class ReplicaTable:
             entry = self._entries[index]
             before = entry.load
             entry.inflight -= 1
-            self._tell(entry, before)
+            self._count(entry, before)
             self.changed.notify_all()
             if trial:
                 entry.breaker.tried(success)
-                self.tell()
+                self._tell([entry])
 
-    def _tell(self, entry: TableEntry, before: int) -> None:
+    def _count(self, entry: TableEntry, before: int) -> None:
         change = entry.load - before
         for view in self._views.values():
             view.moved(entry, change)
@@ -310,7 +326,7 @@ class ReplicaTable:
                 before = entry.load
                 entry.polled, entry.polled_at = pending, at
                 self.reports.append((at, index))
-                self._tell(entry, before)
+                self._count(entry, before)
             if cache_usage is not None:
                 entry.usage = CacheUsage(cache_usage, at, entry.inflight)
 
@@ -330,7 +346,13 @@ class ReplicaTable:
             if entry.polled_at < before:  # else a later report holds
                 load = entry.load
                 entry.polled = 0
-                self._tell(entry, load)
+                self._count(entry, load)
 
     def __repr__(self) -> str:
-        return f"ReplicaTable({', '.join(map(repr, self._entries))})"
+        """Return a line for few replicas; of many, how many are in which state, and the first: errors keep it."""
+        shown = ", ".join(map(repr, self._entries[:SHOWN]))
+        if len(self) <= SHOWN:
+            return f"ReplicaTable({shown})"
+        states = Counter(entry.state.name for entry in self._entries)
+        counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
+        return f"ReplicaTable({counts}: {shown} and {len(self) - SHOWN} more)"

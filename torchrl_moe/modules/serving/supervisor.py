@@ -129,12 +129,12 @@ class Supervisor:
             self.error = None
 
     def look(self) -> None:
-        """Look at all replicas once."""
-        for entry in self._table:
-            replica, state = entry.replica, entry.state
-            started = state is not ReplicaState.STARTING or entry.recovery is Recovery.UPDATE
-            if started and state is not ReplicaState.DEAD and not replica.is_alive():
-                self._table.mark_dead(entry.index, last_words(replica), replica)
+        """Look at all replicas once.
+
+        Raises:
+            EngineError: a replica could not be asked whether it lives; what concerns the others was done.
+        """
+        failed = [error for entry in self._table if (error := self._note_death(entry)) is not None]
         for stalled in self._health.look():
             self._table.mark_dead(
                 stalled.index, f"replica {stalled.index} {stalled.reason} and was ended", stalled.replica
@@ -149,6 +149,21 @@ class Supervisor:
                     self._in_background(self._renew, entry)
             elif self._was_updated(entry):
                 self._in_background(self._catch_up, entry)
+        if failed:
+            raise failed[0]
+
+    def _note_death(self, entry: TableEntry) -> EngineError | None:
+        """Note whether a replica has died; return why it cannot be asked, if it cannot."""
+        replica, state = entry.replica, entry.state
+        started = state is not ReplicaState.STARTING or entry.recovery is Recovery.UPDATE
+        try:
+            if started and state is not ReplicaState.DEAD and not replica.is_alive():
+                self._table.mark_dead(entry.index, last_words(replica), replica)
+        except Exception as error:  # noqa: BLE001  it is raised once all were looked at
+            failure = EngineError(f"replica {entry.index} could not be asked whether it lives: {error!r}")
+            failure.__cause__ = error
+            return failure
+        return None
 
     def _was_updated(self, entry: TableEntry) -> bool:
         """Whether the update that a replica waited for was made, of the others or of this one too."""

@@ -24,6 +24,8 @@ class Groups:
     """Which version each group is on. The caller sees to it that one thread at a time uses it."""
 
     def __init__(self) -> None:
+        self.listeners: set[Callable[[str], object]] = set()
+        """Called with a group, at once, if what became of its requests settles what others of it wait to see."""
         self._open: dict[str, _Group] = {}  # with requests under way; these are never forgotten
         self._answered: OrderedDict[str, _Group] = OrderedDict()  # without; the latest last
 
@@ -36,17 +38,15 @@ class Groups:
         return self._open.get(group_id) or self._answered.get(group_id)
 
     def may_begin_again(self, group_id: str) -> bool:
-        """Whether a group's version depends on requests under way; its next end that settles that is then told."""
+        """Whether a group's version depends on requests under way; the end that settles that is then told."""
         group = self._find(group_id)
         if group is None or group.answered:
             return False
         group.awaited = True
         return True
 
-    def join(self, group_id: str, version: int) -> Callable[[bool | None], bool]:
+    def join(self, group_id: str, version: int) -> Callable[[bool | None], None]:
         """Count a request of a group, and return what is to be told whether it was answered.
-
-        That returns true if others wait for just this.
 
         A group is on the version of its first request until all its requests ended without an answer; then it begins
         again. With one answer of a version out, the others must be of that version too.
@@ -55,14 +55,15 @@ class Groups:
         self._open[group_id] = group
         group.open += 1
 
-        def over(answered: bool | None) -> bool:
+        def over(answered: bool | None) -> None:
             group.open -= 1
             group.answered |= bool(answered)
             if not group.open:
                 self._close(group_id)
-            settled = group.awaited and (group.answered or not group.open)
-            group.awaited &= not settled
-            return settled
+            if group.awaited and (group.answered or not group.open):
+                group.awaited = False
+                for listener in self.listeners:
+                    listener(group_id)
 
         return over
 
