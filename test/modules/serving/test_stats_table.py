@@ -11,9 +11,7 @@ from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.modules.serving.stats_table import (
     SHOWN_REPLICAS,
     Totals,
-    breaker_state,
     describe,
-    replica_row,
     service_html,
 )
 
@@ -49,30 +47,11 @@ def test_the_hit_rate_is_hits_over_tokens_looked_up() -> None:
     assert ReplicaStats().hit_rate == 0.0
 
 
-def test_a_row_is_flat_and_has_no_engines_part_without_its_stats() -> None:
-    entry = table(STATS)[0]
-    entry.version, entry.inflight, entry.restarts, entry.last_error = 3, 5, 2, "out of memory"
-    known = {
-        "replica": 0,
-        "state": "SERVING",
-        "version": 3,
-        "inflight": 5,
-        "breaker": "closed",
-        "restarts": 2,
-        "last_error": "out of memory",
-    }
-    assert replica_row(entry, None) == known
-    row = replica_row(entry, STATS)
-    assert row.items() >= {**known, "running": 3, "steps": 70, "hit_rate": 0.25}.items()
-    assert len(row) == 7 + 15 + 1
-
-
 def test_a_breaker_that_is_not_closed_shows() -> None:
     breaker = SimpleNamespace(state=SimpleNamespace(value="half-open"))
     entry = SimpleNamespace(
         index=0, replica=replica(), state=ReplicaState.SERVING, version=0, inflight=0, restarts=0, breaker=breaker
     )
-    assert breaker_state(entry) == "half-open"
     assert describe(entry) == "#0 SERVING, breaker half-open, v0, 0 in flight"
 
 

@@ -16,26 +16,10 @@ import numpy as np
 
 from torchrl_moe._errors import EngineError, GenerationTimeout, RequestRefusedError
 from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.modules.serving.metrics_table import COUNTERS
 
-__all__ = ["COUNTERS", "OUTCOMES", "Histogram", "Metrics"]
+__all__ = ["Histogram", "Metrics"]
 
-OUTCOMES = {
-    "completed": "returned whole",
-    "aborted": "cut short: by an abort, Ctrl-C, a cancelled task, or an error of another request of the call",
-    "timed_out": "not finished at their deadline",
-    "refused": "that the engine or the service would not take",
-    "failed": "that a replica failed, or that found none to serve them",
-}
-COUNTERS = {
-    "requests": "Requests given to the service.",
-    **{name: f"Requests {meaning}." for name, meaning in OUTCOMES.items()},
-    "retried": "Times that a request was started again on another replica.",
-    "sequences": "Answers returned.",
-    "prompt_tokens": "Prompt tokens of the requests that were answered.",
-    "cached_tokens": "Those of them that a prefix cache had.",
-    "generated_tokens": "Tokens of the answers.",
-    "generation_seconds": "Seconds from a request's arrival at its engine to its last token, summed.",
-}
 SECONDS = ("queue_seconds", "first_token_seconds", "total_seconds")
 BOUNDS = tuple(base * 10.0**power for power in range(-3, 3) for base in (1.0, 2.5, 5.0))
 MOST_RECENT = 2048

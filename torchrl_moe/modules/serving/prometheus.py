@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torchrl_moe.modules.backends.replica import ReplicaStats
 from torchrl_moe.modules.serving.candidates import TableEntry
-from torchrl_moe.modules.serving.metrics import BOUNDS, COUNTERS, OUTCOMES, Metrics
+from torchrl_moe.modules.serving.metrics import BOUNDS, Metrics
+from torchrl_moe.modules.serving.metrics_table import COUNTERS, OF_THE_ENGINE, OF_THE_TABLE, OUTCOMES
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.states import ReplicaState
-from torchrl_moe.modules.serving.stats_table import Totals, breaker_state
+from torchrl_moe.modules.serving.stats_table import Totals
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -22,28 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["ServiceCollector", "prometheus_text"]
 
 PREFIX = "torchrl_moe_"
-GAUGES: dict[str, tuple[str, Callable[[TableEntry, ReplicaStats], float]]] = {
-    "policy_version": ("Version of the weights.", lambda entry, _: entry.version),
-    "inflight_requests": ("Requests handed to the replica and not back yet.", lambda entry, _: entry.inflight),
-    "running_sequences": ("Answers being generated.", lambda _, stats: stats.running),
-    "waiting_sequences": ("Answers in the engine's queue.", lambda _, stats: stats.waiting),
-    "kv_cache_usage_ratio": ("Share of KV blocks in use, 0 to 1.", lambda _, stats: stats.cache_usage),
-    "tokens_per_second": ("Tokens generated, of the last second.", lambda _, stats: stats.tokens_per_second),
-    "breaker_open": ("1 unless the circuit breaker is closed.", lambda entry, _: breaker_state(entry) != "closed"),
-    "last_step_timestamp_seconds": ("When the engine last ended a step.", lambda _, stats: stats.step_at),
-}
-TOTALS = {
-    "requests": ("requests", "Requests that the engine ended."),
-    "completions": ("sequences", "Answers that the engine ended."),
-    "prompt_tokens": ("prompt_tokens", "Prompt tokens of ended requests."),
-    "cached_tokens": ("cached_tokens", "Those of them that the prefix cache had."),
-    "generated_tokens": ("generated_tokens", "Tokens of ended requests."),
-    "generation_seconds": ("generation_seconds", "Seconds that requests spent in the engine, summed."),
-    "cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    "cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    "preemptions": ("preemptions", "Requests that lost their KV blocks and were recomputed."),
-    "steps": ("steps", "Steps of the engine."),
-}
 
 
 def _prometheus() -> ModuleType:
@@ -90,17 +69,18 @@ class ServiceCollector:
                 states.add_metric([str(entry.index), state.value], float(entry.state is state))
         yield states
         stats = [_living_stats(entry) for entry in entries]
-        for name, (meaning, read) in GAUGES.items():
-            gauge = self._families.GaugeMetricFamily(f"{PREFIX}replica_{name}", meaning, labels=["replica"])
-            for entry, own in zip(entries, stats, strict=True):
-                gauge.add_metric([str(entry.index)], float(read(entry, own)))
-            yield gauge
-        counts = [{**self._totals.of(entry), "restarts": entry.restarts} for entry in entries]
-        for key, (name, meaning) in {**TOTALS, "restarts": ("restarts", "Restarts of the replica.")}.items():
-            counter = self._families.CounterMetricFamily(f"{PREFIX}replica_{name}", meaning, labels=["replica"])
-            for entry, of_replica in zip(entries, counts, strict=True):
-                counter.add_metric([str(entry.index)], of_replica[key])
-            yield counter
+        totals = [self._totals.of(entry) for entry in entries]
+        for metrics, sources in ((OF_THE_TABLE, entries), (OF_THE_ENGINE, stats)):
+            for metric in metrics:
+                if not metric.exported:
+                    continue
+                counts = metric.kind == "counter"
+                family = self._families.CounterMetricFamily if counts else self._families.GaugeMetricFamily
+                one = family(f"{PREFIX}replica_{metric.exported}", metric.meaning, labels=["replica"])
+                for entry, source, total in zip(entries, sources, totals, strict=True):
+                    value = total.get(metric.name) if counts else None
+                    one.add_metric([str(entry.index)], metric.number(metric.read(source)) if value is None else value)
+                yield one
 
     def _of_service(self) -> Iterator[Any]:
         summary = self._metrics.summary()

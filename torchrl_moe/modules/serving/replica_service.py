@@ -20,9 +20,10 @@ from torchrl_moe.modules.serving.candidates import TableEntry
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS, SILENT, Fleet
 from torchrl_moe.modules.serving.metrics import Metrics
+from torchrl_moe.modules.serving.metrics_table import replica_row
 from torchrl_moe.modules.serving.prometheus import ServiceCollector, prometheus_text
 from torchrl_moe.modules.serving.states import ReplicaState
-from torchrl_moe.modules.serving.stats_table import SHOWN_REPLICAS, Totals, describe, replica_row, service_html
+from torchrl_moe.modules.serving.stats_table import SHOWN_REPLICAS, Totals, describe, service_html
 
 __all__ = ["ReplicaService"]
 

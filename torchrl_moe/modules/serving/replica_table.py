@@ -92,7 +92,11 @@ class ReplicaTable:
             entry = self[index]
             entry.removed, entry.recovery = True, Recovery.NOBODY
             self._listed = [one for one in self._listed if one is not entry]
-            self.mark_dead(index, "it was removed")
+            entry.last_error = "it was removed"
+            if entry.state is ReplicaState.DEAD:
+                self._tell([entry])
+            else:
+                self.set_state(index, ReplicaState.DEAD)
 
     # -- states -----------------------------------------------------------------------------------------------------
 

@@ -4,53 +4,20 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from torchrl_moe.modules.backends.replica import ReplicaStats
 from torchrl_moe.modules.serving.candidates import TableEntry
+from torchrl_moe.modules.serving.metrics_table import ENGINE_COUNTERS, breaker_state
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.render.tables import html_table
 
-__all__ = ["Totals", "breaker_state", "describe", "replica_row", "service_html"]
+__all__ = ["Totals", "describe", "service_html"]
 
-COUNTS = (
-    "requests",
-    "completions",
-    "prompt_tokens",
-    "cached_tokens",
-    "generated_tokens",
-    "generation_seconds",
-    "cache_queries",
-    "cache_hits",
-    "preemptions",
-    "steps",
-)
 SHOWN_REPLICAS = 16
 SHOWN_ERROR_CHARACTERS = 80
-
-
-def replica_row(entry: TableEntry, stats: ReplicaStats | None) -> dict[str, Any]:
-    """Return all that is known of a replica as one flat dictionary, without the engine's part if it gave none."""
-    row: dict[str, Any] = {
-        "replica": entry.index,
-        "state": entry.state.name,
-        "version": entry.version,
-        "inflight": entry.inflight,
-        "breaker": breaker_state(entry),
-        "restarts": entry.restarts,
-        "last_error": entry.last_error,
-    }
-    if stats is not None:
-        row |= {name: getattr(stats, name) for name in ReplicaStats.__slots__}
-        row["hit_rate"] = stats.hit_rate
-    return row
-
-
-def breaker_state(entry: TableEntry) -> str:
-    """Return the state of a replica's circuit breaker: closed, unless it failed too often."""
-    return str(entry.breaker.state.value)
 
 
 def _state(entry: TableEntry) -> str:
@@ -69,14 +36,14 @@ class Totals:
 
     def __init__(self, table: ReplicaTable) -> None:
         self._lock = threading.Lock()
-        self._replicas = [entry.replica for entry in table]
-        self._before = [dict.fromkeys(COUNTS, 0.0) for _ in table]
+        self._replicas = {entry.index: entry.replica for entry in table}
+        self._before: defaultdict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(ENGINE_COUNTERS, 0.0))
 
     def of(self, entry: TableEntry) -> dict[str, float]:
         """Return the counts of one replica, its earlier lives included as far as they were seen."""
         with self._lock:
             before = self._before[entry.index]
-            if (last := self._replicas[entry.index]) is not entry.replica:
+            if (last := self._replicas.setdefault(entry.index, entry.replica)) is not entry.replica:
                 before.update(_add(before, last.last_stats))
                 self._replicas[entry.index] = entry.replica
             return _add(before, entry.replica.last_stats)
