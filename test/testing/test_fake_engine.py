@@ -302,8 +302,8 @@ def test_a_stalled_replica_makes_no_token_and_answers_nothing_until_it_dies() ->
     replica.stall()
     (new,) = replica.submit([request(request_id="b")])
     replica.abort(["a"])
-    with pytest.raises(EngineError, match=r"replica 0 did not answer 'probe' within 0\.05 s"):
-        replica.probe(0.01, 0.05)
+    with pytest.raises(EngineError, match=r"replica 0 did not answer 'stats' within 0\.05 s"):
+        replica.stats(0.05)
     assert (running.done(), new.done(), replica.is_alive()) == (False, False, True)
     timer = threading.Timer(0.05, replica.shutdown)
     timer.start()
@@ -337,9 +337,9 @@ def test_a_shutdown_ends_a_slow_start() -> None:
 
 def test_it_is_as_well_as_it_is_told_to_be() -> None:
     replica = FakeReplica()
-    assert replica.probe(0.5, 1.0) == ProbeReport(core_answered=True)
+    assert replica.probe(0.5).result(1.0) == ProbeReport(core_answered=True)
     replica.probe_report = ProbeReport(core_answered=False, stopped=True)
-    assert replica.probe(0.5, 1.0) == ProbeReport(core_answered=False, stopped=True)
+    assert replica.probe(0.5).result(1.0) == ProbeReport(core_answered=False, stopped=True)
 
 
 # -- pause and commands -----------------------------------------------------------------------------------------------

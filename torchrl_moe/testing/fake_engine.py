@@ -115,6 +115,11 @@ class FakeReplica(Commands):
             raise EngineError(f"replica {self.index} was not ready within {timeout:g} s")
         return ReplicaInfo(model="fake", layout=self.layout, max_model_len=1 << 20, engine_version="fake")
 
+    @property
+    def death(self) -> str | None:
+        """Why it died; ``None`` before."""
+        return self._dead
+
     def is_alive(self) -> bool:
         """Whether :meth:`die` and :meth:`shutdown` were not called."""
         return self._dead is None
@@ -206,6 +211,16 @@ class FakeReplica(Commands):
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
+    def probe(self, core_seconds: float) -> Future[ProbeReport]:
+        """Answer :attr:`probe_report` at once, or never if stalled."""
+        del core_seconds
+        report: Future[ProbeReport] = Future()
+        if self._dead is not None:
+            report.set_exception(ReplicaDiedError(self._dead))
+        elif not self._stalled:
+            report.set_result(self.probe_report)
+        return report
+
     def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
         """Answer the commands that an engine without weights can answer."""
         with self._changed:
@@ -218,7 +233,6 @@ class FakeReplica(Commands):
         if name == "resume":
             return self._resume()
         answers: dict[str, Callable[[], Any]] = {
-            "probe": lambda: self.probe_report,
             "reset_prefix_cache": lambda: not self._running,
             "stats": lambda: self.last_stats,
             "tokenizer": ByteTokenizer,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchrl_moe.modules.backends.commands import Commands
-from torchrl_moe.modules.backends.replica import ProbeReport, Replica, ReplicaStats, StageReport, SwapReport
+from torchrl_moe.modules.backends.replica import Replica, ReplicaStats, StageReport, SwapReport
 
 STAGED = StageReport(seconds=1.0, nbytes=8, digest="d")
 KINDS = {"a": (torch.float32, torch.Size([2]))}
@@ -35,8 +35,6 @@ COMMANDS: dict[str, tuple[Callable[[Commands], Any], Any, Any, dict[str, Any]]] 
     "pause": (lambda r: r.pause("keep", True, 3), None, None, {"mode": "keep", "clear_cache": True}),
     "resume": (lambda r: r.resume(3), None, None, {}),
     "stats": (lambda r: r.stats(3), ReplicaStats(running=1), ReplicaStats(running=1), {}),
-    "probe": (lambda r: r.probe(1.5, 3), ProbeReport(core_answered=True), ProbeReport(core_answered=True),
-              {"seconds": 1.5}),
     "reset_prefix_cache": (lambda r: r.reset_prefix_cache(3), 1, True, {}),
     "collective_rpc": (lambda r: r.collective_rpc("m", [1], {"k": 2}, 3), ("x", "y"), ["x", "y"],
                        {"method": "m", "args": (1,), "kwargs": {"k": 2}}),

@@ -33,6 +33,7 @@ from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving import dispatch as dispatch_module
 from torchrl_moe.modules.serving.admission import Admission
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
+from torchrl_moe.modules.serving.balancing.strategy import Strategy
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.dispatch import Dispatcher
 from torchrl_moe.modules.serving.event_loop import EventLoop
@@ -221,7 +222,7 @@ def test_text_is_what_a_strategy_sees_of_a_text_prompt(serve: Any) -> None:
 
 
 def test_an_error_of_a_strategy_is_that_of_its_request_and_the_others_finish(serve: Any) -> None:
-    class Warns:
+    class Warns(Strategy):
         name = "warns"
 
         def choose(self, candidates: Any, context: Any) -> int:
@@ -414,7 +415,7 @@ def test_the_last_replica_dying_ends_the_wait(serve: Any) -> None:
 def test_a_call_that_waits_half_way_holds_its_places_and_gives_them_back(serve: Any) -> None:
     lb = serve(2)
 
-    class OneEach:
+    class OneEach(Strategy):
         name = "one-each"
 
         def choose(self, candidates: Any, context: Any) -> int:
@@ -465,7 +466,7 @@ def test_a_timeout_survives_pickling_with_what_had_finished(serve: Any) -> None:
 
 
 def test_requests_that_had_finished_before_the_deadline_are_not_late_whatever_held_up_the_service(serve: Any) -> None:
-    class Slow:
+    class Slow(Strategy):
         name = "slow"
 
         def choose(self, candidates: Any, context: Any) -> None:
@@ -516,7 +517,7 @@ def test_what_late_requests_had_so_far_is_kept_in_input_order(serve: Any) -> Non
 
 def test_ctrl_c_while_waiting_aborts_all_and_brings_what_there_is(serve: Any, interrupt: Any) -> None:
     lb = serve(2, token_seconds=slow_if("b", "c"))
-    interrupt(lambda: asked(lb, "a", "b", "c")() and replicas(lb)[0].last_stats.completions)
+    interrupt(lambda: asked(lb, "a", "b", "c")() and [entry.inflight for entry in lb.replica_table] == [1, 1])
     with pytest.raises(KeyboardInterrupt) as caught:
         run(lb, "abc")
     assert whole(caught.value) == ["a", None, None]

@@ -187,7 +187,7 @@ def test_the_named_replica_is_used_and_must_exist_and_serve(serve: Any) -> None:
 
 
 def test_sessions_reach_the_strategy_and_one_name_will_do_for_one_prompt(serve: Any) -> None:
-    class BySession:
+    class BySession(Strategy):
         name = "by-session"
 
         def choose(self, candidates: Any, context: Any) -> int:
@@ -301,7 +301,7 @@ def test_calls_wait_while_all_replicas_are_in_sync(serve: Any) -> None:
         engine.replica_table.set_state(index, ReplicaState.SYNCING)
     call = in_thread(lambda: ask(engine, ["a", "b"]))
     task = in_thread(lambda: asyncio.run(engine.agenerate("c")))
-    until(lambda: sum(map(len, engine._dispatcher._parked.values())) == 3)
+    until(lambda: len(engine._dispatcher._parked) == 3)
     assert (call.done(), task.done()) == (False, False)
     with pytest.raises(NoReplicaError, match="no replica is serving"):
         ask(engine, timeout_seconds=0.1)
@@ -578,7 +578,7 @@ def test_shutdown_under_waiting_calls_ends_them() -> None:
     engine.replica_table.set_state(0, ReplicaState.SYNCING)
     call = in_thread(lambda: ask(engine))
     task = in_thread(lambda: asyncio.run(engine.agenerate("c")))
-    until(lambda: sum(map(len, engine._dispatcher._parked.values())) == 2)
+    until(lambda: len(engine._dispatcher._parked) == 2)
     engine.shutdown()
     for future in (call, task):
         with pytest.raises(NoReplicaError, match="DEAD"):

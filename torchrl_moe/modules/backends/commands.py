@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from torchrl_moe.modules.backends.replica import PauseMode, ProbeReport, ReplicaStats, StageReport, SwapReport
+from torchrl_moe.modules.backends.replica import PauseMode, ReplicaStats, StageReport, SwapReport
 
 if TYPE_CHECKING:
     import torch
@@ -38,10 +38,6 @@ class Commands(abc.ABC):
     def stats(self, timeout: float) -> ReplicaStats:
         """Ask for the engine's stats of this moment."""
         return cast(ReplicaStats, self._command("stats", timeout))
-
-    def probe(self, core_seconds: float, timeout: float) -> ProbeReport:
-        """Ask the owner of the engine how it is; see the protocol."""
-        return cast(ProbeReport, self._command("probe", timeout, seconds=core_seconds))
 
     def reset_prefix_cache(self, timeout: float) -> bool:
         """Forget cached prefixes; false if requests are running."""

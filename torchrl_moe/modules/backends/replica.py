@@ -279,6 +279,16 @@ class Replica(Protocol):
     def abort(self, request_ids: Sequence[str]) -> None:
         """Cut requests short; unknown ids are ignored, since a request may just have finished."""
 
+    @property
+    def death(self) -> str | None:
+        """Why it died, once that is known; ``None`` before."""
+
+    def probe(self, core_seconds: float) -> Future[ProbeReport]:
+        """Ask the engine's owner how it is, without waiting for it.
+
+        The owner gives the engine core ``core_seconds`` to answer a ping. One that is stuck itself never answers.
+        """
+
     # -- commands: each waits for the engine's answer -------------------------------------------------------------
 
     def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
@@ -289,9 +299,6 @@ class Replica(Protocol):
 
     def stats(self, timeout: float) -> ReplicaStats:
         """Ask for the engine's stats of this moment."""
-
-    def probe(self, core_seconds: float, timeout: float) -> ProbeReport:
-        """Ask the engine's owner how it is; it gives the engine core ``core_seconds`` to answer a ping."""
 
     def reset_prefix_cache(self, timeout: float) -> bool:
         """Forget cached prefixes; false if requests are running."""

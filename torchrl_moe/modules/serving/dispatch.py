@@ -50,6 +50,7 @@ class Dispatcher:
         admission: how many requests the engines have at a time; it belongs to the dispatcher from now on.
         attempts: how many replicas may die under a request.
         retried: called for each request that is handed over again.
+        loop: where all of it happens, and which ends with :meth:`stop`.
     """
 
     def __init__(
@@ -58,12 +59,13 @@ class Dispatcher:
         admission: Admission | None = None,
         attempts: int = 3,
         retried: Callable[[], object] = lambda: None,
+        loop: EventLoop | None = None,
     ) -> None:
         self._table = table
         self._admission = admission or Admission()
         self._attempts = attempts
         self._retried = retried
-        self._loop = EventLoop("torchrl_moe-service")
+        self._loop = loop or EventLoop("torchrl_moe-service")
         # what only the loop's thread touches
         self._open: dict[str, InFlight] = {}
         self._parked = Parked(table)  # those that no replica took

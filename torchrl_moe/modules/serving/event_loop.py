@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 __all__ = ["EventLoop", "wake"]
@@ -39,6 +39,11 @@ class EventLoop:
             state.loop.call_soon_threadsafe(function, *arguments)
             return True
 
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Have the loop run a coroutine, from any thread; it is cancelled when the loop stops."""
+        if not self.call(self._state.spawn, coroutine):
+            coroutine.close()
+
     def stop(self) -> None:
         """Stop it, after what it was told to call before. Idempotent."""
         self._end()
@@ -57,6 +62,12 @@ class _State:
         self.lock = threading.RLock()  # a garbage collection may stop the loop in the middle of a call
         self.is_over = False
         self.runs = False
+        self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself does not keep them alive
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def run(self) -> None:
         asyncio.set_event_loop(self.loop)

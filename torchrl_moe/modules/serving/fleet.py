@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaInfo
 from torchrl_moe.modules.serving.candidates import Recovery
+from torchrl_moe.modules.serving.event_loop import EventLoop
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.replica_table import ReplicaTable, TableEntry
 from torchrl_moe.modules.serving.states import GONE, ReplicaState
@@ -34,6 +35,7 @@ class Fleet:
     Args:
         replicas: at least one, not started yet.
         faults: how faults are treated.
+        loop: the service's; deaths and stalls are noticed there.
         make_replica: makes a new replica for an index: of one that died, or of one that is added.
 
     Attributes:
@@ -43,7 +45,11 @@ class Fleet:
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], faults: FaultPolicy, make_replica: Callable[[int], Replica] | None = None
+        self,
+        replicas: Sequence[Replica],
+        faults: FaultPolicy,
+        loop: EventLoop,
+        make_replica: Callable[[int], Replica] | None = None,
     ) -> None:
         if not replicas:
             raise ValueError("a service needs at least one replica, got none")
@@ -53,7 +59,9 @@ class Fleet:
         self._make_replica = make_replica
         self._paused = False  # by the user
         self._pausing = threading.Lock()
-        self._supervisor = Supervisor(self.table, faults, make_replica, lambda: self.bring, self._pause_as_the_others)
+        self._supervisor = Supervisor(
+            self.table, faults, loop, make_replica, lambda: self.bring, self._pause_as_the_others
+        )
 
     # -- life -------------------------------------------------------------------------------------------------------
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,11 +85,11 @@ class _Probe:
     replica: Any
     pulse: ProbeHistory
     due: float
-    answers: list[ProbeReport | None] | None = None  # None: no probe is under way
+    answer: Future[ProbeReport] | None = None  # None: no probe is under way
 
 
 class Probes:
-    """Probes the replicas of a replica table. Its methods belong to one thread; each probe waits in one of its own.
+    """Probes the replicas of a replica table. They belong to one thread, and nothing waits.
 
     Args:
         table: where silent replicas are noted, so that they get no new requests meanwhile.
@@ -117,38 +117,38 @@ class Probes:
             if probe is None or probe.replica is not replica:
                 probe = _Probe(replica, ProbeHistory(self._policy), self._clock() + self._policy.probe)
             self._probes[entry.index] = probe
-            if probe.answers and (reason := self._judge(entry, probe)):
-                yield Stalled(entry.index, replica, reason)
-            elif probe.answers is None:
+            if probe.answer is not None:
+                is_late = self._clock() >= probe.due
+                if (probe.answer.done() or is_late) and (reason := self._judge(entry, probe, probe.answer)):
+                    yield Stalled(entry.index, replica, reason)
+            else:
                 # one that is doubted already is not asked more often: its probes are counted as so many seconds
                 hurry = entry.index in doubts and not probe.pulse.doubtful
                 if hurry or self._clock() >= probe.due:
                     self._ask(probe)
 
-    def _judge(self, entry: TableEntry, probe: _Probe) -> str:
-        assert probe.answers is not None
-        (answer,) = probe.answers
-        probe.answers = None
-        reason = probe.pulse.note(answer)
+    def _judge(self, entry: TableEntry, probe: _Probe, answer: Future[ProbeReport]) -> str:
+        probe.answer = None
+        reason = probe.pulse.note(_read(answer))
         if probe.pulse.silent:
             self._table.fail(entry.index, "gave no sign of life to a health probe", trip=True)
         return reason
 
     def _ask(self, probe: _Probe) -> None:
+        """Ask a replica how it is; the core gets half of the time, so that its owner's answer still arrives."""
         probe.due = self._clock() + self._policy.probe
-        answers: list[ProbeReport | None] = []
-        arguments = probe.replica, self._policy.probe, answers
-        threading.Thread(target=_ask, args=arguments, name="torchrl_moe-probe", daemon=True).start()
-        probe.answers = answers  # only now: without a thread no answer would ever come
+        probe.answer = probe.replica.probe(self._policy.probe / 2)
 
 
-def _ask(replica: Any, seconds: float, answers: list[ProbeReport | None]) -> None:
-    """Ask a replica how it is; the core gets half of the time, so that its owner's answer still arrives."""
-    try:
-        answers.append(replica.probe(seconds / 2, seconds))
-    except ReplicaDiedError:
-        answers.append(ProbeReport(core_answered=True))  # not stalled; its death is told by others
-    except EngineError:
-        answers.append(None)
-    except ValueError:  # it lives, and has no such command
-        answers.append(ProbeReport(core_answered=True))
+def _read(answer: Future[ProbeReport]) -> ProbeReport | None:
+    """Return what a replica said of itself, ``None`` if nothing. One that is dead, or has no such command, is well.
+
+    Its death is told by others.
+    """
+    if not answer.done():
+        return None
+    error = answer.exception()
+    if error is None:
+        return answer.result()
+    is_silent = isinstance(error, EngineError) and not isinstance(error, ReplicaDiedError)
+    return None if is_silent else ProbeReport(core_answered=True)

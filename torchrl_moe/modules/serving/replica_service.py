@@ -17,6 +17,7 @@ from torchrl_moe._errors import EngineError
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaStats
 from torchrl_moe.modules.serving.candidates import TableEntry
+from torchrl_moe.modules.serving.event_loop import EventLoop
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS, SILENT, Fleet
 from torchrl_moe.modules.serving.metrics import Metrics
@@ -57,7 +58,8 @@ class ReplicaService:
         metrics: bool = True,
     ) -> None:
         self.faults = faults or FaultPolicy()
-        self._fleet = Fleet(replicas, self.faults, make_replica)
+        self._loop = EventLoop("torchrl_moe-service")
+        self._fleet = Fleet(replicas, self.faults, self._loop, make_replica)
         self.replica_table = self._fleet.table
         self.infos = self._fleet.infos
         self.metrics = Metrics(metrics)

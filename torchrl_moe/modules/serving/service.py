@@ -67,7 +67,11 @@ class GenerationService(ReplicaService):
         self.sampling_params = DEFAULT_SAMPLING_PARAMS if sampling_params is None else sampling_params
         self.load_balancer = LoadBalancer(self)
         self._dispatcher = Dispatcher(
-            self.replica_table, self.admission, self.faults.attempts, partial(self.metrics.count, "retried")
+            self.replica_table,
+            self.admission,
+            self.faults.attempts,
+            partial(self.metrics.count, "retried"),
+            self._loop,
         )
         self._tokenizer: Any = None
         self._ids = itertools.count()

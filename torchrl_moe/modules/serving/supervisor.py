@@ -1,7 +1,8 @@
-"""The supervisor: a thread of the service that notices deaths and stalls, and brings replicas back."""
+"""The supervisor: a task of the service's loop that notices deaths and stalls, and brings replicas back."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import logging
@@ -16,6 +17,7 @@ from typing import Any
 from torchrl_moe._errors import EngineError, ReplicaDiedError, TorchRLMoEError
 from torchrl_moe.modules.backends.replica import Replica
 from torchrl_moe.modules.serving.candidates import Recovery
+from torchrl_moe.modules.serving.event_loop import EventLoop
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.probes import Probes
 from torchrl_moe.modules.serving.replica_table import ReplicaTable, TableEntry
@@ -25,6 +27,7 @@ __all__ = ["Bring", "Supervisor", "last_words"]
 
 LOG = logging.getLogger(__name__)
 TICK_SECONDS = 0.5
+GATHER_SECONDS = 0.02  # so that many changes at once are looked at once
 WORDS_SECONDS = 1.0
 JOIN_SECONDS = 5.0
 PEER_SECONDS = 5.0
@@ -42,6 +45,7 @@ class Supervisor:
     Args:
         table: the replicas.
         policy: how often, how soon.
+        loop: where it looks at the replicas.
         make_replica: makes a new replica for an index; ``None`` if none is ever restarted.
         get_bring: returns what brings a replica to the newest weights and to SERVING, or ``None``.
         as_the_others: pauses a replica if all are, and then has it serve.
@@ -51,6 +55,7 @@ class Supervisor:
         self,
         table: ReplicaTable,
         policy: FaultPolicy,
+        loop: EventLoop,
         make_replica: Callable[[int], Replica] | None = None,
         get_bring: Callable[[], Bring | None] = lambda: None,
         as_the_others: Callable[[Any, Serve], bool] = lambda _, serve: serve(),
@@ -66,7 +71,9 @@ class Supervisor:
         self._renewing: dict[int, threading.Thread] = {}
         self._lock = threading.Lock()  # under which replicas and threads are started: none once it has stopped
         self._stopped = threading.Event()
-        self._bell = threading.Event()
+        self._loop = loop
+        self._bell = asyncio.Event()
+        self._silent: dict[Any, float] = {}  # replicas that died and have not said why: since when
         self.error: str | None = None
         """Why it could not look at the replicas the last time; ``None`` if it could."""
 
@@ -74,11 +81,14 @@ class Supervisor:
         """Begin to watch."""
         for entry in self._table:
             self._take_on(entry)
-        self._table.add_listener(self._bell.set, doubts=True)
+        self._table.add_listener(self._ring, doubts=True)
         # made after the replicas, so at interpreter exit it runs before theirs: what then dies is not restarted
-        weakref.finalize(self, _let_go, self._stopped, self._bell)
-        arguments = weakref.ref(self), self._bell, self._stopped
-        threading.Thread(target=_watch, args=arguments, name="torchrl_moe-supervisor", daemon=True).start()
+        weakref.finalize(self, self._stopped.set)
+        self._loop.spawn(_watch(weakref.ref(self), self._bell, self._stopped))
+
+    def _ring(self) -> None:
+        """Look soon. Called from any thread."""
+        self._loop.call(self._bell.set)
 
     def _take_on(self, entry: TableEntry) -> None:
         """Restart a replica from now on when it dies, if any is ever restarted."""
@@ -105,8 +115,8 @@ class Supervisor:
         """Start no replica any more; those that were started are in the replica table."""
         with self._lock:
             self._stopped.set()
-        self._bell.set()
-        self._table.remove_listener(self._bell.set)
+        self._ring()
+        self._table.remove_listener(self._ring)
         for entry in self._table:
             self._table.set_recovery(entry.index, Recovery.NOBODY)
 
@@ -115,7 +125,7 @@ class Supervisor:
         for thread in list(self._renewing.values()):
             thread.join(JOIN_SECONDS)
 
-    # -- in its own thread ------------------------------------------------------------------------------------------
+    # -- in the loop ------------------------------------------------------------------------------------------------
 
     def look_and_go_on(self) -> None:
         """Look at all replicas once; an error is logged, and what it kept from being done is tried at the next look."""
@@ -157,13 +167,22 @@ class Supervisor:
         replica, state = entry.replica, entry.state
         started = state is not ReplicaState.STARTING or entry.recovery is Recovery.UPDATE
         try:
-            if started and state is not ReplicaState.DEAD and not replica.is_alive():
-                self._table.mark_dead(entry.index, last_words(replica), replica)
+            if started and state is not ReplicaState.DEAD and not replica.is_alive() and self._has_said_why(replica):
+                self._table.mark_dead(entry.index, replica.death, replica)
         except Exception as error:  # noqa: BLE001  it is raised once all were looked at
             failure = EngineError(f"replica {entry.index} could not be asked whether it lives: {error!r}")
             failure.__cause__ = error
             return failure
         return None
+
+    def _has_said_why(self, replica: Replica) -> bool:
+        """Whether a replica that died has said why, or has had the time to."""
+        since = self._silent.setdefault(replica, time.monotonic())
+        if replica.death is None and time.monotonic() - since < WORDS_SECONDS:
+            self._bell.set()
+            return False
+        del self._silent[replica]
+        return True
 
     def _was_updated(self, entry: TableEntry) -> bool:
         """Whether the update that a replica waited for was made, of the others or of this one too."""
@@ -315,24 +334,19 @@ class Supervisor:
 
 def last_words(replica: Any) -> str | None:
     """Return why a replica died; ``None`` if it has not said so after a second."""
-    try:
-        replica.stats(WORDS_SECONDS)
-    except ReplicaDiedError as death:
-        return str(death)
-    except EngineError:
-        return None
-    return None
+    deadline = time.monotonic() + WORDS_SECONDS
+    while replica.death is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    words: str | None = replica.death
+    return words
 
 
-def _let_go(stopped: threading.Event, bell: threading.Event) -> None:
-    stopped.set()
-    bell.set()
-
-
-def _watch(reference: weakref.ref[Supervisor], bell: threading.Event, stopped: threading.Event) -> None:
+async def _watch(reference: weakref.ref[Supervisor], bell: asyncio.Event, stopped: threading.Event) -> None:
     """Look again and again. The supervisor is held weakly: a service that its user forgot is collected."""
     while not stopped.is_set():
-        bell.wait(TICK_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(bell.wait(), TICK_SECONDS)
+        await asyncio.sleep(GATHER_SECONDS)
         bell.clear()
         supervisor = reference()
         if supervisor is None:

@@ -228,7 +228,7 @@ def test_a_command_that_fails_fails_alone(
 
 
 def test_vital_signs_are_a_command(lasting: LocalReplica) -> None:
-    assert lasting.probe(5, 10) == ProbeReport(core_answered=True)
+    assert lasting.probe(5).result(10) == ProbeReport(core_answered=True)
 
 
 def test_stats_come_by_themselves(lasting: LocalReplica) -> None:

@@ -22,7 +22,7 @@ from support.clock import Clock
 from support.strategies import Says
 from torchrl_moe._errors import EngineError, NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
-from torchrl_moe.modules.serving.balancing.strategy import RoutingContext
+from torchrl_moe.modules.serving.balancing.strategy import RoutingContext, Strategy
 from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
 from torchrl_moe.modules.serving.lease import Lease
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
@@ -122,7 +122,7 @@ def test_a_strategy_sees_only_candidates_and_the_whole_request() -> None:
 
 
 def test_a_strategy_that_fails_is_passed_over_and_the_request_is_counted_once() -> None:
-    class Broken:
+    class Broken(Strategy):
         name = "broken"
 
         def choose(self, candidates: Candidates, context: RoutingContext) -> int:

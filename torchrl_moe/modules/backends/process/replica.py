@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -24,7 +25,7 @@ from torchrl_moe.modules.backends.commands import Commands
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process.child import Child
-from torchrl_moe.modules.backends.replica import Completion, ReplicaInfo, ReplicaStats, Request
+from torchrl_moe.modules.backends.replica import Completion, ProbeReport, ReplicaInfo, ReplicaStats, Request
 
 __all__ = ["EngineReplica", "Link", "LocalReplica"]
 
@@ -124,6 +125,11 @@ class EngineReplica(Commands, Generic[LinkT]):
         """What the process prints; ``None`` before :meth:`start`, and where that is no file that is kept."""
         return None
 
+    @property
+    def death(self) -> str | None:
+        """Why it died, once that is known; ``None`` before."""
+        return self._death
+
     def is_alive(self) -> bool:
         """Whether the process is there and has not reported its engine's death."""
         return self._child is not None and self._death is None
@@ -180,8 +186,19 @@ class EngineReplica(Commands, Generic[LinkT]):
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
-    def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
-        """Run a command of the process and wait for its value."""
+    def probe(self, core_seconds: float) -> Future[ProbeReport]:
+        """Ask the process how it is; see the protocol."""
+        report: Future[ProbeReport] = Future()
+        try:
+            _, answer = self._ask("probe", {"seconds": core_seconds})
+        except ReplicaDiedError as death:
+            report.set_exception(death)
+        else:
+            answer.add_done_callback(partial(_pass_on, report))
+        return report
+
+    def _ask(self, name: str, arguments: Mapping[str, Any]) -> tuple[Any, Future[Any]]:
+        """Send a command of the process; return its number, and the future of its value, which is packed."""
         child = self._started()
         number = next(self._numbers)
         frames = self._encode("call", number, name, pickle.dumps(arguments))
@@ -191,6 +208,11 @@ class EngineReplica(Commands, Generic[LinkT]):
                 raise ReplicaDiedError(self._death)
             self._calls[number] = future
         child.outbox.put(frames)
+        return number, future
+
+    def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
+        """Run a command of the process and wait for its value."""
+        number, future = self._ask(name, arguments)
         try:
             return pickle.loads(future.result(timeout))
         except FutureTimeout:
@@ -297,6 +319,14 @@ class LocalReplica(EngineReplica[Child]):
 
     def _ending(self) -> str:
         return f"{self._started().ending()}. Its last log lines:\n{self._tail()}"
+
+
+def _pass_on(report: Future[ProbeReport], answer: Future[Any]) -> None:
+    error = answer.exception()
+    if error is None:
+        report.set_result(pickle.loads(answer.result()))
+    else:
+        report.set_exception(error)
 
 
 def _error(kind: str, text: str) -> Exception:

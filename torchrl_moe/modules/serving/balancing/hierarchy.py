@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 from torchrl_moe.modules.serving.balancing.prefix_aware import PrefixAware
 from torchrl_moe.modules.serving.balancing.sessions import SessionAffinity
@@ -60,7 +59,7 @@ def make_strategy(strategy: str | Strategy, settings: Settings | None = None) ->
 
     Raises:
         ValueError: the name is not one of ours.
-        TypeError: neither a name, a :class:`Strategy` nor an object with ``name`` and ``choose``.
+        TypeError: neither a name nor a :class:`Strategy`.
     """
     if isinstance(strategy, str):
         maker = STRATEGIES.get(strategy.replace("_", "-"))
@@ -69,24 +68,10 @@ def make_strategy(strategy: str | Strategy, settings: Settings | None = None) ->
         return maker(settings or Settings())
     if isinstance(strategy, Strategy):
         return strategy
-    is_strategy = callable(getattr(strategy, "choose", None)) and isinstance(getattr(strategy, "name", None), str)
-    if isinstance(strategy, type) or not is_strategy:
-        raise TypeError(
-            f"a strategy is a name ({', '.join(sorted(STRATEGIES))}) or an object with a name and "
-            f"choose(candidates, context), got {strategy!r}"
-        )
-    return _Chooser(strategy)
-
-
-class _Chooser(Strategy):
-    """An object of a user's that only chooses."""
-
-    def __init__(self, strategy: Any) -> None:
-        self.name: str = strategy.name
-        self._choose = strategy.choose
-
-    def choose(self, candidates: Candidates, context: RoutingContext) -> int | None:
-        return cast("int | None", self._choose(candidates, context))
+    raise TypeError(
+        f"a strategy is a name ({', '.join(sorted(STRATEGIES))}) or an object of a class derived from Strategy "
+        f"({Strategy.__module__}), got {strategy!r}"
+    )
 
 
 class Hierarchy:
