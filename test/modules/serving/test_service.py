@@ -25,6 +25,7 @@ from support.waiting import in_thread, until
 from torchrl_moe._errors import GenerationTimeout, NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
+from torchrl_moe.modules.serving.balancing.strategy import Strategy
 from torchrl_moe.modules.serving.replica_service import ReplicaService
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
