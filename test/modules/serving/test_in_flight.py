@@ -11,7 +11,8 @@ import pytest
 from torchrl_moe._errors import NoReplicaError, ReplicaDiedError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Request
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
-from torchrl_moe.modules.serving.in_flight import Call, InFlight, Placement
+from torchrl_moe.modules.serving.in_flight import Call, InFlight
+from torchrl_moe.modules.serving.requests import Placement
 from torchrl_moe.modules.serving.states import ReplicaState
 
 
@@ -22,7 +23,7 @@ def in_flight(
     balancer = LoadBalancer(["a replica"], "requests")
     balancer.replica_table[0].state = ReplicaState[state]
     requests = [Request(request_id=name, sampling_params=params, **fields) for name in "pqrs"]
-    return Call(balancer, requests, placement or Placement()).requests[3]
+    return Call(balancer, requests, [placement or Placement()] * 4).requests[3]
 
 
 def test_deaths_are_counted_and_the_last_one_is_told() -> None:

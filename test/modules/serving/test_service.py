@@ -210,6 +210,30 @@ def test_min_version_picks_fresh_replicas(serve: Any) -> None:
         ask(engine, min_version=5)
 
 
+def test_each_prompt_has_a_version_a_context_and_a_turn_of_its_own(serve: Any) -> None:
+    engine, ear = serve(2), Says()
+    engine.replica_table.set_version(1, 4)
+    engine.create_load_balancer(ear)
+    asked = {"min_version": [4, None], "request_context": [None, {"tenant": "b"}], "priority": np.array([7, -7])}
+    fresh, _ = ask(engine, ["a", "b"], **asked)
+    assert fresh.metrics.replica == 1
+    # the more urgent one was placed first, and had the choice
+    assert [(candidates, context.request_context) for candidates, context in ear.asked] == [
+        ([0, 1], {"tenant": "b"}),
+        ([1], {}),
+    ]
+    assert [(request.prompt, request.priority) for request in submitted(engine)] == [("b", -7), ("a", 7)]
+
+
+def test_the_number_of_a_group_and_its_text_are_one_group(serve: Any) -> None:
+    engine = serve(2)
+    ask(engine, "a", group_ids=3)
+    engine.replica_table.set_version(1, 1)
+    for group in ("3", torch.tensor([3]), np.array([3])):
+        assert ask(engine, ["a"], group_ids=group)[0].metrics.replica == 0
+    assert asyncio.run(engine.agenerate("a", group_id=3)).metrics.replica == 0
+
+
 # -- the progress bar -------------------------------------------------------------------------------------------------
 
 

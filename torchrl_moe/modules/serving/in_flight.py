@@ -15,33 +15,12 @@ from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, 
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
 from torchrl_moe.modules.serving.lease import Lease
+from torchrl_moe.modules.serving.requests import Placement
 from torchrl_moe.modules.serving.states import ReplicaState
 
-__all__ = ["Call", "InFlight", "Placement"]
+__all__ = ["Call", "InFlight"]
 
 LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Where a call's requests may go: a replica by name, the version they need; and what strategies are told.
-
-    ``session_ids`` and ``group_ids`` hold one name per request.
-    """
-
-    actor_index: int | None = None
-    session_ids: Sequence[str] | None = None
-    min_version: int | None = None
-    group_ids: Sequence[str] | None = None
-    request_context: Mapping[str, Any] | None = None
-
-    def session(self, position: int) -> str | None:
-        """Return the session of the request at a position."""
-        return None if self.session_ids is None else self.session_ids[position]
-
-    def group(self, position: int) -> str | None:
-        """Return the group of the request at a position."""
-        return None if self.group_ids is None else self.group_ids[position]
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +30,7 @@ class InFlight:
     call: Call
     position: int
     request: Request
+    placement: Placement
     arrived: tuple[float, int] | None = None  # its turn for a place, once it has asked for one
     has_place: bool = False
     is_first: bool = False  # of those that wait for a replica with the same needs: it is tried for all
@@ -87,7 +67,7 @@ class InFlight:
 
     def not_placed(self) -> EngineError:
         """Return what to raise if no replica takes it: why, and the death that it met before."""
-        why, death, named = self.refusal, self.death, self.call.placement.actor_index
+        why, death, named = self.refusal, self.death, self.placement.actor_index
         assert why is not None
         table = self.call.balancer.replica_table
         if named is not None and table[named].state is ReplicaState.DEAD:
@@ -130,31 +110,33 @@ class Call:
 
     Args:
         balancer: gives the leases.
-        requests: in input order, all of one priority.
-        placement: where they may go.
+        requests: in input order.
+        placements: where each may go.
         timeout: seconds that each request has, from now; ``None`` for ever.
         finished: called with each completion, in the thread of the service's loop.
     """
 
     __slots__ = (
-        "balancer", "deadline", "error", "finished", "has_begun", "is_late", "on_over", "over", "placement",
-        "requests", "timeout", "timer", "unfinished",
+        "balancer", "deadline", "error", "finished", "has_begun", "is_late", "on_over", "over", "requests", "timeout",
+        "timer", "unfinished",
     )  # fmt: skip
 
     def __init__(
         self,
         balancer: LoadBalancer,
         requests: Sequence[Request],
-        placement: Placement,
+        placements: Sequence[Placement],
         timeout: float | None = None,
         finished: Callable[[Completion], object] = lambda _: None,
     ) -> None:
         self.balancer = balancer
-        self.placement = placement
         self.timeout = timeout
         self.deadline = None if timeout is None else time.monotonic() + timeout
         self.finished = finished
-        self.requests = [InFlight(self, position, request) for position, request in enumerate(requests)]
+        self.requests = [
+            InFlight(self, position, request, placement)
+            for position, (request, placement) in enumerate(zip(requests, placements, strict=True))
+        ]
         self.unfinished = len(self.requests)
         self.has_begun = False
         self.is_late = False

@@ -15,10 +15,9 @@ Needs = tuple[object, ...]
 
 def needs(request: InFlight) -> Needs:
     """Return what a request needs of its replica."""
-    call, where = request.call, request.call.placement
-    group = where.group(request.position)
+    call, where = request.call, request.placement
     priority = request.request.priority  # an urgent request does not wait for the turn of another
-    return id(call.balancer), where.actor_index, where.min_version, group, priority, call.timeout is None
+    return id(call.balancer), where.actor_index, where.min_version, where.group_id, priority, call.timeout is None
 
 
 def take_lease(request: InFlight) -> Lease:
@@ -29,22 +28,21 @@ def take_lease(request: InFlight) -> Lease:
         StaleReplicaError: none holds the version asked for.
         IndexError: there is no replica of the index that the call names.
     """
-    balancer, where, asked = request.call.balancer, request.call.placement, request.request
+    balancer, where, asked = request.call.balancer, request.placement, request.request
     prompt = asked.prompt if asked.prompt_token_ids is None else asked.prompt_token_ids
-    session, group = where.session(request.position), where.group(request.position)
     if where.actor_index is not None:
-        return balancer.acquire_at(where.actor_index, where.min_version, prompt, session, group)
-    return balancer.acquire(prompt, session, where.min_version, where.request_context, group)
+        return balancer.acquire_at(where.actor_index, where.min_version, prompt, where.session_id, where.group_id)
+    return balancer.acquire(prompt, where.session_id, where.min_version, where.request_context, where.group_id)
 
 
 def may_wait(request: InFlight) -> bool:
     """Whether some replica may come to take a request that none takes now. The caller holds the table's lock."""
-    balancer, where = request.call.balancer, request.call.placement
+    balancer, where = request.call.balancer, request.placement
     version = None
-    if (group := where.group(request.position)) is not None:
-        if balancer.groups.may_begin_again(group):
+    if where.group_id is not None:
+        if balancer.groups.may_begin_again(where.group_id):
             return True
-        version = balancer.groups.version(group)
+        version = balancer.groups.version(where.group_id)
     table, named = balancer.replica_table, where.actor_index
     entries = list(table) if named is None else [table[named]]
     if version is not None:
