@@ -11,12 +11,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
 
+from support.completions import assert_same_answers, cut
 from support.replicas import ScriptedReplica
 from support.requests import named_requests, waiting_request
 from support.strategies import Says
@@ -671,6 +672,30 @@ def test_requests_of_a_dead_replica_begin_again_elsewhere_and_come_back_as_if_no
     assert {completion.metrics.replica for completion in completions} == {0, 2}
     assert [len(replica.submitted) for replica in replicas(lb)] == [15, 10, 15]
     assert (lb.replica_table[1].state.name, lb.replica_table[1].last_error) == ("DEAD", "replica 1 died: out of memory")
+
+
+def test_what_is_resumed_begins_again_from_what_it_resumed(serve: Any) -> None:
+    (full,) = run(serve(), "a", max_tokens=8)
+    lb = serve(2)
+    replicas(lb)[0].die_under = lambda request: True
+    (asked,) = named_requests("a", max_tokens=8)
+    asked = replace(asked, resume=cut(full, 3))
+    call = Call(lb, [asked], placements(1))
+    (done,) = dispatcher(lb).run(call)
+    assert_same_answers(done, full)
+    assert done.metrics.replica == 1
+    assert [replica.submitted for replica in replicas(lb)] == [[asked], [asked]]
+
+
+def test_a_call_of_which_all_is_whole_asks_nobody(serve: Any) -> None:
+    (full,) = run(serve(), "a")
+    lb = serve()
+    replicas(lb)[0].die()
+    told: list[Completion] = []
+    call = Call(lb, [replace(named_requests("a")[0], resume=full)], placements(1), 1.0, told.append)
+    (done,) = dispatcher(lb).run(call)
+    assert done is full
+    assert told == []
 
 
 def test_a_task_does_the_same(serve: Any) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, R
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
 from torchrl_moe.modules.serving.lease import Lease
 from torchrl_moe.modules.serving.requests import Placement
+from torchrl_moe.modules.serving.resumption import whole
 from torchrl_moe.modules.serving.states import ReplicaState
 
 __all__ = ["Call", "InFlight"]
@@ -77,8 +78,10 @@ class InFlight:
         return StaleReplicaError(text) if isinstance(why, StaleReplicaError) else NoReplicaError(text)
 
     def cut_short(self) -> Completion:
-        """Return the answer to a request that was aborted before an engine had anything of it."""
+        """Return the answer to a request that was aborted before an engine had more of it than what it resumes."""
         request = self.request
+        if request.resume is not None:
+            return replace(request.resume, request_id=request.request_id)
         ids = np.empty(0, np.int64) if request.prompt_token_ids is None else request.prompt_token_ids.astype(np.int64)
         nothing: Any = np.empty(0, np.int64)
         outputs = [
@@ -88,9 +91,9 @@ class InFlight:
                 text="",
                 finish_reason="abort",
                 policy_versions=nothing.astype(np.int32),
-                logprobs=None if self._param("logprobs") is None else nothing.astype(np.float32),
+                logprobs=None if request.param("logprobs") is None else nothing.astype(np.float32),
             )
-            for index in range(self._param("n") or 1)
+            for index in range(request.param("n") or 1)
         ]
         return Completion(
             request_id=request.request_id,
@@ -100,17 +103,13 @@ class InFlight:
             outputs=outputs,
         )
 
-    def _param(self, name: str) -> Any:
-        params = self.request.sampling_params
-        return params.get(name) if isinstance(params, Mapping) else getattr(params, name, None)
-
 
 class Call:
     """The requests of one ``generate``, which end together.
 
     Args:
         balancer: gives the leases.
-        requests: in input order.
+        requests: in input order; those whose answer is whole already are over.
         placements: where each may go.
         timeout: seconds that each request has, from now; ``None`` for ever.
         finished: called with each completion, in the thread of the service's loop.
@@ -134,10 +133,10 @@ class Call:
         self.deadline = None if timeout is None else time.monotonic() + timeout
         self.finished = finished
         self.requests = [
-            InFlight(self, position, request, placement)
+            InFlight(self, position, request, placement, outcome=whole(request))
             for position, (request, placement) in enumerate(zip(requests, placements, strict=True))
         ]
-        self.unfinished = len(self.requests)
+        self.unfinished = sum(not request.is_over for request in self.requests)
         self.has_begun = False
         self.is_late = False
         self.error: BaseException | None = None  # of the call as a whole
@@ -183,6 +182,6 @@ class Call:
             return unplaced.not_placed()
         return GenerationTimeout(
             f"{len(late)} of {len(self.requests)} requests were not finished within {self.timeout:g} s and were "
-            "aborted; what had finished, and what there is of the others, is in .partial. Raise timeout_seconds or "
-            "lower max_tokens."
+            "aborted; what had finished, and what there is of the others, is in .partial. Raise timeout_seconds, "
+            "lower max_tokens, or go on with generate(resume=error.partial)."
         )

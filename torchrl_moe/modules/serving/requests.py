@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torchrl_moe.modules.backends.replica import Request
+from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving.prompts import Prompt
+from torchrl_moe.modules.serving.resumption import request_to_resume
 
 __all__ = ["Placement", "check_timeout", "common_fields", "integers", "make_request", "one_each", "placements"]
 
@@ -86,7 +87,9 @@ def common_fields(
 
 
 def make_request(prompt: Prompt, **fields: Any) -> Request:
-    """Return the request of one prompt, text or token ids."""
+    """Return the request of one prompt: text, token ids, or a completion to resume."""
+    if isinstance(prompt, Completion):
+        return request_to_resume(prompt, **fields)
     if isinstance(prompt, str):
         return Request(prompt=prompt, **fields)
     return Request(prompt_token_ids=prompt, **fields)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 from torchrl_moe._errors import NoReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Replica
+from torchrl_moe.modules.backends.replica import Completion, Replica, Request
 from torchrl_moe.modules.serving.admission import Admission
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
 from torchrl_moe.modules.serving.balancing.simple import Strategy
@@ -33,6 +33,7 @@ from torchrl_moe.modules.serving.requests import (
     one_each,
     placements,
 )
+from torchrl_moe.modules.serving.resumption import check_resume, whole
 
 __all__ = ["GenerationService"]
 
@@ -87,6 +88,7 @@ class GenerationService(ObservedPool):
         sampling_params: Any = None,
         *,
         prompt_token_ids: Any = None,
+        resume: Completion | Sequence[Completion] | None = None,
         use_tqdm: bool = True,
         lora_request: Any = None,
         prompt_adapter_request: Any = None,
@@ -108,6 +110,11 @@ class GenerationService(ObservedPool):
             sampling_params: a mapping of vLLM's ``SamplingParams`` fields or such an object, used as it is; default:
                 the service's.
             prompt_token_ids: the same as ``prompts``, for token ids.
+            resume: in place of prompts, completions to be finished, such as an error's ``.partial``. Those that are
+                whole come back as they are. The others go on from their last tokens, answer by answer, under new
+                request ids, and come back as if never cut; what had no token yet, or has parameters that depend on
+                where an answer began (a grammar, penalties), begins again. Pass the other arguments as when they
+                began: ``max_tokens`` counts the tokens that there are.
             use_tqdm: whether to show a progress bar.
             lora_request: vLLM's ``LoRARequest``, or a mapping of its fields.
             prompt_adapter_request: must be ``None``; vLLM has dropped prompt adapters.
@@ -140,7 +147,7 @@ class GenerationService(ObservedPool):
             ReplicaDiedError: replicas died under a request again and again, or the one of ``actor_index`` did.
         """
         self._check_running("generate")
-        batch = normalise_prompts(prompts, prompt_token_ids)
+        batch = normalise_prompts(prompts, prompt_token_ids, resume)
         count = len(batch.prompts)
         ids = one_each(request_ids, count, "request_ids") or [self._new_id() for _ in batch.prompts]
         params = self.sampling_params if sampling_params is None else sampling_params
@@ -151,6 +158,7 @@ class GenerationService(ObservedPool):
             make_request(prompt, request_id=request_id, priority=turn, **common)
             for prompt, request_id, turn in zip(batch.prompts, ids, integers(priority, count, "priority"), strict=True)
         ]
+        done = self._check_resumes(requests)
         where = placements(
             count,
             actor_index=actor_index,
@@ -160,11 +168,19 @@ class GenerationService(ObservedPool):
             request_context=request_context,
         )
         timeout = check_timeout(timeout_seconds)
-        with self.metrics.call(count) as finished, Progress(count, use_tqdm) as progress:
+        asked = count - len(done)
+        with self.metrics.call(asked, done) as finished, Progress(asked, use_tqdm) as progress:
             call = Call(self.load_balancer, requests, where, timeout, progress.add)
             completions = self._dispatcher.run(call)
             finished(completions)
         return completions[0] if batch.single else completions
+
+    def _check_resumes(self, requests: Sequence[Request]) -> list[Completion]:
+        """Return what is whole already; raise ``ValueError`` for what cannot be resumed."""
+        layout = self.routing_layout
+        for position, request in enumerate(requests):
+            check_resume(request, position, layout)
+        return [done for request in requests if (done := whole(request)) is not None]
 
     def _new_id(self) -> str:
         return f"{self._id_prefix}-{next(self._ids)}"
@@ -175,6 +191,7 @@ class GenerationService(ObservedPool):
         sampling_params: Any = None,
         *,
         prompt_token_ids: Any = None,
+        resume: Completion | None = None,
         lora_request: Any = None,
         guided_options_request: Any = None,
         timeout_seconds: float | None = None,
@@ -193,7 +210,7 @@ class GenerationService(ObservedPool):
         ``finish_reason="abort"``.
         """
         self._check_running("agenerate")
-        batch = normalise_prompts(prompt, prompt_token_ids)
+        batch = normalise_prompts(prompt, prompt_token_ids, resume)
         if not batch.single:
             raise ValueError(f"agenerate takes one prompt, got a list of {len(batch.prompts)}: await one call for each")
         (item,), (turn,) = batch.prompts, integers(priority, 1, "priority")
@@ -204,6 +221,7 @@ class GenerationService(ObservedPool):
             priority=turn,
             **common_fields(params, lora_request, None, guided_options_request, return_routed_experts),
         )
+        done = self._check_resumes([request])
         where = placements(
             1,
             actor_index=actor_index,
@@ -213,7 +231,7 @@ class GenerationService(ObservedPool):
             request_context=request_context,
         )
         call = Call(self.load_balancer, [request], where, check_timeout(timeout_seconds))
-        with self.metrics.call(1) as finished:
+        with self.metrics.call(1 - len(done), done) as finished:
             completions = await self._dispatcher.run_async(call)
             finished(completions)
         return completions[0]
