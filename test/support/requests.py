@@ -9,7 +9,8 @@ import numpy as np
 
 from torchrl_moe.modules.backends.replica import Request
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
-from torchrl_moe.modules.serving.in_flight import Call, InFlight, Placement
+from torchrl_moe.modules.serving.in_flight import Call, InFlight
+from torchrl_moe.modules.serving.requests import placements
 
 
 def named_requests(names: Sequence[str], max_tokens: int = 4, priority: int = 0) -> list[Request]:
@@ -28,5 +29,5 @@ def named_requests(names: Sequence[str], max_tokens: int = 4, priority: int = 0)
 
 def waiting_request(priority: int = 0, **fields: Any) -> InFlight:
     """A request of a call of its own."""
-    call = Call(LoadBalancer(["a replica"]), named_requests("r", priority=priority), Placement(**fields))
+    call = Call(LoadBalancer(["a replica"]), named_requests("r", priority=priority), placements(1, **fields))
     return call.requests[0]

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from torchrl_moe import _compat
 from torchrl_moe.modules.backends.replica import ReplicaInfo
@@ -36,6 +36,26 @@ class WrappedError(Exception):
 
 class OnlyHere:
     """A class of a module that the driver does not have."""
+
+
+class ToyParams(dict[str, Any]):
+    """A mapping that answers as vLLM's ``SamplingParams``, too."""
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        "n": 1,
+        "seed": None,
+        "min_tokens": 0,
+        "max_tokens": None,
+        "detokenize": False,
+    }
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.DEFAULTS:
+            raise AttributeError(name)
+        return self.get(name, self.DEFAULTS[name])
+
+    def clone(self) -> ToyParams:
+        return ToyParams(self)
 
 
 class ToyEngine:
@@ -152,7 +172,7 @@ async def start(arguments: dict[str, Any]) -> tuple[ToyEngine, ReplicaInfo, Load
 def without_vllm(set_attribute: Any = setattr) -> None:
     """Put toys in the place of what imports vLLM."""
     set_attribute(_compat, "vllm_client_errors", lambda: (ValueError, TypeError))
-    set_attribute(engine_requests, "SamplingParamsBuilder", lambda: lambda spec, guided_options: spec)
+    set_attribute(engine_requests, "SamplingParamsBuilder", lambda: lambda spec, guided_options: ToyParams(spec or {}))
 
 
 def _use_toys() -> None:

@@ -1,23 +1,20 @@
 """A fake engine behind the real service: for tests whose subject is not the engine.
 
-:class:`FakeReplica` honours the replica protocol: tokens, log-probs and routes are a pure function of seed, version and
-token prefix, so a resumed or repeated request gets what the first one got; delays and failures are injected by hand.
-Nothing here learns or scores: no model is behind it.
+:class:`FakeReplica` honours the replica protocol; its answers are those of a :class:`FakeModel`, and delays and
+failures are injected by hand. Nothing here learns or scores.
 """
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.data import RoutingLayout
@@ -25,7 +22,6 @@ from torchrl_moe.modules.backends.commands import Commands
 from torchrl_moe.modules.backends.replica import (
     Completion,
     CompletionMetrics,
-    CompletionOutput,
     PauseMode,
     ProbeReport,
     ReplicaInfo,
@@ -36,11 +32,11 @@ from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
+from torchrl_moe.testing.fake_model import FakeModel, tokens_to_come
 
 __all__ = ["FakeAsyncVLLM", "FakeReplica"]
 
 LAYOUT = RoutingLayout(num_layers=4, moe_layers=(1, 2, 3), top_k=2, num_experts=8)
-MAX_TOKENS = 16  # vLLM's default
 
 
 @dataclass(slots=True)
@@ -48,7 +44,8 @@ class _Running:
     request: Request
     future: Future[Completion]
     started: float
-    tokens: int = 0
+    limit: int = 0
+    tokens: int = 0  # beyond those that it resumes
     aborted: bool = False
 
 
@@ -160,6 +157,10 @@ class FakeReplica(Commands):
         entry = _Running(request, future, time.monotonic())
         seconds = self.token_seconds(request) if callable(self.token_seconds) else self.token_seconds
         reason = self.refuse(request) if self.refuse else None
+        try:
+            entry.limit = tokens_to_come(request)
+        except ValueError as error:
+            reason = str(error)
         with self._changed:
             self.submitted.append(request)
             taken = request.request_id in self._running
@@ -176,7 +177,7 @@ class FakeReplica(Commands):
         elif reason is not None or taken:
             future.set_exception(ValueError(reason or f"request id {request.request_id!r} is in flight already"))
         elif at_once:
-            entry.tokens = _max_tokens(request)
+            entry.tokens = entry.limit
             future.set_result(self._complete(entry))
         else:
             threading.Thread(target=self._generate, args=(entry, seconds), daemon=True).start()
@@ -189,9 +190,8 @@ class FakeReplica(Commands):
         def is_disturbed() -> bool:
             return entry.aborted or self._holds(entry) or self._dead is not None
 
-        limit = _max_tokens(entry.request)
         with self._changed:
-            while (not entry.aborted or self._stalled) and self._dead is None and entry.tokens < limit:
+            while (not entry.aborted or self._stalled) and self._dead is None and entry.tokens < entry.limit:
                 if self._holds(entry):
                     self._changed.wait()
                 elif not self._changed.wait_for(is_disturbed, seconds):
@@ -264,84 +264,28 @@ class FakeReplica(Commands):
         with self._changed:
             return ReplicaStats(running=len(self._running), **self._counts)
 
-    # -- what it makes up -------------------------------------------------------------------------------------------
-
     def _complete(self, entry: _Running) -> Completion:
-        request = entry.request
+        request, given = entry.request, entry.request.resume
         if request.prompt_token_ids is not None:
             prompt = request.prompt_token_ids.astype(np.int64)
         else:
             prompt = np.array(ByteTokenizer()(request.prompt)["input_ids"], np.int64)
-        outputs = [self._output(entry, prompt, index) for index in range(_field(request, "n", 1))]
-        tokens = sum(len(output.token_ids) for output in outputs)
+        model = FakeModel(self.seed, self.version, self.layout)
+        outputs = [model.answer(request, prompt, index, entry.tokens) for index in range(request.param("n") or 1)]
+        had = [] if given is None else given.outputs
+        tokens = sum(len(output.token_ids) for output in outputs) - sum(len(output.token_ids) for output in had)
         with self._changed:
             self._counts.update(
                 requests=1, completions=len(outputs), prompt_tokens=len(prompt), generated_tokens=tokens
             )
         return Completion(
             request_id=request.request_id,
-            prompt=request.prompt,
+            prompt=request.prompt if given is None else given.prompt,
             prompt_token_ids=prompt,
             num_cached_tokens=0,
             outputs=outputs,
             metrics=CompletionMetrics(total_seconds=time.monotonic() - entry.started, replica=self.index),
         )
-
-    def _output(self, entry: _Running, prompt: NDArray[np.int64], index: int) -> CompletionOutput:
-        ids = prompt.tolist()
-        log_probs = []
-        prefix = self._hash("token", index, ids)
-        for _ in range(entry.tokens):
-            rng = _rng(prefix)
-            ids.append(int(rng.integers(32, 127)))  # printable ASCII
-            log_probs.append(-float(rng.exponential()))
-            _extend(prefix, ids[-1:])
-        token_ids = np.array(ids[len(prompt) :], np.int64)
-        return CompletionOutput(
-            index=index,
-            token_ids=token_ids,
-            text=bytes(token_ids.tolist()).decode(),
-            finish_reason="length" if entry.tokens >= _max_tokens(entry.request) else "abort",
-            policy_versions=np.full(len(token_ids), self.version, np.int32),
-            logprobs=np.array(log_probs, np.float32) if _field(entry.request, "logprobs", None) is not None else None,
-            routed_experts=self._routes(ids) if self.layout and entry.request.return_routed_experts else None,
-        )
-
-    def _routes(self, ids: Sequence[int]) -> NDArray[np.unsignedinteger[Any]]:
-        layout = self.layout
-        assert layout is not None
-        dtype = np.uint8 if layout.num_experts <= 256 else np.uint16  # as vLLM does
-        rows = np.zeros((len(ids) - 1, layout.num_layers, layout.top_k), dtype)
-        prefix = self._hash("route")
-        for row, token in zip(rows, ids, strict=False):  # the last token has no row
-            _extend(prefix, [token])
-            rng = _rng(prefix)
-            for layer in layout.moe_layers:
-                row[layer] = rng.permutation(layout.num_experts)[: layout.top_k]
-        return rows
-
-    def _hash(self, what: str, index: int = 0, ids: Iterable[int] = ()) -> hashlib.blake2b:
-        prefix = hashlib.blake2b(repr((what, self.seed, self.version, index)).encode(), digest_size=8)
-        _extend(prefix, ids)
-        return prefix
-
-
-def _extend(prefix: hashlib.blake2b, ids: Iterable[int]) -> None:
-    prefix.update(np.fromiter(ids, "<i8").tobytes())
-
-
-def _rng(prefix: hashlib.blake2b) -> np.random.Generator:
-    return np.random.default_rng(int.from_bytes(prefix.digest(), "little"))
-
-
-def _field(request: Request, name: str, default: Any) -> Any:
-    params = request.sampling_params
-    value = params.get(name) if isinstance(params, Mapping) else getattr(params, name, None)
-    return default if value is None else value
-
-
-def _max_tokens(request: Request) -> int:
-    return int(_field(request, "max_tokens", MAX_TOKENS))
 
 
 class FakeAsyncVLLM(GenerationService):

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from support.actors import pids, ray_service, toy_actors
+from support.completions import cut
 from support.processes import ids_request, toy_replica
 from support.waiting import until
 from torchrl_moe._errors import EngineError, ReplicaDiedError
@@ -201,6 +203,30 @@ def test_a_request_that_is_refused_is_a_value_error_and_fails_alone(one: tuple[R
     with pytest.raises(ValueError):
         bad.result(SECONDS)
     assert good.result(SECONDS).request_id == "r0"
+
+
+def test_a_request_goes_on_from_what_it_resumes(one: tuple[Replica, Kind]) -> None:
+    replica, kind = one
+    (whole,) = (future.result(SECONDS) for future in replica.submit(requests(1, kind.quick, "whole")))
+    first = cut(replace(whole, prompt="AB"), 1, decode=lambda ids: "?")
+    first.outputs[0].policy_versions = np.array([-5], np.int32)
+    before = replica.stats(SECONDS).generated_tokens
+    (resumed, fresh) = replica.submit(
+        [ids_request("r0", (65, 66), sampling_params=kind.quick, resume=first), *requests(1, kind.quick, "fresh")]
+    )
+    completion = resumed.result(SECONDS)
+    (output,) = completion.outputs
+    tokens = len(output.token_ids)
+    assert (completion.request_id, completion.prompt, completion.prompt_token_ids.tolist()) == ("r0", "AB", [65, 66])
+    assert output.token_ids[0] == whole.outputs[0].token_ids[0]
+    assert tokens > 1
+    assert len(output.policy_versions) == tokens
+    assert output.policy_versions[0] == -5
+    assert (output.policy_versions[1:] >= 0).all()
+    assert output.finish_reason in {"stop", "length"}
+    assert completion.metrics.replica == replica.index
+    others = len(fresh.result(SECONDS).outputs[0].token_ids)
+    assert replica.stats(SECONDS).generated_tokens - before == tokens - 1 + others
 
 
 def test_an_id_in_flight_is_refused_and_is_free_afterwards(one: tuple[Replica, Kind]) -> None:

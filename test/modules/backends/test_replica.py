@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -51,6 +52,13 @@ def test_a_completion_is_aborted_if_one_answer_is() -> None:
     assert not completion(output(0), output(1, "length")).aborted
     assert completion(output(0), output(1, "abort")).aborted
     assert not completion().aborted
+
+
+@pytest.mark.parametrize("params", [{"n": 2}, SimpleNamespace(n=2)], ids=["mapping", "object"])
+def test_a_request_knows_its_sampling_parameters_however_they_came(params: object) -> None:
+    request = Request(request_id="r", sampling_params=params, prompt="hi")
+    assert (request.param("n"), request.param("logprobs")) == (2, None)
+    assert Request(request_id="r", sampling_params=None, prompt="hi").param("n") is None
 
 
 def test_reprs_show_counts_and_shapes_not_arrays() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torchrl.modules.llm.policies import LLMWrapperBase
 
-from torchrl_moe.modules.policies.generate_kwargs import overridden, sampling_params_of
+from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of, overridden, sampling_params_of
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,13 @@ from torchrl_moe.modules.policies.generate_kwargs import overridden, sampling_pa
 )
 def test_names_are_mapped(given: dict[str, Any] | None, params: dict[str, Any]) -> None:
     assert sampling_params_of(given) == params
+
+
+def test_arguments_of_the_engine_are_no_sampling_parameters() -> None:
+    given = {"lora_request": None, "max_new_tokens": 8, "actor_index": 0}
+    assert engine_arguments_of(given) == ({"actor_index": 0, "lora_request": None}, {"max_new_tokens": 8})
+    assert len(given) == 3
+    assert engine_arguments_of(None) == ({}, {})
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torchrl.data.llm import History
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
 
+from support.strategies import Says
 from torchrl_moe._errors import EngineError, GenerationTimeout
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request
 from torchrl_moe.modules.policies import vllm_wrapper
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
@@ -623,8 +624,9 @@ def test_an_aborted_request_is_an_error_and_nothing_is_written() -> None:
 
         thread = threading.Thread(target=abort)
         thread.start()
-        with pytest.raises(EngineError, match="2 of 2 requests were aborted"):
+        with pytest.raises(EngineError, match="2 of 2 requests were aborted") as caught:
             policy(td)
+        assert [completion.aborted for completion in caught.value.partial] == [True, True]
         thread.join()
         assert set(td.keys()) == {"text"}
 
@@ -704,6 +706,87 @@ def test_the_callers_arguments_are_left_as_they_were(fake: FakeAsyncVLLM) -> Non
     assert (kwargs, tokenizer_kwargs) == ({"max_new_tokens": 2, "stop_sequences": ["x"]}, {"padding": True})
 
 
+# what a batch says of its requests
+
+
+def requests_of(engine: FakeAsyncVLLM) -> list[Request]:
+    return [request for replica in engine.replicas for request in replica.submitted]
+
+
+def asks(build: str, **values: Any) -> TensorDictBase:
+    """A batch of two with these keys: one value per sample."""
+    td = {"dense": dense, "lazy": stacked}[build]("text", "ab", "c")
+    for key, value in values.items():
+        if build == "dense":
+            td.set(key, value)
+        else:
+            for sample, one_value in zip(td.unbind(0), value, strict=True):
+                sample.set(key, one_value)
+    return td
+
+
+@pytest.mark.parametrize("num_samples", [None, 3])
+@pytest.mark.parametrize("build", ["dense", "lazy"])
+def test_keys_of_a_batch_reach_the_service_one_value_per_sample(build: str, num_samples: int | None) -> None:
+    with FakeAsyncVLLM(2, seed=3) as engine:
+        ear = Says()
+        engine.create_load_balancer(ear)
+        engine.replica_table.set_version(1, 4)
+        policy = wrapper(engine, num_samples=num_samples)
+        policy(
+            asks(
+                build,
+                session_id=NonTensorStack("s", "t"),
+                group_id=torch.tensor([[7], [-1]]),
+                priority=torch.tensor([5, -5]),
+                min_version=torch.tensor([-1, 4]),
+                request_context=NonTensorStack({"k": 1}, None),
+            )
+        )
+        # the second sample is the more urgent; the first one's group goes to the newest version
+        assert [(indices, c.session_id, c.request_context) for indices, c in ear.asked] == [
+            ([1], "t", {}),
+            ([1], "s", {"k": 1}),
+        ]
+        assert [request.priority for request in requests_of(engine)] == [-5, 5]
+        assert engine.load_balancer.groups.version("7") == 4
+        assert [request.sampling_params.get("n") for request in requests_of(engine)] == [num_samples] * 2
+
+
+def test_a_batch_that_says_nothing_asks_for_nothing() -> None:
+    with FakeAsyncVLLM(seed=3) as engine:
+        ear = Says()
+        engine.create_load_balancer(ear)
+        wrapper(engine)(dense("text", "ab"))
+        ((_, context),) = ear.asked
+        assert (context.session_id, context.request_context) == (None, {})
+        assert [request.priority for request in requests_of(engine)] == [0]
+
+
+def test_a_wrong_value_is_refused_by_key_and_sample(fake: FakeAsyncVLLM) -> None:
+    with pytest.raises(TypeError, match=r"priority\[0\] must be an int, got 0.5"):
+        wrapper(fake)(asks("dense", priority=torch.tensor([0.5, 1.0])))
+    with pytest.raises(ValueError, match=r"sample 0: 'group_id' is \[1, 2\]; give each sample one value"):
+        wrapper(fake)(asks("dense", group_id=torch.tensor([[1, 2], [3, 4]])))
+
+
+@pytest.mark.parametrize("where", ["argument", "generate_kwargs", "call"])
+def test_the_replica_and_the_adapter_can_be_named(where: str) -> None:
+    lora = {"lora_name": "a", "lora_int_id": 1, "lora_path": "folder"}
+    asked: dict[str, Any] = {"actor_index": 1, "lora_request": lora}
+    with FakeAsyncVLLM(2, seed=3) as engine:
+        kwargs: dict[str, Any] = {"generate_kwargs": {"max_tokens": NEW, **asked}}
+        if where != "generate_kwargs":
+            kwargs = {"generate_kwargs": {"max_tokens": NEW}, **(asked if where == "argument" else {})}
+        policy = vLLMWrapper(engine, input_mode="text", **kwargs)
+        policy(dense("text", "ab", "c"), **(asked if where == "call" else {}))
+        assert [len(replica.submitted) for replica in engine.replicas] == [0, 2]
+        assert all(request.lora_request is lora for request in requests_of(engine))
+        policy(dense("text", "ab"), actor_index=0, lora_request=None)
+        assert [request.lora_request for request in engine.replicas[0].submitted] == [None]
+        assert "lora_request" not in requests_of(engine)[0].sampling_params
+
+
 # what is refused
 
 
@@ -721,6 +804,7 @@ def test_the_callers_arguments_are_left_as_they_were(fake: FakeAsyncVLLM) -> Non
         ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
         ({"num_samples": 2, "generate_kwargs": {"n": 3}}, ValueError, "num_samples=2 differs from .*=3"),
         ({"generate_kwargs": {"num_beams": 2}}, ValueError, "no beam search"),
+        ({"actor_index": 1, "generate_kwargs": {"actor_index": 1}}, ValueError, "actor_index: given twice, also in"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(
@@ -785,6 +869,8 @@ CHANGES: dict[str, Any] = {
     "prefer_tokens": True,
     "timeout_seconds": 7.0,
     "use_tqdm": True,
+    "actor_index": 0,
+    "lora_request": {"lora_name": "a", "lora_int_id": 1, "lora_path": "folder"},
 }
 """Another value than the default for every argument that has one; ``num_samples`` goes with no ``inplace``."""
 
@@ -833,7 +919,9 @@ def test_a_new_version_of_a_wrapper_of_a_path_shares_its_engine(
 
 
 def test_unknown_arguments_of_a_new_version_are_named(fake: FakeAsyncVLLM) -> None:
-    with pytest.raises(TypeError, match=r"unknown arguments \['pad', 'x'\]; known: \['attention_mask_key'"):
+    with pytest.raises(
+        TypeError, match=r"unknown arguments \['pad', 'x'\]; known: \['actor_index', 'attention_mask_key'"
+    ):
         wrapper(fake).get_new_version(x=1, pad=True)
 
 

@@ -27,12 +27,15 @@ import psutil
 import pytest
 import torch
 
+from support.completions import cut
 from support.engines import EngineShelf, start_engine
+from support.reference import TOLERANCE, Reference
 from support.replicas import ScriptedReplica
 from support.waiting import until
 from torchrl_moe._errors import EngineError, GenerationTimeout, ReplicaDiedError
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.modules import AsyncVLLM, make_async_vllm_engine
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 
 ROOT = Path(__file__).parents[3]
@@ -547,6 +550,105 @@ def test_an_aborted_request_returns_its_rows(engine: AsyncVLLM) -> None:
 
     until_caught(attempt)
     until_idle(engine)
+
+
+LETTERS = {"allowed_token_ids": list(range(97, 123))}
+GREEDY = {"temperature": 0.0, "max_tokens": 150, "logprobs": 0, "ignore_eos": True}
+
+
+def resume(engine: AsyncVLLM, partial: Any, params: dict[str, Any]) -> Any:
+    return engine.generate(resume=partial, sampling_params=params, use_tqdm=False)
+
+
+def assert_goes_on(first: CompletionOutput, done: CompletionOutput) -> None:
+    """What there was is in the answer as it was, bit by bit."""
+    for name in ("token_ids", "policy_versions", "logprobs", "routed_experts"):
+        known = getattr(first, name)
+        assert known is None or np.array_equal(getattr(done, name)[: len(known)], known)
+
+
+def assert_as_if_never_cut(done: Completion, whole: Completion) -> None:
+    for got, expected in zip(done.outputs, whole.outputs, strict=True):
+        assert got.token_ids.tolist() == expected.token_ids.tolist()
+        assert (got.text, got.finish_reason, got.stop_reason) == (
+            expected.text,
+            expected.finish_reason,
+            expected.stop_reason,
+        )
+        assert np.abs(got.logprobs - expected.logprobs).max() <= TOLERANCE
+        assert got.routed_experts.shape == (len(whole.prompt_token_ids) + len(got.token_ids) - 1, 4, 4)
+        assert np.array_equal(np.sort(got.routed_experts), np.sort(expected.routed_experts))
+        assert got.policy_versions.tolist() == [0] * len(got.token_ids)
+    assert (done.prompt, done.prompt_token_ids.tolist()) == (whole.prompt, whole.prompt_token_ids.tolist())
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_greedy_answers_that_a_timeout_cut_go_on_exactly(engine: AsyncVLLM) -> None:
+    prompts = ["Hi, world", *([65 + i] * (3 + i) for i in range(4))]
+    whole = engine.generate(prompts, GREEDY, use_tqdm=False)
+
+    def attempt() -> bool:
+        try:
+            partial = engine.generate(prompts, GREEDY, use_tqdm=False, timeout_seconds=0.15)
+        except GenerationTimeout as error:
+            partial = error.partial
+        done = resume(engine, partial, GREEDY)
+        for got, had, expected in zip(done, partial, whole, strict=True):
+            assert_as_if_never_cut(got, expected)
+            assert_goes_on(had.outputs[0], got.outputs[0])
+            assert got.metrics.first_token_seconds <= got.metrics.total_seconds
+        return all(0 < len(had.outputs[0].token_ids) < 150 for had in partial)
+
+    until_caught(attempt)
+    until_idle(engine)
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_each_of_several_answers_goes_on_and_every_token_is_exact(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    params = {**GREEDY, "temperature": 1.0, "n": 3, "max_tokens": 40}
+    (whole,) = engine.generate([IDS], params, use_tqdm=False)
+    partial = cut(whole, 7, None, 30, decode=engine.get_tokenizer().decode)
+    done = resume(engine, partial, params)
+    reference = Reference(shelf.folder("qwen3_moe"))
+    for got, had in zip(done.outputs, partial.outputs, strict=True):
+        assert (len(got.token_ids), got.finish_reason) == (40, "length")
+        assert_goes_on(had, got)
+        ids = torch.from_numpy(np.concatenate([IDS, got.token_ids]))
+        routes = torch.from_numpy(got.routed_experts.astype(np.int64))
+        log_probs, chosen = reference(ids, routes=routes)
+        assert (torch.from_numpy(got.logprobs.copy()) - log_probs[len(IDS) :]).abs().max() <= TOLERANCE
+        for layer, expected in chosen.items():
+            assert routes[:, layer].sort(-1).values.equal(expected[:-1].sort(-1).values)
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_stop_string_across_the_cut_ends_the_answer_where_it_would_have(engine: AsyncVLLM) -> None:
+    params = {**GREEDY, **LETTERS, "max_tokens": 60}
+    (whole,) = engine.generate([IDS], params, use_tqdm=False)
+    text = whole.outputs[0].text
+    place = max(k for k in range(1, len(text)) if text.find(text[k - 1 : k + 1]) == k - 1)
+    params["stop"] = text[place - 1 : place + 1]
+    (stopped,) = engine.generate([IDS], params, use_tqdm=False)
+    assert (len(stopped.outputs[0].token_ids), stopped.outputs[0].finish_reason) == (place + 1, "stop")
+    assert_as_if_never_cut(resume(engine, cut(whole, place), params), stopped)
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_what_a_grammar_had_begins_again_and_what_had_no_token_too(engine: AsyncVLLM) -> None:
+    guided = {"choice": ["yes", "no"]}
+    params = {"max_tokens": 8, "logprobs": 0}
+    (whole,) = engine.generate(["Hi"], params, use_tqdm=False, guided_options_request=guided)
+    marked = cut(whole, 1)
+    marked.outputs[0].policy_versions = np.array([-5], np.int32)
+    done = engine.generate(
+        resume=[marked, cut(whole, 0)], sampling_params=params, use_tqdm=False, guided_options_request=guided
+    )
+    for completion in done:
+        assert completion.prompt == "Hi"
+        (output,) = completion.outputs
+        assert output.text in ("yes", "no")
+        assert set(output.policy_versions.tolist()) == {0}
+        assert output.routed_experts.shape[0] == 2 + len(output.token_ids) - 1
 
 
 @pytest.mark.engine("qwen3_moe")

@@ -11,12 +11,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
 
+from support.completions import assert_same_answers, cut
 from support.replicas import ScriptedReplica
 from support.requests import named_requests, waiting_request
 from support.strategies import Says
@@ -37,8 +38,9 @@ from torchrl_moe.modules.serving.balancing.strategy import Strategy
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.dispatch import Dispatcher
 from torchrl_moe.modules.serving.event_loop import EventLoop
-from torchrl_moe.modules.serving.in_flight import Call, Placement
+from torchrl_moe.modules.serving.in_flight import Call
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.requests import placements
 from torchrl_moe.modules.serving.states import ReplicaState
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -134,7 +136,7 @@ class Asked:
 def dispatch(
     balancer: LoadBalancer, names: Sequence[str], timeout: float | None = None, max_tokens: int = 4, **placement: Any
 ) -> Asked:
-    call = Call(balancer, named_requests(names, max_tokens), Placement(**placement), timeout)
+    call = Call(balancer, named_requests(names, max_tokens), placements(len(names), **placement), timeout)
     return Asked(dispatcher(balancer), call)
 
 
@@ -216,7 +218,7 @@ def test_prompt_session_and_version_reach_the_strategies(serve: Any) -> None:
 
 def test_text_is_what_a_strategy_sees_of_a_text_prompt(serve: Any) -> None:
     lb = serve()
-    call = Call(lb, [Request(request_id="a", sampling_params=None, prompt="hi")], Placement())
+    call = Call(lb, [Request(request_id="a", sampling_params=None, prompt="hi")], placements(1))
     (completion,) = dispatcher(lb).run(call)
     assert completion.prompt == "hi"
 
@@ -695,6 +697,30 @@ def test_requests_of_a_dead_replica_begin_again_elsewhere_and_come_back_as_if_no
     assert (lb.replica_table[1].state.name, lb.replica_table[1].last_error) == ("DEAD", "replica 1 died: out of memory")
 
 
+def test_what_is_resumed_begins_again_from_what_it_resumed(serve: Any) -> None:
+    (full,) = run(serve(), "a", max_tokens=8)
+    lb = serve(2)
+    replicas(lb)[0].die_under = lambda request: True
+    (asked,) = named_requests("a", max_tokens=8)
+    asked = replace(asked, resume=cut(full, 3))
+    call = Call(lb, [asked], placements(1))
+    (done,) = dispatcher(lb).run(call)
+    assert_same_answers(done, full)
+    assert done.metrics.replica == 1
+    assert [replica.submitted for replica in replicas(lb)] == [[asked], [asked]]
+
+
+def test_a_call_of_which_all_is_whole_asks_nobody(serve: Any) -> None:
+    (full,) = run(serve(), "a")
+    lb = serve()
+    replicas(lb)[0].die()
+    told: list[Completion] = []
+    call = Call(lb, [replace(named_requests("a")[0], resume=full)], placements(1), 1.0, told.append)
+    (done,) = dispatcher(lb).run(call)
+    assert done is full
+    assert told == []
+
+
 def test_a_task_does_the_same(serve: Any) -> None:
     lb = serve(2, token_seconds=lambda r: 0.0)
     replicas(lb)[0].die_under = lambda request: True
@@ -776,7 +802,7 @@ def test_a_request_that_kills_its_replicas_is_given_up_by_name(serve: Any, attem
     for replica in replicas(lb):
         replica.die_under = lambda request: request.request_id == "poison"
     asked = named_requests(["a", "poison", "b"])
-    call = Asked(dispatcher(lb, attempts=attempts), Call(lb, asked, Placement()))
+    call = Asked(dispatcher(lb, attempts=attempts), Call(lb, asked, placements(len(asked))))
     words = rf"request 1 \('poison'\) was given up: {attempts} replicas died under it\. The last one: replica"
     with pytest.raises(ReplicaDiedError, match=words) as caught:
         call.run()
@@ -912,7 +938,7 @@ def with_admission(
 ) -> Asked:
     made = DISPATCHERS.setdefault(balancer.replica_table, [])
     own = next((one for one in made if one._admission is admission), None) or dispatcher(balancer, admission)
-    return Asked(own, Call(balancer, named_requests(names, priority=priority), Placement(), timeout))
+    return Asked(own, Call(balancer, named_requests(names, priority=priority), placements(len(names)), timeout))
 
 
 def occupy(admission: Admission) -> None:
@@ -963,7 +989,7 @@ def test_the_deadline_also_ends_the_wait_for_a_place(serve: Any) -> None:
 def test_a_request_that_no_replica_takes_leaves_its_place_to_others(serve: Any) -> None:
     lb, admission = serve(2), Admission(1)
     lb.replica_table.set_state(1, ReplicaState.SYNCING)
-    named = Asked(dispatcher(lb, admission), Call(lb, named_requests("a"), Placement(actor_index=1)))
+    named = Asked(dispatcher(lb, admission), Call(lb, named_requests("a"), placements(1, actor_index=1)))
     waiting = in_thread(named.run)
     until(lambda: parked(lb) == 1)
     assert len(with_admission(lb, "bc", admission).run()) == 2
@@ -1174,7 +1200,7 @@ def test_a_bar_that_cannot_be_drawn_ends_no_call(serve: Any) -> None:
 
     lb, admission = serve(1, token_seconds=slow_if("a")), Admission(1)
     own = dispatcher(lb, admission)
-    call = in_thread(lambda: own.run(Call(lb, named_requests("ab"), Placement(), finished=broken)))
+    call = in_thread(lambda: own.run(Call(lb, named_requests("ab"), placements(2), finished=broken)))
     until(lambda: (admission.taken, admission.waiting) == (1, 1))
     own.abort(["b"])
     until(lambda: admission.waiting == 0)
@@ -1212,7 +1238,7 @@ def test_requests_of_several_kinds_keep_their_order_when_a_replica_comes_back(se
     lb.replica_table.set_state(0, ReplicaState.SYNCING)
     calls = []
     for number in range(6):
-        call = Call(lb, named_requests(str(number)), Placement(group_ids=[f"g{number}"]))
+        call = Call(lb, named_requests(str(number)), placements(1, group_ids=f"g{number}"))
         calls.append(in_thread(lambda call=call: own.run(call)))
         until(lambda number=number: parked(lb) == number + 1)
     lb.replica_table.set_state(0, ReplicaState.SERVING)
@@ -1227,7 +1253,7 @@ def test_an_urgent_request_does_not_wait_for_the_turn_of_another_of_its_needs(se
     lb.replica_table.set_state(0, ReplicaState.SYNCING)
 
     def ask(name: str, priority: int, index: int) -> Future[Any]:
-        call = Call(lb, named_requests([name], priority=priority), Placement(actor_index=index))
+        call = Call(lb, named_requests([name], priority=priority), placements(1, actor_index=index))
         return in_thread(lambda: own.run(call))
 
     calls = [ask("low", 5, 0)]

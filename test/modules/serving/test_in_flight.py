@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.completions import cut
 from torchrl_moe._errors import NoReplicaError, ReplicaDiedError, StaleReplicaError
-from torchrl_moe.modules.backends.replica import Request
+from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
-from torchrl_moe.modules.serving.in_flight import Call, InFlight, Placement
+from torchrl_moe.modules.serving.in_flight import Call, InFlight
+from torchrl_moe.modules.serving.requests import Placement
 from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.testing.fake_engine import FakeReplica
 
 
 def in_flight(
@@ -22,7 +25,7 @@ def in_flight(
     balancer = LoadBalancer(["a replica"], "requests")
     balancer.replica_table[0].state = ReplicaState[state]
     requests = [Request(request_id=name, sampling_params=params, **fields) for name in "pqrs"]
-    return Call(balancer, requests, placement or Placement()).requests[3]
+    return Call(balancer, requests, [placement or Placement()] * 4).requests[3]
 
 
 def test_deaths_are_counted_and_the_last_one_is_told() -> None:
@@ -48,6 +51,26 @@ def test_an_answer_without_an_engine_to_a_text_has_no_ids() -> None:
     completion = in_flight(None, prompt_token_ids=None, prompt="hi").cut_short()
     assert (completion.prompt, len(completion.prompt_token_ids)) == ("hi", 0)
     assert [output.logprobs for output in completion.outputs] == [None]
+
+
+def answer() -> Completion:
+    return FakeReplica().submit([Request(request_id="old", sampling_params=None, prompt="hi")])[0].result()
+
+
+def test_what_was_resumed_and_no_engine_had_more_of_is_as_it_was() -> None:
+    partial = cut(answer(), 2)
+    completion = in_flight(resume=partial).cut_short()
+    assert (completion.request_id, completion.prompt) == ("s", "hi")
+    assert completion.outputs is partial.outputs
+
+
+def test_requests_whose_answers_are_whole_are_over_from_the_start() -> None:
+    done = answer()
+    one = in_flight(resume=done)
+    assert one.is_over and one.finished
+    assert one.call.unfinished == 0
+    assert [completion is done for completion in one.call.partial()] == [True] * 4
+    assert [completion is done for completion in one.call.result()] == [True] * 4
 
 
 @pytest.mark.parametrize(

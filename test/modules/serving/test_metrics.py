@@ -104,6 +104,17 @@ def test_of_a_call_that_fails_what_had_finished_counts_as_that(error: type[Engin
     assert (counts["completed"], counts[outcome], counts["sequences"]) == (1, 2, 1)
 
 
+def test_what_a_call_brings_back_as_it_was_is_not_counted_again() -> None:
+    metrics, old = Metrics(), completion(tokens=(9,))
+    with metrics.call(1, [old]) as finished:
+        finished([old, completion(tokens=(2,))])
+    with pytest.raises(GenerationTimeout), metrics.call(1, [old]):
+        raise GenerationTimeout("late", [old, waiting_request().cut_short()])
+    counts = counted(metrics)
+    assert (counts["requests"], counts["completed"], counts["timed_out"]) == (2, 1, 1)
+    assert counts["generated_tokens"] == 2
+
+
 def test_a_counter_may_be_moved_by_hand_if_it_exists() -> None:
     metrics = Metrics()
     metrics.count("retried", 2)

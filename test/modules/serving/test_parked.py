@@ -7,10 +7,11 @@ from typing import Any
 from support.requests import named_requests
 from torchrl_moe._errors import NoReplicaError
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
-from torchrl_moe.modules.serving.in_flight import Call, InFlight, Placement
+from torchrl_moe.modules.serving.in_flight import Call, InFlight
 from torchrl_moe.modules.serving.parked import Parked
 from torchrl_moe.modules.serving.placing import GROUP
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.requests import placements
 from torchrl_moe.modules.serving.states import ReplicaState
 
 
@@ -25,7 +26,7 @@ class Yard:
 
     def request(self, **placement: Any) -> InFlight:
         self.count += 1
-        (request,) = Call(self.balancer, named_requests(f"{self.count}"), Placement(**placement)).requests
+        (request,) = Call(self.balancer, named_requests(f"{self.count}"), placements(1, **placement)).requests
         request.turn = float(self.count), self.count
         return request
 

@@ -13,9 +13,10 @@ from torchrl_moe.modules.backends.replica import Request
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.in_flight import Call, Placement
+from torchrl_moe.modules.serving.in_flight import Call
 from torchrl_moe.modules.serving.placing import GROUP, needs, prospect, take_lease, takes
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.requests import placements
 from torchrl_moe.modules.serving.states import ReplicaState
 
 
@@ -27,9 +28,9 @@ def balancer(*states: str, **faults: Any) -> LoadBalancer:
     return LoadBalancer(holder, "requests")
 
 
-def waits_for(lb: LoadBalancer, ends: bool = False, position: int = 0, **placement: Any) -> int | None:
-    call = Call(lb, named_requests("ab"), Placement(**placement), 1.0 if ends else None)
-    return prospect(call.requests[position])
+def waits_for(lb: LoadBalancer, ends: bool = False, **placement: Any) -> int | None:
+    (request,) = Call(lb, named_requests("a"), placements(1, **placement), 1.0 if ends else None).requests
+    return prospect(request)
 
 
 def waits(*arguments: Any, **keywords: Any) -> bool:
@@ -77,16 +78,16 @@ def test_a_group_waits_only_for_those_that_may_come_with_its_version(group: int,
     lb.replica_table.set_version(1, 1)  # it keeps that if its update fails, else it comes with the latest
     lb.replica_table.latest_version = 2
     answered(lb, "g", group)
-    assert waits(lb, group_ids=["g"]) is expected
+    assert waits(lb, group_ids="g") is expected
 
 
 def test_a_group_of_which_nobody_was_answered_may_yet_begin_again() -> None:
     lb = balancer("SERVING")
     over = lb.groups.join("g", 0)
     lb.replica_table.set_version(0, 1)
-    assert waits_for(lb, group_ids=["g"]) == GROUP
+    assert waits_for(lb, group_ids="g") == GROUP
     over(True)
-    assert waits(lb, group_ids=["g"]) is False
+    assert waits(lb, group_ids="g") is False
 
 
 def test_what_is_waited_for_is_the_first_that_may_come() -> None:
@@ -96,7 +97,7 @@ def test_what_is_waited_for_is_the_first_that_may_come() -> None:
     lb.replica_table.set_version(3, 4)
     lb.replica_table.latest_version = 5
     answered(lb, "g", 4)
-    assert waits_for(lb, group_ids=["g"]) == 3  # it may come back as it is; the other one comes with the latest
+    assert waits_for(lb, group_ids="g") == 3  # it may come back as it is; the other one comes with the latest
 
 
 @pytest.mark.parametrize(
@@ -104,17 +105,17 @@ def test_what_is_waited_for_is_the_first_that_may_come() -> None:
     [
         ({}, [3, 4, 5]),
         ({"min_version": 4}, [4, 5]),
-        ({"group_ids": ["new", "new"]}, [3, 4, 5]),
-        ({"group_ids": ["g", "g"]}, [4]),
-        ({"group_ids": ["g", "g"], "min_version": 4}, [4]),
-        ({"group_ids": ["g", "g"], "min_version": 5}, []),
+        ({"group_ids": "new"}, [3, 4, 5]),
+        ({"group_ids": "g"}, [4]),
+        ({"group_ids": "g", "min_version": 4}, [4]),
+        ({"group_ids": "g", "min_version": 5}, []),
     ],
     ids=str,
 )
 def test_which_versions_may_take_a_request(placement: dict[str, Any], expected: list[int]) -> None:
     lb = balancer("SERVING")
     answered(lb, "g", 4)
-    (request, _) = Call(lb, named_requests("ab"), Placement(**placement)).requests
+    (request,) = Call(lb, named_requests("a"), placements(1, **placement)).requests
     assert [version for version in (3, 4, 5) if takes(request, version)] == expected
 
 
@@ -124,8 +125,8 @@ def test_one_that_is_restarted_comes_with_the_latest_version() -> None:
     lb.replica_table.latest_version = 4
     answered(lb, "g", 4)
     answered(lb, "old", 3)
-    assert waits(lb, group_ids=["g", "old"]) is True
-    assert waits(lb, group_ids=["g", "old"], position=1) is False
+    assert waits(lb, group_ids="g") is True
+    assert waits(lb, group_ids="old") is False
 
 
 def test_what_strategies_see_is_the_requests_own() -> None:
@@ -136,20 +137,21 @@ def test_what_strategies_see_is_the_requests_own() -> None:
         Request(request_id="b", sampling_params=None, prompt="text"),
         Request(request_id="a", sampling_params=None, prompt_token_ids=ids),
     ]
-    where = Placement(session_ids=["s", "t"], request_context={"k": 1})
+    where = placements(2, session_ids=["s", "t"], request_context=[None, {"k": 1}])
     for request in reversed(Call(LoadBalancer(holder, ear), requests, where).requests):
         take_lease(request).release()
     seen = [(context.prompt, context.session_id, context.request_context) for _, context in ear.asked]
-    assert seen == [(ids, "t", {"k": 1}), ("text", "s", {"k": 1})]
+    assert seen == [(ids, "t", {"k": 1}), ("text", "s", {})]
 
 
 def test_requests_that_any_replica_would_take_alike_have_the_same_needs() -> None:
     lb = balancer("SERVING")
-    call = Call(lb, named_requests("abc"), Placement(session_ids=["s", "t", "u"], group_ids=["g", "g", "h"]))
+    where = placements(3, session_ids=["s", "t", "u"], group_ids=["g", "g", "h"])
+    call = Call(lb, named_requests("abc"), where)
     a, b, c = map(needs, call.requests)
     assert a == b != c
-    (other,) = Call(lb, named_requests("d"), Placement(group_ids=["g"])).requests
+    (other,) = Call(lb, named_requests("d"), placements(1, group_ids="g")).requests
     assert needs(other) == a
-    for changed in (Placement(group_ids=["g"], min_version=1), Placement(group_ids=["g"], actor_index=0)):
-        assert needs(Call(lb, named_requests("d"), changed).requests[0]) != a
-    assert needs(Call(lb, named_requests("d"), Placement(group_ids=["g"]), timeout=1.0).requests[0]) != a
+    for changed in ({"min_version": 1}, {"actor_index": 0}):
+        assert needs(Call(lb, named_requests("d"), placements(1, group_ids="g", **changed)).requests[0]) != a
+    assert needs(Call(lb, named_requests("d"), placements(1, group_ids="g"), timeout=1.0).requests[0]) != a

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving.prompts import normalise_prompts
+from torchrl_moe.testing.fake_engine import FakeReplica
 
 
 def plain(prompts: Any = None, prompt_token_ids: Any = None) -> Any:
@@ -170,6 +173,47 @@ def test_something_that_is_no_prompt_is_refused_by_its_type(given: Any) -> None:
 def test_an_item_that_is_no_prompt_is_refused_by_its_place(given: Any) -> None:
     with pytest.raises(TypeError, match=r"prompts\[[01]\] must be text or token ids, got (float|int|NoneType)"):
         normalise_prompts(given)
+
+
+# -- completions to resume --------------------------------------------------------------------------------------------
+
+
+def answer() -> Completion:
+    return FakeReplica().submit([Request(request_id="a", sampling_params=None, prompt="hi")])[0].result()
+
+
+def test_completions_to_resume_are_prompts_too() -> None:
+    one, two = answer(), answer()
+    batch = normalise_prompts(resume=one)
+    assert batch.single and batch.prompts[0] is one
+    for several in ([one, two], (one, two)):
+        batch = normalise_prompts(resume=several)
+        assert not batch.single and batch.prompts[0] is one and batch.prompts[1] is two
+
+
+@pytest.mark.parametrize("other", ["prompts", "prompt_token_ids"])
+def test_completions_and_prompts_together_are_refused(other: str) -> None:
+    with pytest.raises(ValueError, match=f"cannot specify both {other} and resume: pass one of them"):
+        normalise_prompts(**{other: [1], "resume": answer()})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [("hi", "got str"), ([object()], "got a list with object at 0"), ({}, "got dict"), (iter([]), "got list_iterator")],
+)
+def test_something_else_than_completions_is_not_resumed(given: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=f"resume must be a Completion or a list of them, .*{words}"):
+        normalise_prompts(resume=given)
+
+
+def test_completions_of_nothing_are_not_resumed() -> None:
+    one = answer()
+    with pytest.raises(ValueError, match="resume cannot be empty: the error that it is from did not end a generate"):
+        normalise_prompts(resume=[])
+    with pytest.raises(ValueError, match=r"resume\[1\] has no answer"):
+        normalise_prompts(resume=[one, replace(one, outputs=[])])
+    with pytest.raises(ValueError, match=r"resume\[1\] has no prompt"):
+        normalise_prompts(resume=[one, replace(one, prompt=None, prompt_token_ids=np.empty(0, np.int64))])
 
 
 def test_a_dictionary_without_a_prompt_is_refused_by_its_keys() -> None:

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 import torch
 
+from support.completions import assert_same_answers, cut
 from support.services import HOUR, QUICK, ask, slow_if, submitted, until_running
 from support.strategies import Says
 from support.waiting import in_thread, until
-from torchrl_moe._errors import GenerationTimeout, NoReplicaError, StaleReplicaError
+from torchrl_moe._errors import GenerationTimeout, NoReplicaError, RequestRefusedError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
 from torchrl_moe.modules.serving.balancing.strategy import Strategy
@@ -208,6 +209,161 @@ def test_min_version_picks_fresh_replicas(serve: Any) -> None:
     assert asyncio.run(engine.agenerate("a", min_version=4)).metrics.replica == 1
     with pytest.raises(StaleReplicaError, match="no serving replica holds version 5; the newest is 4"):
         ask(engine, min_version=5)
+
+
+def test_each_prompt_has_a_version_a_context_and_a_turn_of_its_own(serve: Any) -> None:
+    engine, ear = serve(2), Says()
+    engine.replica_table.set_version(1, 4)
+    engine.create_load_balancer(ear)
+    asked = {"min_version": [4, None], "request_context": [None, {"tenant": "b"}], "priority": np.array([7, -7])}
+    fresh, _ = ask(engine, ["a", "b"], **asked)
+    assert fresh.metrics.replica == 1
+    # the more urgent one was placed first, and had the choice
+    assert [(candidates, context.request_context) for candidates, context in ear.asked] == [
+        ([0, 1], {"tenant": "b"}),
+        ([1], {}),
+    ]
+    assert [(request.prompt, request.priority) for request in submitted(engine)] == [("b", -7), ("a", 7)]
+
+
+def test_the_number_of_a_group_and_its_text_are_one_group(serve: Any) -> None:
+    engine = serve(2)
+    ask(engine, "a", group_ids=3)
+    engine.replica_table.set_version(1, 1)
+    for group in ("3", torch.tensor([3]), np.array([3])):
+        assert ask(engine, ["a"], group_ids=group)[0].metrics.replica == 0
+    assert asyncio.run(engine.agenerate("a", group_id=3)).metrics.replica == 0
+
+
+# -- resume -----------------------------------------------------------------------------------------------------------
+
+ANSWERS = {"max_tokens": 12, "logprobs": 0, "n": 2}
+QUESTIONS = ["answered", "cut", "half", "waits"]
+
+
+def answers(engine: FakeAsyncVLLM, prompts: Any = None, **kwargs: Any) -> Any:
+    return engine.generate(prompts, ANSWERS, use_tqdm=False, **kwargs)
+
+
+@pytest.fixture
+def whole(serve: Any) -> list[Completion]:
+    return list(answers(serve(), QUESTIONS))
+
+
+@pytest.fixture
+def partial(whole: list[Completion]) -> list[Completion]:
+    """One with its answers, one with two that are cut, one with one that is, and one that no engine had."""
+    nothing = replace(cut(whole[3], 0, 0), prompt_token_ids=np.empty(0, np.int64))
+    return [whole[0], cut(whole[1], 3, 7), cut(whole[2], 5, None), nothing]
+
+
+def test_what_a_timeout_left_is_finished_as_if_there_had_been_none(serve: Any, whole: list[Completion]) -> None:
+    engine = serve(token_seconds=lambda r: 0.0 if r.prompt == "answered" else HOUR, max_concurrent_requests=2)
+    call = in_thread(lambda: answers(engine, QUESTIONS, timeout_seconds=0.5))
+    running = engine.replicas[0]._running
+    until(lambda: len(running) == 2)
+    for request in list(running.values()):
+        request.tokens = 5
+    with pytest.raises(GenerationTimeout) as caught:
+        call.result()
+    left = caught.value.partial
+    assert [completion.aborted for completion in left] == [False, True, True, True]
+    assert len(left[1].outputs[0].token_ids) == 5
+    assert [len(completion.prompt_token_ids) for completion in left] == [8, 3, 4, 0]
+    other = serve(2)
+    done = answers(other, resume=left)
+    assert done[0] is left[0]
+    for got, expected in zip(done, whole, strict=True):
+        assert_same_answers(got, expected)
+    assert sorted(request.prompt or "ids" for request in submitted(other)) == ["ids", "ids", "waits"]
+
+
+def test_each_answer_goes_on_by_itself_and_what_is_whole_asks_nobody(
+    serve: Any, whole: list[Completion], partial: list[Completion]
+) -> None:
+    engine = serve()
+    done = answers(engine, resume=partial, request_ids=list("abcd"), priority=[0, 3, 2, 1])
+    for got, expected in zip(done, whole, strict=True):
+        assert_same_answers(got, expected)
+    assert done[0] is partial[0]
+    assert [completion.request_id for completion in done[1:]] == list("bcd")
+    assert [(request.request_id, request.priority) for request in submitted(engine)] == [("d", 1), ("c", 2), ("b", 3)]
+    assert done[2].outputs[1] is partial[2].outputs[1]
+    assert [len(output.token_ids) for output in partial[1].outputs] == [3, 7]  # what was passed is left as it was
+    counts = engine.metrics.summary()
+    assert (counts["requests"], counts["completed"], counts["sequences"]) == (3, 3, 6)
+    assert engine.stats()[0]["generated_tokens"] == 6 * 12 - 3 - 7 - 5 - 12
+
+
+def test_one_completion_is_resumed_as_one(serve: Any, whole: list[Completion], partial: list[Completion]) -> None:
+    engine = serve()
+    assert_same_answers(answers(engine, resume=partial[1]), whole[1])
+    assert_same_answers(asyncio.run(engine.agenerate(None, ANSWERS, resume=partial[2])), whole[2])
+    assert asyncio.run(engine.agenerate(None, ANSWERS, resume=partial[0])) is partial[0]
+    with pytest.raises(ValueError, match="agenerate takes one prompt, got a list of 1"):
+        asyncio.run(engine.agenerate(None, ANSWERS, resume=partial[:1]))
+
+
+def test_a_token_keeps_the_version_that_made_it(serve: Any, partial: list[Completion]) -> None:
+    engine = serve()
+    engine.replicas[0].version = 4
+    done = answers(engine, resume=partial)
+    assert [output.policy_versions.tolist() for output in done[1].outputs] == [[0] * 3 + [4] * 9, [0] * 7 + [4] * 5]
+    assert done[3].outputs[0].policy_versions.tolist() == [4] * 12
+    for got, had in zip(done[1].outputs, partial[1].outputs, strict=True):
+        rows = len(had.routed_experts)
+        assert np.array_equal(got.routed_experts[:rows], had.routed_experts)
+
+
+def test_what_a_resumed_call_leaves_can_be_resumed(
+    serve: Any, whole: list[Completion], partial: list[Completion]
+) -> None:
+    engine = serve(token_seconds=HOUR)
+    with pytest.raises(GenerationTimeout, match=r"3 of 4 requests were not finished within 0\.1 s") as caught:
+        answers(engine, resume=partial, timeout_seconds=0.1)
+    left = caught.value.partial
+    assert left[0] is partial[0]
+    for now, before in zip(left[1:3], partial[1:3], strict=True):
+        assert [len(output.token_ids) for output in now.outputs] == [len(output.token_ids) for output in before.outputs]
+    counts = engine.metrics.summary()
+    assert (counts["requests"], counts["completed"], counts["timed_out"]) == (3, 0, 3)
+    for got, expected in zip(answers(serve(), resume=left), whole, strict=True):
+        assert_same_answers(got, expected)
+
+
+def test_a_refusal_names_the_place_in_the_whole_list(serve: Any, partial: list[Completion]) -> None:
+    engine = serve(refuse=lambda r: "no" if r.prompt == "waits" else None)
+    with pytest.raises(RequestRefusedError, match=r"^request 3 was refused: no") as caught:
+        answers(engine, resume=partial)
+    assert [completion.aborted for completion in caught.value.partial] == [False, False, False, True]
+
+
+def test_an_answer_with_all_its_tokens_is_refused_beside_what_can_go_on(serve: Any, partial: list[Completion]) -> None:
+    words = r"^request 1 was refused: an answer to resume has 7 tokens already: max_tokens=6 must be larger"
+    with pytest.raises(RequestRefusedError, match=words) as caught:
+        serve().generate(resume=partial, sampling_params={**ANSWERS, "max_tokens": 6}, use_tqdm=False)
+    assert [len(output.token_ids) for output in caught.value.partial[1].outputs] == [3, 7]
+    assert [len(output.token_ids) for output in caught.value.partial[2].outputs] == [6, 12]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"prompts": "hi"}, ValueError, "cannot specify both prompts and resume"),
+        ({"prompt_token_ids": [1]}, ValueError, "cannot specify both prompt_token_ids and resume"),
+        ({"session_ids": ["s"]}, ValueError, "session_ids must have one entry per prompt: got 1 for 4 prompts"),
+        ({"sampling_params": {"n": 1}}, ValueError, r"resume\[1\] has 2 answers, but sampling_params ask for n=1"),
+        ({"resume": []}, ValueError, "resume cannot be empty"),
+        ({"resume": "hi"}, TypeError, "resume must be a Completion or a list of them"),
+    ],
+)
+def test_nonsense_is_not_resumed(
+    serve: Any, partial: list[Completion], arguments: Any, error: type[Exception], words: str
+) -> None:
+    engine = serve()
+    with pytest.raises(error, match=words):
+        engine.generate(**{"resume": partial, "sampling_params": ANSWERS, "use_tqdm": False, **arguments})
+    assert submitted(engine) == []
 
 
 # -- the progress bar -------------------------------------------------------------------------------------------------

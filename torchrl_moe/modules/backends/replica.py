@@ -47,6 +47,7 @@ class Request:
 
     Exactly one of ``prompt_token_ids`` (int32 ``[P]``) and ``prompt`` is set. ``sampling_params`` is a mapping of
     vLLM's ``SamplingParams`` fields, or such an object; requests of one call share it, so it crosses once.
+    ``resume`` is what there is of the answers to the prompt: those cut short go on from their last tokens.
     """
 
     request_id: str
@@ -57,6 +58,12 @@ class Request:
     lora_request: Any = None
     guided_options: Any = None
     return_routed_experts: bool = True
+    resume: Completion | None = None
+
+    def param(self, name: str) -> Any:
+        """Return a sampling parameter as the user gave it; ``None`` if he did not."""
+        params = self.sampling_params
+        return params.get(name) if isinstance(params, Mapping) else getattr(params, name, None)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,16 +1,28 @@
-"""From TorchRL's ``generate_kwargs`` to vLLM's sampling parameters, as a plain mapping."""
+"""From TorchRL's ``generate_kwargs`` to vLLM's sampling parameters, as a plain mapping, and its engine's arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["overridden", "sampling_params_of"]
+__all__ = ["engine_arguments_of", "overridden", "sampling_params_of"]
 
 # Common name -> vLLM's. Where both are given vLLM's own wins, as in TorchRL.
 RENAMED = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "stop_sequences": "stop"}
 # Beam search is another algorithm, which vLLM does not run here; a value that means "off" is accepted.
 BEAM_ONLY = {"num_beams": (None, 1), "length_penalty": (None, 1.0), "early_stopping": (None, False)}
+# What is no sampling parameter, but an argument of the engine's own ``generate``.
+FOR_ENGINE = ("actor_index", "lora_request")
+
+
+def engine_arguments_of(generate_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of the engine's ``generate`` among ``generate_kwargs``, and the others.
+
+    >>> engine_arguments_of({"actor_index": 1, "max_new_tokens": 8})
+    ({'actor_index': 1}, {'max_new_tokens': 8})
+    """
+    others = dict(generate_kwargs or {})
+    return {name: others.pop(name) for name in FOR_ENGINE if name in others}, others
 
 
 def sampling_params_of(generate_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """``vLLMWrapper``: prompts in a TensorDict become answers in a TensorDict, with the experts of every token.
 
 TorchRL's name, arguments and keys, over our own engine; it generates and never scores. The work is elsewhere: prompts
-are read in ``prompts``, sampling parameters mapped in ``generate_kwargs``, answers laid out in ``rollout``.
+are read in ``prompts``, what else a batch says of its requests in ``request_keys``, sampling parameters mapped in
+``generate_kwargs``, answers laid out in ``rollout``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies import prompts as reading
-from torchrl_moe.modules.policies.generate_kwargs import overridden, sampling_params_of
+from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of, overridden, sampling_params_of
+from torchrl_moe.modules.policies.request_keys import request_arguments
 from torchrl_moe.modules.policies.rollout import RolloutKeys, answer_tensordict, pad_answers, stack_answers
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.modules.serving.service import GenerationService
@@ -39,7 +41,8 @@ class vLLMWrapper(LLMWrapperBase):
         input_key: where to read it; default ``(input_mode, "prompt")``.
         attention_mask_key: of padded token prompts, if there is one.
         generate: must be true; :class:`TransformersWrapper` scores.
-        generate_kwargs: TorchRL's common names (``max_new_tokens``, ``temperature``, ...) or vLLM's own.
+        generate_kwargs: TorchRL's common names (``max_new_tokens``, ``temperature``, ...) or vLLM's own; also
+            ``actor_index`` and ``lora_request``.
         tokenizer_kwargs: for text prompts; padding and tensors are not asked for, whatever they say.
         pad_output: dense output, prompts padded left and responses right, instead of a lazy stack.
         pad_model_input: must be ``None``; vLLM takes no padding.
@@ -57,9 +60,17 @@ class vLLMWrapper(LLMWrapperBase):
         prefer_tokens: in history mode, take the ids in ``"tokens"`` instead of encoding again: those of an earlier
             turn as far as they go, else the caller's own ``("tokens", "prompt")``, or ``"full"``, as they are.
         timeout_seconds: per request; a late batch raises :class:`GenerationTimeout`.
+        actor_index: the replica to use, instead of the balancer's choice.
+        lora_request: vLLM's ``LoRARequest``, or a mapping of its fields.
         use_tqdm: whether to show a progress bar.
 
     Every key of the README's table is written in every input mode; ``B`` unequal sequences are a lazy stack.
+
+    A batch may say more of its requests than their prompts, for admission and balancing: ``"session_id"``,
+    ``"group_id"``, ``"priority"``, ``"min_version"`` and ``"request_context"`` at its root, one value per sample, are
+    read if present. Numbers are an int tensor ``[B]`` or ``[B, 1]``, anything else a list or a ``NonTensorStack``;
+    ``None``, or -1 where the value is no priority, is as if the key were not there. The ``n`` answers of a sample share
+    its values.
 
     Example::
 
@@ -105,6 +116,8 @@ class vLLMWrapper(LLMWrapperBase):
         prefer_tokens: bool = False,
         timeout_seconds: float | None = None,
         use_tqdm: bool = False,
+        actor_index: int | None = None,
+        lora_request: Any = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
@@ -121,13 +134,17 @@ class vLLMWrapper(LLMWrapperBase):
         self.timeout_seconds, self.use_tqdm = timeout_seconds, use_tqdm
         self.return_log_probs = return_log_probs
         self.return_routed_experts = _keeps_routes(return_routed_experts, model)
-        self.sampling_params = self._sampling_params(generate_kwargs, num_samples)
+        self.engine_arguments, sampling = _split(generate_kwargs, actor_index=actor_index, lora_request=lora_request)
+        self.sampling_params = self._sampling_params(sampling, num_samples)
         self.num_samples = num_samples or (self.sampling_params["n"] if self.sampling_params.get("n", 1) > 1 else None)
         self.inplace = (self.num_samples is None) if inplace is None else inplace
         if self.num_samples is not None and self.inplace is not False:
             raise ValueError(f"{NO_SAMPLES}, got inplace={inplace!r}")
         self._set_keys()
-        # what TorchRL's base class reads; batching is the engine's
+        self._set_no_batching()
+
+    def _set_no_batching(self) -> None:
+        """Set what TorchRL's base class reads; batching is the engine's."""
         self._min_batch_size = self._max_batch_size = self._batching_lock = None
         self._batch_queue: list[Any] = []
         self._futures: list[Any] = []
@@ -189,11 +206,12 @@ class vLLMWrapper(LLMWrapperBase):
             tensordict: holds the prompts at ``input_key``.
             tensordict_out: where to write, instead of what ``inplace`` says.
             return_routed_experts: false leaves the routes of this call out; evaluation does not need them.
-            **generate_kwargs: change the constructor's for this call.
+            **generate_kwargs: change the constructor's for this call, ``actor_index`` and ``lora_request`` too.
 
         Raises:
             KeyError: there is no prompt at ``input_key``.
             ValueError: the batch or a prompt is empty, or an argument makes no sense.
+            TypeError: what the batch says of a request is of a wrong type.
             EngineError: a request failed, or was aborted: a cut answer is never passed on as a whole one.
         """
         samples = _samples(tensordict)
@@ -201,7 +219,9 @@ class vLLMWrapper(LLMWrapperBase):
             raise ValueError(f"the input has no samples: its batch size is {list(tensordict.batch_size)}")
         keys = self.keys if return_routed_experts else replace(self.keys, routed_experts=None)
         prompts = self._read(samples)
-        completions = self._generate(prompts.ids, overridden(self.sampling_params, generate_kwargs), keys)
+        given, sampling = engine_arguments_of(generate_kwargs)
+        asked = {**self.engine_arguments, **given, **request_arguments(samples)}
+        completions = self._generate(prompts.ids, overridden(self.sampling_params, sampling), keys, asked)
         answers = self._answers(samples, prompts, completions, keys)
         shape = (*tensordict.batch_size, *(() if self.num_samples is None else (self.num_samples,)))
         out: TensorDictBase
@@ -239,7 +259,9 @@ class vLLMWrapper(LLMWrapperBase):
         history = stack.get(self.input_key)
         return reading.prompts_from_history(history, self.tokenizer, template, self.chat_template_name, known)
 
-    def _generate(self, ids: list[list[int]], params: dict[str, Any], keys: RolloutKeys) -> list[Completion]:
+    def _generate(
+        self, ids: list[list[int]], params: dict[str, Any], keys: RolloutKeys, asked: dict[str, Any]
+    ) -> list[Completion]:
         if params.get("n", 1) != (self.num_samples or 1):
             raise ValueError(f"n={params['n']} differs from the wrapper's num_samples={self.num_samples}")
         if keys.log_probs is not None and params.get("logprobs") is None:
@@ -252,11 +274,13 @@ class vLLMWrapper(LLMWrapperBase):
             use_tqdm=self.use_tqdm,
             timeout_seconds=self.timeout_seconds,
             return_routed_experts=keys.routed_experts is not None,
+            **asked,
         )
         assert isinstance(completions, list)  # a list of prompts was passed
         aborted = [completion.request_id for completion in completions if completion.aborted]
         if aborted:
-            raise EngineError(f"{len(aborted)} of {len(completions)} requests were aborted ({aborted[0]!r}, ...)")
+            words = f"{len(aborted)} of {len(completions)} requests were aborted ({aborted[0]!r}, ...)"
+            raise EngineError(words, completions)
         return completions
 
     def _answers(
@@ -320,6 +344,14 @@ def _refuse(arguments: dict[str, Any]) -> None:
     num_samples = arguments["num_samples"]
     if num_samples is not None and num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+
+
+def _split(generate_kwargs: dict[str, Any] | None, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the engine's arguments, those among the ``generate_kwargs`` too, and what these say of sampling."""
+    given, sampling = engine_arguments_of(generate_kwargs)
+    if twice := sorted(name for name in given if arguments[name] is not None):
+        raise ValueError(f"{', '.join(twice)}: given twice, also in generate_kwargs. Leave it out of one.")
+    return {**arguments, **given}, sampling
 
 
 def _engine_of(model: Any) -> GenerationService:

@@ -153,7 +153,8 @@ class Dispatcher:
             call.error = EngineError("the service was shut down")
             self._end(call)
             return
-        ids = {request.request.request_id: request for request in call.requests}
+        waiting = [request for request in call.requests if not request.is_over]
+        ids = {request.request.request_id: request for request in waiting}
         if taken := sorted(ids.keys() & self._open.keys()):
             call.error = ValueError(f"request ids are in flight already: {', '.join(taken)}. Use an id once at a time.")
             self._end(call)
@@ -163,9 +164,11 @@ class Dispatcher:
         if call.deadline is not None:
             left = max(call.deadline - time.monotonic(), 0.0)
             call.timer = asyncio.get_running_loop().call_later(left, self._late, call)
-        for request in call.requests:
+        for request in waiting:
             self._admission.put(request)
         self._admit()
+        if not waiting:
+            self._end(call)
 
     def _cancel(self, call: Call) -> None:
         """Abort what is not finished; the caller has been told, or is not there any more."""

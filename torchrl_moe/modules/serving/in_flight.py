@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,33 +15,13 @@ from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, 
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
 from torchrl_moe.modules.serving.lease import Lease
+from torchrl_moe.modules.serving.requests import Placement
+from torchrl_moe.modules.serving.resumption import whole
 from torchrl_moe.modules.serving.states import ReplicaState
 
-__all__ = ["Call", "InFlight", "Placement"]
+__all__ = ["Call", "InFlight"]
 
 LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Where a call's requests may go: a replica by name, the version they need; and what strategies are told.
-
-    ``session_ids`` and ``group_ids`` hold one name per request.
-    """
-
-    actor_index: int | None = None
-    session_ids: Sequence[str] | None = None
-    min_version: int | None = None
-    group_ids: Sequence[str] | None = None
-    request_context: Mapping[str, Any] | None = None
-
-    def session(self, position: int) -> str | None:
-        """Return the session of the request at a position."""
-        return None if self.session_ids is None else self.session_ids[position]
-
-    def group(self, position: int) -> str | None:
-        """Return the group of the request at a position."""
-        return None if self.group_ids is None else self.group_ids[position]
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +31,7 @@ class InFlight:
     call: Call
     position: int
     request: Request
+    placement: Placement
     turn: tuple[float, int] | None = None  # for a place, once it has asked for one: the least is next
     has_place: bool = False
     is_first: bool = False  # of those that wait for a replica with the same needs: it is tried for all
@@ -62,11 +43,6 @@ class InFlight:
     dropped: bool = False  # its call ends early: what comes of it is nobody's answer
     outcome: Completion | None = None
     error: BaseException | None = None
-
-    @property
-    def group(self) -> str | None:
-        """Its group, if it has one."""
-        return self.call.placement.group(self.position)
 
     @property
     def is_over(self) -> bool:
@@ -92,7 +68,7 @@ class InFlight:
 
     def not_placed(self) -> EngineError:
         """Return what to raise if no replica takes it: why, and the death that it met before."""
-        why, death, named = self.refusal, self.death, self.call.placement.actor_index
+        why, death, named = self.refusal, self.death, self.placement.actor_index
         assert why is not None
         table = self.call.balancer.replica_table
         if named is not None and table[named].state is ReplicaState.DEAD:
@@ -102,8 +78,10 @@ class InFlight:
         return StaleReplicaError(text) if isinstance(why, StaleReplicaError) else NoReplicaError(text)
 
     def cut_short(self) -> Completion:
-        """Return the answer to a request that was aborted before an engine had anything of it."""
+        """Return the answer to a request that was aborted before an engine had more of it than what it resumes."""
         request = self.request
+        if request.resume is not None:
+            return replace(request.resume, request_id=request.request_id)
         ids = np.empty(0, np.int64) if request.prompt_token_ids is None else request.prompt_token_ids.astype(np.int64)
         nothing: Any = np.empty(0, np.int64)
         outputs = [
@@ -113,9 +91,9 @@ class InFlight:
                 text="",
                 finish_reason="abort",
                 policy_versions=nothing.astype(np.int32),
-                logprobs=None if self._param("logprobs") is None else nothing.astype(np.float32),
+                logprobs=None if request.param("logprobs") is None else nothing.astype(np.float32),
             )
-            for index in range(self._param("n") or 1)
+            for index in range(request.param("n") or 1)
         ]
         return Completion(
             request_id=request.request_id,
@@ -125,42 +103,40 @@ class InFlight:
             outputs=outputs,
         )
 
-    def _param(self, name: str) -> Any:
-        params = self.request.sampling_params
-        return params.get(name) if isinstance(params, Mapping) else getattr(params, name, None)
-
 
 class Call:
     """The requests of one ``generate``, which end together.
 
     Args:
         balancer: gives the leases.
-        requests: in input order, all of one priority.
-        placement: where they may go.
+        requests: in input order; those whose answer is whole already are over.
+        placements: where each may go.
         timeout: seconds that each request has, from now; ``None`` for ever.
         finished: called with each completion, in the thread of the service's loop.
     """
 
     __slots__ = (
-        "balancer", "deadline", "error", "finished", "has_begun", "is_late", "on_over", "over", "placement",
-        "requests", "timeout", "timer", "unfinished",
+        "balancer", "deadline", "error", "finished", "has_begun", "is_late", "on_over", "over", "requests", "timeout",
+        "timer", "unfinished",
     )  # fmt: skip
 
     def __init__(
         self,
         balancer: LoadBalancer,
         requests: Sequence[Request],
-        placement: Placement,
+        placements: Sequence[Placement],
         timeout: float | None = None,
         finished: Callable[[Completion], object] = lambda _: None,
     ) -> None:
         self.balancer = balancer
-        self.placement = placement
         self.timeout = timeout
         self.deadline = None if timeout is None else time.monotonic() + timeout
         self.finished = finished
-        self.requests = [InFlight(self, position, request) for position, request in enumerate(requests)]
-        self.unfinished = len(self.requests)
+        self.requests = [
+            InFlight(self, position, request, placement, outcome=whole(request))
+            for position, (request, placement) in enumerate(zip(requests, placements, strict=True))
+        ]
+        self.unfinished = sum(not request.is_over for request in self.requests)
         self.has_begun = False
         self.is_late = False
         self.error: BaseException | None = None  # of the call as a whole
@@ -206,6 +182,6 @@ class Call:
             return unplaced.not_placed()
         return GenerationTimeout(
             f"{len(late)} of {len(self.requests)} requests were not finished within {self.timeout:g} s and were "
-            "aborted; what had finished, and what there is of the others, is in .partial. Raise timeout_seconds or "
-            "lower max_tokens."
+            "aborted; what had finished, and what there is of the others, is in .partial. Raise timeout_seconds, "
+            "lower max_tokens, or go on with generate(resume=error.partial)."
         )

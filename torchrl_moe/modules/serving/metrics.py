@@ -85,15 +85,21 @@ class Metrics:
                 self._counts[name] += amount
 
     @contextlib.contextmanager
-    def call(self, requests: int) -> Iterator[Finished]:
-        """Count the requests of one call, whose completions the body hands to what it is given."""
+    def call(self, requests: int, whole: Sequence[Completion] = ()) -> Iterator[Finished]:
+        """Count the requests of one call, whose completions the body hands to what it is given.
+
+        Args:
+            requests: how many.
+            whole: completions among those of the call that were counted before, and are not among the requests.
+        """
+        before = set(map(id, whole))
         self.count("requests", requests)
         try:
-            yield self._finish
+            yield lambda completions: self._finish([one for one in completions if id(one) not in before])
         except EngineError as error:
-            whole = [completion for completion in error.partial if not completion.aborted]
-            self._finish(whole)
-            self.count(_outcome(error), requests - len(whole))
+            done = [one for one in error.partial if not one.aborted and id(one) not in before]
+            self._finish(done)
+            self.count(_outcome(error), requests - len(done))
             raise
         except ValueError:
             self.count("refused", requests)

@@ -62,7 +62,7 @@ class Parked:
             self._seen = self._table.changes
         key = needs(request)
         kind = self._kinds.setdefault(key, _Kind(waits_for))
-        if (group := request.group) is not None:
+        if (group := request.placement.group_id) is not None:
             self._groups.setdefault(group, {})[key] = None
         kind.waits_for = waits_for
         kind.requests[request] = None
@@ -82,7 +82,7 @@ class Parked:
         del kind.requests[request]
         if not kind.requests:
             del self._kinds[key]
-            if (group := request.group) is not None:
+            if (group := request.placement.group_id) is not None:
                 del self._groups[group][key]
                 if not self._groups[group]:
                     del self._groups[group]
@@ -110,7 +110,7 @@ class Parked:
     def _firsts(self, changed: set[int], versions: set[int]) -> Iterator[InFlight]:
         """Name those that wait for a replica that changed, or that one may take which serves a version now."""
         for kind in self._kinds.values():
-            first, named = kind.first, kind.first.call.placement.actor_index
+            first, named = kind.first, kind.first.placement.actor_index
             if named is not None:
                 concerned = named in changed
             else:

@@ -18,9 +18,9 @@ GROUP = -1
 
 def needs(request: InFlight) -> Needs:
     """Return what a request needs of its replica."""
-    call, where = request.call, request.call.placement
+    call, where = request.call, request.placement
     priority = request.request.priority  # an urgent request does not wait for the turn of another
-    return id(call.balancer), where.actor_index, where.min_version, request.group, priority, call.timeout is None
+    return id(call.balancer), where.actor_index, where.min_version, where.group_id, priority, call.timeout is None
 
 
 def take_lease(request: InFlight) -> Lease:
@@ -31,17 +31,16 @@ def take_lease(request: InFlight) -> Lease:
         StaleReplicaError: none holds the version asked for.
         IndexError: there is no replica of the index that the call names.
     """
-    balancer, where, asked = request.call.balancer, request.call.placement, request.request
+    balancer, where, asked = request.call.balancer, request.placement, request.request
     prompt = asked.prompt if asked.prompt_token_ids is None else asked.prompt_token_ids
-    session, group = where.session(request.position), request.group
     if where.actor_index is not None:
-        return balancer.acquire_at(where.actor_index, where.min_version, prompt, session, group)
-    return balancer.acquire(prompt, session, where.min_version, where.request_context, group)
+        return balancer.acquire_at(where.actor_index, where.min_version, prompt, where.session_id, where.group_id)
+    return balancer.acquire(prompt, where.session_id, where.min_version, where.request_context, where.group_id)
 
 
 def takes(request: InFlight, version: int) -> bool:
     """Whether a request may go to a replica of a version. The caller holds the table's lock."""
-    least, pinned = request.call.placement.min_version, _pinned(request)
+    least, pinned = request.placement.min_version, _pinned(request)
     return (least is None or version >= least) and pinned in (None, version)
 
 
@@ -50,10 +49,10 @@ def prospect(request: InFlight) -> int | None:
 
     ``None`` if it would wait in vain. The caller holds the table's lock.
     """
-    balancer, named = request.call.balancer, request.call.placement.actor_index
-    if request.group is not None and balancer.groups.may_begin_again(request.group):
+    balancer, where = request.call.balancer, request.placement
+    if where.group_id is not None and balancer.groups.may_begin_again(where.group_id):
         return GROUP
-    table, version = balancer.replica_table, _pinned(request)
+    table, version, named = balancer.replica_table, _pinned(request), where.actor_index
     for entry in table if named is None else (table[named],):
         # one that is restarted or updated comes with the latest; one that drains keeps what it has
         if version in (None, entry.version, table.latest_version) and _comes(entry, request.call.timeout is not None):
@@ -63,7 +62,8 @@ def prospect(request: InFlight) -> int | None:
 
 def _pinned(request: InFlight) -> int | None:
     """Return the version that a request's group is on, if it has one."""
-    return None if request.group is None else request.call.balancer.groups.version(request.group)
+    group = request.placement.group_id
+    return None if group is None else request.call.balancer.groups.version(group)
 
 
 def _comes(entry: TableEntry, has_deadline: bool) -> bool:

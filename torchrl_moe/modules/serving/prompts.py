@@ -1,4 +1,4 @@
-"""What ``generate`` accepts, brought to one form: a list of prompts, each text or token ids.
+"""What ``generate`` accepts, brought to one form: a list of prompts, each text, token ids, or a completion to resume.
 
 vLLM and TorchRL users pass strings, token lists, arrays, tensors, ``TextPrompt``/``TokensPrompt`` dictionaries, and
 lists of each; the rules for what counts as one prompt are here and nowhere else.
@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torchrl_moe.modules.backends.replica import Completion
+
 __all__ = ["Prompt", "PromptBatch", "normalise_prompts"]
 
-Prompt = str | NDArray[np.int32]
+Prompt = str | NDArray[np.int32] | Completion
 LARGEST_ID = int(np.iinfo(np.int32).max)
 
 
@@ -28,22 +30,25 @@ class PromptBatch:
     single: bool
 
 
-def normalise_prompts(prompts: Any = None, prompt_token_ids: Any = None) -> PromptBatch:
-    """Bring the two ways of passing prompts to one form. A list of ints is one prompt.
+def normalise_prompts(prompts: Any = None, prompt_token_ids: Any = None, resume: Any = None) -> PromptBatch:
+    """Bring the three ways of passing prompts to one form. A list of ints is one prompt.
 
     Raises:
-        ValueError: neither or both are given, nothing is in the list, a prompt is empty, or an id is none.
-        TypeError: something that is no prompt.
+        ValueError: none or several are given, nothing is in the list, a prompt is empty, or an id is none.
+        TypeError: something that is no prompt, or in ``resume`` no :class:`Completion`.
 
     >>> normalise_prompts("hi").single, normalise_prompts([1, 2]).single, normalise_prompts([[1, 2]]).single
     (True, True, False)
     """
-    if prompts is not None and prompt_token_ids is not None:
-        raise ValueError("cannot specify both prompts and prompt_token_ids: pass one of them")
-    source = prompts if prompts is not None else prompt_token_ids
-    name = "prompts" if prompts is not None else "prompt_token_ids"
-    if source is None:
-        raise ValueError("must specify either prompts or prompt_token_ids")
+    ways = {"prompts": prompts, "prompt_token_ids": prompt_token_ids, "resume": resume}
+    given = {name: source for name, source in ways.items() if source is not None}
+    if len(given) > 1:
+        raise ValueError(f"cannot specify both {' and '.join(given)}: pass one of them")
+    if not given:
+        raise ValueError("must specify either prompts or prompt_token_ids, or resume")
+    ((name, source),) = given.items()
+    if resume is not None:
+        return _completions(resume)
     if _is_one(source):
         return PromptBatch([_prompt(source, name)], single=True)
     if not isinstance(source, Sequence) and getattr(source, "ndim", 0) < 1:
@@ -52,6 +57,24 @@ def normalise_prompts(prompts: Any = None, prompt_token_ids: Any = None) -> Prom
     if not items:
         raise ValueError(f"{name} cannot be empty")
     return PromptBatch([_prompt(item, f"{name}[{i}]") for i, item in enumerate(items)], single=False)
+
+
+def _completions(resume: Any) -> PromptBatch:
+    single = isinstance(resume, Completion)
+    items = [resume] if single else list(resume) if isinstance(resume, list | tuple) else None
+    if items is None or not all(isinstance(item, Completion) for item in items):
+        kinds = type(resume).__name__ if items is None else f"a list with {_first_other(items)}"
+        raise TypeError(f"resume must be a Completion or a list of them, such as an error's .partial, got {kinds}")
+    if not items:
+        raise ValueError("resume cannot be empty: the error that it is from did not end a generate")
+    for i, item in enumerate(items):
+        if not item.outputs or (item.prompt is None and not len(item.prompt_token_ids)):
+            raise ValueError(f"resume[{i}] has no {'prompt' if item.outputs else 'answer'}")
+    return PromptBatch(items, single)
+
+
+def _first_other(items: list[Any]) -> str:
+    return next(f"{type(item).__name__} at {i}" for i, item in enumerate(items) if not isinstance(item, Completion))
 
 
 def _is_one(source: Any) -> bool:

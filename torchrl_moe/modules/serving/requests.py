@@ -1,18 +1,75 @@
-"""From the arguments of one ``generate`` call to the requests of replicas."""
+"""From the arguments of one ``generate`` call to the requests of replicas, and where each may go."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from torchrl_moe.modules.backends.replica import Request
+from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving.prompts import Prompt
+from torchrl_moe.modules.serving.resumption import request_to_resume
 
-__all__ = ["check_timeout", "common_fields", "make_request", "one_each"]
+__all__ = ["Placement", "check_timeout", "common_fields", "integers", "make_request", "one_each", "placements"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a request may go: a replica by its index, the version it needs; and what strategies are told of it."""
+
+    actor_index: int | None = None
+    session_id: str | None = None
+    min_version: int | None = None
+    group_id: str | None = None
+    request_context: Mapping[str, Any] | None = None
+
+
+def placements(
+    count: int,
+    *,
+    actor_index: int | None = None,
+    session_ids: Any = None,
+    min_version: Any = None,
+    group_ids: Any = None,
+    request_context: Any = None,
+) -> list[Placement]:
+    """Return the placement of each request of a call.
+
+    Args:
+        count: requests.
+        actor_index: the replica of all of them.
+        session_ids: a name for each, or ``None``.
+        min_version: an int or ``None``, for all or for each.
+        group_ids: a name for each, or ``None``.
+        request_context: a mapping or ``None``, for all or for each.
+
+    Raises:
+        ValueError: a list of another length.
+        TypeError: an entry of another type; the message names it.
+    """
+    nobody = [None] * count
+    sessions = one_each(session_ids, count, "session_ids") or nobody
+    groups = one_each(group_ids, count, "group_ids") or nobody
+    versions = _for_each(min_version, count, "min_version", lambda one, name: None if one is None else _int(one, name))
+    contexts = _for_each(request_context, count, "request_context", _mapping)
+    return [
+        Placement(
+            actor_index=actor_index, session_id=session, min_version=version, group_id=group, request_context=context
+        )
+        for session, version, group, context in zip(sessions, versions, groups, contexts, strict=True)
+    ]
 
 
 def common_fields(
-    sampling_params: Any, lora_request: Any, prompt_adapter_request: Any, guided_options: Any, priority: int
+    sampling_params: Any,
+    lora_request: Any,
+    prompt_adapter_request: Any,
+    guided_options: Any,
+    return_routed_experts: bool,
 ) -> dict[str, Any]:
     """Return the fields that all requests of a call share.
 
@@ -25,31 +82,83 @@ def common_fields(
         "sampling_params": sampling_params,
         "lora_request": lora_request,
         "guided_options": guided_options,
-        "priority": priority,
+        "return_routed_experts": return_routed_experts,
     }
 
 
 def make_request(prompt: Prompt, **fields: Any) -> Request:
-    """Return the request of one prompt, text or token ids."""
+    """Return the request of one prompt: text, token ids, or a completion to resume."""
+    if isinstance(prompt, Completion):
+        return request_to_resume(prompt, **fields)
     if isinstance(prompt, str):
         return Request(prompt=prompt, **fields)
     return Request(prompt_token_ids=prompt, **fields)
 
 
-def one_each(values: str | Sequence[str] | None, count: int, name: str) -> list[str] | None:
-    """Return one name per prompt, or ``None`` for none at all.
+def one_each(values: Any, count: int, name: str) -> list[Any] | None:
+    """Return one name per prompt, or ``None`` for none at all. The numbers of sessions and groups become text.
 
     Raises:
         ValueError: another number of them, or a request id twice.
+        TypeError: a name that is neither text nor an int, nor ``None`` for a prompt without session or group.
     """
     if values is None:
         return None
-    listed = [values] if isinstance(values, str) else list(values)
-    if len(listed) != count:
-        raise ValueError(f"{name} must have one entry per prompt: got {len(listed)} for {count} prompts")
-    if name == "request_ids" and len(set(listed)) != count:
+    are_ids = name == "request_ids"
+    single = isinstance(values, str) or not _is_list(values)
+    listed = _for_each([values] if single else values, count, name, _request_id if are_ids else _name)
+    if are_ids and len(set(listed)) != count:
         raise ValueError("request_ids must differ from each other: an abort names a request by its id")
     return listed
+
+
+def integers(value: Any, count: int, name: str) -> list[int]:
+    """Return one int per prompt: the same for all, or those of a list, array or tensor.
+
+    Raises:
+        ValueError: another number of them.
+        TypeError: one that is no int.
+    """
+    return _for_each(value, count, name, _int)
+
+
+def _is_list(value: Any) -> bool:
+    if isinstance(value, str | Mapping):
+        return False
+    return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
+
+
+def _for_each(value: Any, count: int, name: str, check: Callable[[Any, str], T]) -> list[T]:
+    """Return a checked value per prompt: the one for all, or those of a list."""
+    if not _is_list(value):
+        return [check(value, name)] * count
+    listed = value.tolist() if hasattr(value, "tolist") else value
+    if len(listed) != count:
+        raise ValueError(f"{name} must have one entry per prompt: got {len(listed)} for {count} prompts")
+    return [check(one, f"{name}[{i}]") for i, one in enumerate(listed)]
+
+
+def _int(value: Any, name: str, kind: str = "an int") -> int:
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+    raise TypeError(f"{name} must be {kind}, got {value!r}")
+
+
+def _name(value: Any, name: str) -> str | None:
+    return value if value is None or isinstance(value, str) else str(_int(value, name, "text, an int or None"))
+
+
+def _request_id(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be text, got {value!r}")
+    return value
+
+
+def _mapping(value: Any, name: str) -> Mapping[str, Any] | None:
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping or None, got {value!r}")
+    return value
 
 
 def check_timeout(seconds: float | None) -> float | None:

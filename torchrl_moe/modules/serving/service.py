@@ -14,18 +14,26 @@ from functools import partial
 from typing import Any, Literal
 
 from torchrl_moe._errors import NoReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Replica
+from torchrl_moe.modules.backends.replica import Completion, Replica, Request
 from torchrl_moe.modules.serving.admission import Admission
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
 from torchrl_moe.modules.serving.balancing.strategy import Strategy
 from torchrl_moe.modules.serving.dispatch import Dispatcher
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
-from torchrl_moe.modules.serving.in_flight import Call, Placement
+from torchrl_moe.modules.serving.in_flight import Call
 from torchrl_moe.modules.serving.progress import Progress
 from torchrl_moe.modules.serving.prompts import normalise_prompts
 from torchrl_moe.modules.serving.replica_service import ReplicaService
-from torchrl_moe.modules.serving.requests import check_timeout, common_fields, make_request, one_each
+from torchrl_moe.modules.serving.requests import (
+    check_timeout,
+    common_fields,
+    integers,
+    make_request,
+    one_each,
+    placements,
+)
+from torchrl_moe.modules.serving.resumption import check_resume, whole
 
 __all__ = ["GenerationService"]
 
@@ -85,18 +93,19 @@ class GenerationService(ReplicaService):
         sampling_params: Any = None,
         *,
         prompt_token_ids: Any = None,
+        resume: Completion | Sequence[Completion] | None = None,
         use_tqdm: bool = True,
         lora_request: Any = None,
         prompt_adapter_request: Any = None,
         guided_options_request: Any = None,
         timeout_seconds: float | None = None,
         actor_index: int | None = None,
-        session_ids: str | Sequence[str] | None = None,
+        session_ids: str | int | Sequence[str | int | None] | None = None,
         request_ids: str | Sequence[str] | None = None,
-        priority: int = 0,
-        min_version: int | None = None,
-        group_ids: str | Sequence[str] | None = None,
-        request_context: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] = 0,
+        min_version: int | Sequence[int | None] | None = None,
+        group_ids: str | int | Sequence[str | int | None] | None = None,
+        request_context: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
         return_routed_experts: bool = True,
     ) -> Completion | list[Completion]:
         """Generate for one prompt or many, and wait.
@@ -106,19 +115,25 @@ class GenerationService(ReplicaService):
             sampling_params: a mapping of vLLM's ``SamplingParams`` fields or such an object, used as it is; default:
                 the service's.
             prompt_token_ids: the same as ``prompts``, for token ids.
+            resume: in place of prompts, completions to be finished, such as an error's ``.partial``. Those that are
+                whole come back as they are. The others go on from their last tokens, answer by answer, under new
+                request ids, and come back as if never cut; what had no token yet, or has parameters that depend on
+                where an answer began (a grammar, penalties), begins again. Pass the other arguments as when they
+                began: ``max_tokens`` counts the tokens that there are.
             use_tqdm: whether to show a progress bar.
             lora_request: vLLM's ``LoRARequest``, or a mapping of its fields.
             prompt_adapter_request: must be ``None``; vLLM has dropped prompt adapters.
             guided_options_request: fields of vLLM's ``StructuredOutputsParams`` (``regex``, ``json``, ``choice``, ...).
             timeout_seconds: per request, from this call on; late requests are aborted.
             actor_index: the replica to use, instead of the balancer's choice.
-            session_ids: one per prompt, the same for all turns of a rollout.
+            session_ids: one per prompt, text or a number, the same for all turns of a rollout; ``None``: no session.
             request_ids: one per prompt, to :meth:`abort` by, and not in flight already; made up if not given.
             priority: the lower the earlier, for a place in the service, and in an engine with
-                ``scheduling_policy="priority"``.
+                ``scheduling_policy="priority"``. This and the next two: one for all, or one per prompt.
             min_version: the oldest weight version that will do.
-            group_ids: one per prompt; requests of one group all go to one weight version.
-            request_context: what a balancing strategy of yours wants to know of the call.
+            request_context: what a balancing strategy of yours wants to know of a request.
+            group_ids: one per prompt, like ``session_ids``; 3 and ``"3"`` are one group. Requests of one group all go
+                to one weight version.
             return_routed_experts: whether to bring the routes back; evaluation does not need them.
 
         Returns:
@@ -126,7 +141,8 @@ class GenerationService(ReplicaService):
 
         Raises:
             RuntimeError: the service is not running.
-            ValueError: bad prompts, or request ids that are in flight.
+            ValueError: bad prompts, a list with another number of entries, or request ids that are in flight.
+            TypeError: a prompt, or an entry of a list, of a wrong type.
             RequestRefusedError: the engine refused a request; that is raised once the others are finished.
             GenerationTimeout: some requests were late, and were aborted. Here as below, and on a Ctrl-C's
                 ``KeyboardInterrupt``, ``.partial`` holds one completion per request, in input order: whole if it had
@@ -136,28 +152,40 @@ class GenerationService(ReplicaService):
             ReplicaDiedError: replicas died under a request again and again, or the one of ``actor_index`` did.
         """
         self._check_running("generate")
-        batch = normalise_prompts(prompts, prompt_token_ids)
+        batch = normalise_prompts(prompts, prompt_token_ids, resume)
         count = len(batch.prompts)
         ids = one_each(request_ids, count, "request_ids") or [self._new_id() for _ in batch.prompts]
         params = self.sampling_params if sampling_params is None else sampling_params
-        common = common_fields(params, lora_request, prompt_adapter_request, guided_options_request, priority)
+        common = common_fields(
+            params, lora_request, prompt_adapter_request, guided_options_request, return_routed_experts
+        )
         requests = [
-            make_request(prompt, request_id=request_id, return_routed_experts=return_routed_experts, **common)
-            for request_id, prompt in zip(ids, batch.prompts, strict=True)
+            make_request(prompt, request_id=request_id, priority=turn, **common)
+            for prompt, request_id, turn in zip(batch.prompts, ids, integers(priority, count, "priority"), strict=True)
         ]
-        placement = Placement(
+        done = self._check_resumes(requests)
+        where = placements(
+            count,
             actor_index=actor_index,
-            session_ids=one_each(session_ids, count, "session_ids"),
+            session_ids=session_ids,
             min_version=min_version,
-            group_ids=one_each(group_ids, count, "group_ids"),
+            group_ids=group_ids,
             request_context=request_context,
         )
         timeout = check_timeout(timeout_seconds)
-        with self.metrics.call(count) as finished, Progress(count, use_tqdm) as progress:
-            call = Call(self.load_balancer, requests, placement, timeout, progress.add)
+        asked = count - len(done)
+        with self.metrics.call(asked, done) as finished, Progress(asked, use_tqdm) as progress:
+            call = Call(self.load_balancer, requests, where, timeout, progress.add)
             completions = self._dispatcher.run(call)
             finished(completions)
         return completions[0] if batch.single else completions
+
+    def _check_resumes(self, requests: Sequence[Request]) -> list[Completion]:
+        """Return what is whole already; raise ``ValueError`` for what cannot be resumed."""
+        layout = self.routing_layout
+        for position, request in enumerate(requests):
+            check_resume(request, position, layout)
+        return [done for request in requests if (done := whole(request)) is not None]
 
     def _new_id(self) -> str:
         return f"{self._id_prefix}-{next(self._ids)}"
@@ -168,15 +196,16 @@ class GenerationService(ReplicaService):
         sampling_params: Any = None,
         *,
         prompt_token_ids: Any = None,
+        resume: Completion | None = None,
         lora_request: Any = None,
         guided_options_request: Any = None,
         timeout_seconds: float | None = None,
         actor_index: int | None = None,
-        session_id: str | None = None,
+        session_id: str | int | None = None,
         request_id: str | None = None,
         priority: int = 0,
         min_version: int | None = None,
-        group_id: str | None = None,
+        group_id: str | int | None = None,
         request_context: Mapping[str, Any] | None = None,
         return_routed_experts: bool = True,
     ) -> Completion:
@@ -186,26 +215,28 @@ class GenerationService(ReplicaService):
         ``finish_reason="abort"``.
         """
         self._check_running("agenerate")
-        batch = normalise_prompts(prompt, prompt_token_ids)
+        batch = normalise_prompts(prompt, prompt_token_ids, resume)
         if not batch.single:
             raise ValueError(f"agenerate takes one prompt, got a list of {len(batch.prompts)}: await one call for each")
-        (item,) = batch.prompts
+        (item,), (turn,) = batch.prompts, integers(priority, 1, "priority")
         params = self.sampling_params if sampling_params is None else sampling_params
         request = make_request(
             item,
             request_id=request_id or self._new_id(),
-            return_routed_experts=return_routed_experts,
-            **common_fields(params, lora_request, None, guided_options_request, priority),
+            priority=turn,
+            **common_fields(params, lora_request, None, guided_options_request, return_routed_experts),
         )
-        placement = Placement(
+        done = self._check_resumes([request])
+        where = placements(
+            1,
             actor_index=actor_index,
-            session_ids=None if session_id is None else [session_id],
+            session_ids=session_id,
             min_version=min_version,
-            group_ids=None if group_id is None else [group_id],
+            group_ids=group_id,
             request_context=request_context,
         )
-        call = Call(self.load_balancer, [request], placement, check_timeout(timeout_seconds))
-        with self.metrics.call(1) as finished:
+        call = Call(self.load_balancer, [request], where, check_timeout(timeout_seconds))
+        with self.metrics.call(1 - len(done), done) as finished:
             completions = await self._dispatcher.run_async(call)
             finished(completions)
         return completions[0]

@@ -37,6 +37,7 @@ def requests(draw: st.DrawFn) -> Request:
         lora_request=draw(st.sampled_from([None, ("adapter", 1)])),
         guided_options=draw(st.sampled_from([None, {"regex": "a+"}])),
         return_routed_experts=draw(st.booleans()),
+        resume=draw(st.none() | completions(np.uint8, wire.NOWHERE)),
     )
 
 
@@ -58,7 +59,7 @@ def outputs(draw: st.DrawFn, index: int, prompt_tokens: int, dtype: Any) -> Comp
 
 
 @st.composite
-def completions(draw: st.DrawFn, dtype: Any) -> Completion:
+def completions(draw: st.DrawFn, dtype: Any, replica: int = 7) -> Completion:
     prompt = draw(TOKENS)
     return Completion(
         request_id=draw(TEXTS),
@@ -67,7 +68,10 @@ def completions(draw: st.DrawFn, dtype: Any) -> Completion:
         num_cached_tokens=draw(st.integers(0, 5)),
         outputs=[draw(outputs(i, len(prompt), dtype)) for i in range(draw(st.integers(0, 3)))],
         metrics=CompletionMetrics(
-            queue_seconds=draw(SECONDS), first_token_seconds=draw(SECONDS), total_seconds=draw(SECONDS), replica=7
+            queue_seconds=draw(SECONDS),
+            first_token_seconds=draw(SECONDS),
+            total_seconds=draw(SECONDS),
+            replica=replica,
         ),
     )
 

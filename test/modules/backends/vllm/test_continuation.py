@@ -86,6 +86,12 @@ def test_what_was_not_asked_for_stays_away() -> None:
     assert (output.logprobs, output.routed_experts) == (None, None)
 
 
+def test_a_rest_that_was_cut_before_its_first_token_leaves_the_first_part_as_it_was() -> None:
+    one, nothing = part(b"abc", 0, 3, "abort"), part(b"", 3, 4, "abort")
+    nothing.routed_experts = nothing.logprobs = None  # as vLLM gives it
+    check(join(2, one, nothing, Params(stop="c"), decode), b"abc", "abc", 3, "abort")
+
+
 @pytest.mark.parametrize(
     ("first", "rest", "stop", "raw", "text"),
     [
@@ -127,6 +133,11 @@ def test_a_cut_inside_a_character_gives_the_whole_text(cut: int) -> None:
     check(output, raw, "a é€ b", cut, "length")
 
 
+def test_half_a_character_at_the_end_has_no_text_as_in_vllm() -> None:
+    one, two, three = "é".encode(), "ü".encode(), "ö".encode()
+    check(joined(one[:1], one[1:] + two + three[:1], Params()), one + two + three[:1], "éü", 1, "length")
+
+
 def test_a_token_that_ends_the_answer_has_no_text_after_a_cut_inside_a_character() -> None:
     raw = "é!".encode()
     assert joined(raw[:1], raw[1:], Params(), "stop", "").text == "é"
@@ -157,6 +168,13 @@ def test_the_rest_is_asked_for_with_what_is_left() -> None:
 def test_limits_that_were_not_set_or_are_reached_stay_so() -> None:
     rest = sampling_for_rest(Params(max_tokens=None, min_tokens=2), 0, P, part(b"abc", 0, 3), decode)
     assert (rest.max_tokens, rest.min_tokens, rest.seed) == (None, 0, None)
+
+
+@pytest.mark.parametrize("limit", [2, 3])
+def test_an_answer_that_has_all_its_tokens_is_not_gone_on_with(limit: int) -> None:
+    words = f"answer 1 to resume has 3 tokens already: max_tokens={limit} must be larger"
+    with pytest.raises(ValueError, match=words):
+        sampling_for_rest(Params(max_tokens=limit), 1, P, part(b"abc", 0, 3), decode)
 
 
 def test_an_answer_that_starts_anew_is_asked_for_whole() -> None:

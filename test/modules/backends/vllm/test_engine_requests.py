@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request
+from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
 from torchrl_moe.modules.backends.vllm import engine_requests, weights
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests, Part
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
@@ -197,9 +197,10 @@ class Bench:
         self.weights.in_flight = self.requests
         self.own = False  # whether requests bring an adapter of their own
 
-    async def start(self, name: str = "r", **params: Any) -> None:
+    async def start(self, name: str = "r", resume: Completion | None = None, **params: Any) -> None:
+        ids = np.array(PROMPT, np.int32)
         self.requests.start(
-            Request(request_id=name, sampling_params=Params(**params), prompt_token_ids=np.array(PROMPT, np.int32))
+            Request(request_id=name, sampling_params=Params(**params), prompt_token_ids=ids, resume=resume)
         )
         await asyncio.sleep(0.002)
 
@@ -515,6 +516,136 @@ def test_a_part_says_what_of_it_stays() -> None:
     assert [part.keeps(item, Params()) for item in (done, cut, empty, late)] == [True, True, False, False]
     assert not part.keeps(cut, Params(structured_outputs="a grammar"))
     assert Part("r", 1).over(output(0, 2, "abort"))
+
+
+# -- what a request resumes -------------------------------------------------------------------------------------------
+
+
+def had(*tokens: int, reason: str = "abort") -> Completion:
+    """What there is of answers with so many tokens, made by version 0."""
+    outputs = []
+    for index, count in enumerate(tokens):
+        places = np.arange(len(PROMPT), len(PROMPT) + count)
+        outputs.append(
+            CompletionOutput(
+                index=index,
+                token_ids=places.astype(np.int64),
+                text="".join(map(chr, places)),
+                finish_reason=reason if index == 0 else "abort",
+                policy_versions=np.zeros(count, np.int32),
+                logprobs=-places.astype(np.float32) if count else None,
+                routed_experts=np.arange(len(PROMPT) + count - 1).reshape(-1, 1, 1) if count else None,
+            )
+        )
+    return Completion(
+        request_id="old",
+        prompt="text",
+        prompt_token_ids=np.array(PROMPT, np.int64),
+        num_cached_tokens=2,
+        outputs=outputs,
+        metrics=CompletionMetrics(queue_seconds=0.25, first_token_seconds=0.5, total_seconds=1000.0),
+    )
+
+
+def test_a_request_goes_on_from_what_it_resumes(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.swap(1)
+        await bench.start(resume=had(2), max_tokens=6, min_tokens=5, seed=10)
+        await bench.finish()
+
+    bench = run(script)
+    completion = bench.done["r"]
+    (output,) = completion.outputs
+    check(output, 0, 0, 1, 1, 1, 1)
+    assert (output.finish_reason, output.text) == ("length", "".join(map(chr, output.token_ids)))
+    assert (completion.prompt, completion.prompt_token_ids.tolist()) == ("text", PROMPT)
+    assert completion.num_cached_tokens == 2
+    ((_, prompt, params),) = bench.engine.asked
+    assert prompt == {"prompt_token_ids": [*PROMPT, 3, 4], "cache_salt": "swap-1"}
+    assert (params.max_tokens, params.min_tokens, params.seed, params.routed_experts_prompt_start) == (4, 3, 12, 4)
+    # all seconds of both requests, as with a swap; the engine's own counts are of what it made
+    times = completion.metrics
+    assert (times.queue_seconds, times.first_token_seconds) == (0.25, 0.5)
+    assert 1000 < times.total_seconds < 1100
+    assert bench.requests.seconds < 100
+    assert bench.requests.counts["generated_tokens"] == 4
+
+
+def test_of_several_answers_each_goes_on_from_where_it_was_cut(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start(resume=had(4, 0, 2, reason="stop"), n=3, max_tokens=5)
+        await bench.finish()
+
+    bench = run(script)
+    done, late, cut = bench.done["r"].outputs
+    assert [output.index for output in (done, late, cut)] == [0, 1, 2]
+    check(done, 0, 0, 0, 0)
+    assert done.finish_reason == "stop"
+    for output in (late, cut):
+        check(output, 0, 0, 0, 0, 0)
+    assert sorted(len(prompt["prompt_token_ids"]) for _, prompt, _ in bench.engine.asked) == [3, 5]
+    assert bench.requests.counts["generated_tokens"] == 8
+
+
+def test_what_depends_on_where_it_began_begins_again(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.swap(1)
+        await bench.start(resume=had(2, 1), n=2, structured_outputs="a grammar", max_tokens=3)
+        await bench.finish()
+
+    bench = run(script)
+    for output in bench.done["r"].outputs:
+        check(output, 1, 1, 1)
+    assert bench.done["r"].prompt == "text"
+    assert bench.done["r"].metrics.total_seconds < 100
+    assert [params.n for _, _, params in bench.engine.asked] == [2]
+    assert bench.requests.counts["generated_tokens"] == 6
+
+
+def test_a_stop_string_across_the_cut_ends_what_is_resumed(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start(resume=had(2), stop="".join(map(chr, [4, 5])), include_stop_str_in_output=True)
+        await bench.finish()
+
+    (output,) = run(script).done["r"].outputs
+    check(output, 0, 0, 0)
+    assert (output.finish_reason, output.text) == ("stop", "".join(map(chr, [3, 4, 5])))
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_is_resumed_and_aborted_keeps_what_it_resumed(run: Run, steps: int) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start(resume=had(2))
+        await bench.engine.step(steps)
+        bench.requests.abort(["r"])
+        await asyncio.sleep(0.05)
+        assert len(bench.requests) == 0
+
+    (output,) = run(script).done["r"].outputs
+    check(output, *[0] * (2 + steps))
+    assert output.finish_reason == "abort"
+
+
+def test_what_is_resumed_is_cut_by_swaps_as_any_other(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start(resume=had(2, 1), n=2)
+        await bench.swap(1)  # before a token of its own
+        await bench.engine.step(1)
+        await bench.swap(2)
+        await bench.finish()
+
+    one, two = run(script).done["r"].outputs
+    check(one, 0, 0, 1, 2, 2, 2)
+    check(two, 0, 1, 2, 2, 2, 2)
+
+
+def test_what_has_all_its_tokens_is_refused_and_its_siblings_end_too(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start(resume=had(1, 4), n=2, max_tokens=4)
+        await asyncio.sleep(0.03)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    assert str(run(script).refused["r"]) == "answer 1 to resume has 4 tokens already: max_tokens=4 must be larger"
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------

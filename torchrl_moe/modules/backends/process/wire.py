@@ -36,6 +36,7 @@ __all__ = [
     "unpack_requests",
 ]
 
+NOWHERE = -1  # the replica of a completion that none has finished
 Packed = dict[str, Any]
 Frames: TypeAlias = "list[bytes | memoryview]"
 """One message as it is written: a pickle that counts its large buffers, then the buffers as they lie in memory."""
@@ -154,11 +155,14 @@ def pack_requests(requests: Sequence[Request]) -> Packed:
     What may hold a class that only the driver has is a pickle of its own, so the message can be read in any case.
     """
     ids = [request.prompt_token_ids for request in requests]
+    resumed = {i: request.resume for i, request in enumerate(requests) if request.resume is not None}
     return {
         "ids": _concatenate([row for row in ids if row is not None], np.int32),
         "lengths": np.array([-1 if row is None else len(row) for row in ids], np.int64),
         "rest": [(r.request_id, r.prompt, r.priority, r.return_routed_experts) for r in requests],
         "objects": pickle.dumps([(r.sampling_params, r.lora_request, r.guided_options) for r in requests]),
+        "resumed": list(resumed),
+        "resume": pack_completions(list(resumed.values())) if resumed else None,
     }
 
 
@@ -166,8 +170,11 @@ def unpack_requests(packed: Packed) -> list[Request]:
     """Undo :func:`pack_requests`; raises whatever the objects of a user raise as they are unpickled."""
     lengths = packed["lengths"]
     ids = iter(_split(packed["ids"], lengths[lengths >= 0]))
+    given = unpack_completions(packed["resume"], NOWHERE) if packed["resumed"] else []
+    resumed = dict(zip(packed["resumed"], given, strict=True))
     requests = []
-    for length, row, objects in zip(lengths.tolist(), packed["rest"], pickle.loads(packed["objects"]), strict=True):
+    rows = zip(lengths.tolist(), packed["rest"], pickle.loads(packed["objects"]), strict=True)
+    for i, (length, row, objects) in enumerate(rows):
         request_id, prompt, priority, routes = row
         params, lora, guided = objects
         requests.append(
@@ -180,6 +187,7 @@ def unpack_requests(packed: Packed) -> list[Request]:
                 lora_request=lora,
                 guided_options=guided,
                 return_routed_experts=routes,
+                resume=resumed.get(i),
             )
         )
     return requests

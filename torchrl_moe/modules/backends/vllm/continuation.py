@@ -1,4 +1,4 @@
-"""An answer that a weight swap cut short: what to ask vLLM for next, and how the parts become one answer again.
+"""An answer that a weight swap or its user cut short: what to ask vLLM for next, and how the parts become one again.
 
 The prompt of the next part is the old prompt and the tokens so far. The rows delivered already win: the next part
 brings routes, log-probs and versions of its own tokens only. The first part has G1 tokens, the rest G2.
@@ -54,7 +54,11 @@ def request_for_rest(request: Request, name: str, prompt_ids: NDArray[Any], firs
 def sampling_for_rest(
     params: Any, index: int, prompt_tokens: int, first: CompletionOutput | None, decode: Decode
 ) -> Any:
-    """Return vLLM's ``SamplingParams`` for the rest of answer ``index``."""
+    """Return vLLM's ``SamplingParams`` for the rest of answer ``index``.
+
+    Raises:
+        ValueError: the answer has all tokens that it may have; a swap leaves none so, but a user may have lowered that.
+    """
     rest = params.clone()
     rest.n = 1
     had = 0 if first is None else len(first.token_ids)
@@ -64,6 +68,10 @@ def sampling_for_rest(
         return rest
     rest.min_tokens = max(rest.min_tokens - had, 0)
     if rest.max_tokens is not None:
+        if had >= rest.max_tokens:
+            raise ValueError(
+                f"answer {index} to resume has {had} tokens already: max_tokens={rest.max_tokens} must be larger"
+            )
         rest.max_tokens -= had
     # the last token's row was still to come
     rest.routed_experts_prompt_start = prompt_tokens + had - 1
@@ -94,6 +102,8 @@ def join(
     """
     if first is None:
         return replace(rest, index=index)
+    if not len(rest.token_ids):  # cut again; vLLM gives no rows then
+        return replace(first, index=index, finish_reason=rest.finish_reason, stop_reason=rest.stop_reason)
     text = first.text + rest.text
     if params.detokenize:
         rest, text = _read(first, rest, params, decode)
@@ -133,7 +143,7 @@ def _read(first: CompletionOutput, rest: CompletionOutput, params: Any, decode: 
         if not inside:
             return rest, first.text + rest.text
         unseen = rest.finish_reason == "stop" and not params.include_stop_str_in_output  # the token that stopped it
-        return rest, text(len(after) - unseen)
+        return rest, text(len(after) - unseen).rstrip(HALF)  # vLLM keeps half a character back, too
     match = found(text(count))
     assert match is not None
     start, stop = match

@@ -3,7 +3,7 @@
 A weight swap may cut a request short (``pause="abort"``), or find it without a token, queued or half prefilled, with
 cached prefixes of the old weights; either way its task asks vLLM again once the swap is over. What a swap cut goes on
 from its last token, answer by answer; what had no token yet, or cannot be continued, starts again. Only what the user
-aborts comes back cut.
+aborts comes back cut. A request that resumes a completion is in its first moment what another is after a swap.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Running:
     started: float
     parts: set[Part] = field(default_factory=set)
     aborted: bool = False
+    kept: int = 0  # tokens of what it resumes
 
 
 class EngineRequests:
@@ -138,6 +139,7 @@ class EngineRequests:
             self._refuse(running.request.request_id, error)
             return
         self._count(task.result(), time.monotonic() - running.started)
+        self.counts["generated_tokens"] -= running.kept
         self._send(task.result())
 
     def _count(self, completion: Completion, seconds: float) -> None:
@@ -153,7 +155,7 @@ class EngineRequests:
     async def _run(self, running: Running) -> Completion:
         request = running.request
         params = self._sampling(request.sampling_params, request.guided_options)
-        completion, part = await self._ask(running, request, params)
+        completion, part = await self._first(running, params)
         # nothing to keep: all answers start again, together
         while not any(part.keeps(output, params) for output in completion.outputs):
             await self.weights.salt()
@@ -170,9 +172,21 @@ class EngineRequests:
         finally:
             for answer in answers:  # where one is refused, nobody waits for the others
                 answer.cancel()
+        metrics, given = completion.metrics, request.resume
         if part.name != request.request_id or not all(map(part.over, completion.outputs)):
-            completion.metrics.total_seconds = time.monotonic() - running.started
-        return replace(completion, request_id=request.request_id, outputs=outputs)
+            before = metrics.total_seconds if completion is given else 0.0
+            metrics = replace(metrics, total_seconds=before + time.monotonic() - running.started)
+        prompt = completion.prompt if given is None else given.prompt
+        return replace(completion, request_id=request.request_id, prompt=prompt, outputs=outputs, metrics=metrics)
+
+    async def _first(self, running: Running, params: Any) -> tuple[Completion, Part]:
+        """Return what vLLM gives first, or what was given before this request."""
+        request, given = running.request, running.request.resume
+        if given is None:
+            return await self._ask(running, request, params)
+        part = Part(request.request_id, len(given.outputs), cut=True)
+        running.kept = sum(len(output.token_ids) for output in given.outputs if part.keeps(output, params))
+        return given, part
 
     def _name(self, request: Request) -> str:
         return f"{request.request_id}~{next(self._serial)}"

@@ -1,0 +1,75 @@
+"""The fake engine's answers: the same in one part or in several. What they are like is in ``test_fake_engine.py``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.completions import cut
+from torchrl_moe.modules.backends.replica import Completion, Request
+from torchrl_moe.testing.fake_engine import LAYOUT
+from torchrl_moe.testing.fake_model import FakeModel, tokens_to_come
+
+PROMPT = np.array([104, 105], np.int64)
+OLD, NEW = FakeModel(3, 0, LAYOUT), FakeModel(3, 1, LAYOUT)
+
+
+def ask(resume: Completion | None = None, **params: Any) -> Request:
+    params = {"max_tokens": 6, "logprobs": 0, "n": 2, **params}
+    return Request(request_id="r", sampling_params=params, prompt="hi", resume=resume)
+
+
+def complete(request: Request, model: FakeModel = OLD, tokens: int = 6) -> Completion:
+    outputs = [model.answer(request, PROMPT, index, tokens) for index in range(2)]
+    return Completion(request_id="r", prompt="hi", prompt_token_ids=PROMPT, num_cached_tokens=0, outputs=outputs)
+
+
+@pytest.mark.parametrize("tokens", [(2, 4), (0, 5), (1, None)])
+def test_an_answer_in_two_parts_is_the_same_and_its_first_rows_win(tokens: Any) -> None:
+    full = complete(ask())
+    partial = cut(full, *tokens)
+    marked = [replace(output, routed_experts=output.routed_experts) for output in partial.outputs]
+    for output in marked:
+        if output.routed_experts is not None:
+            output.routed_experts = output.routed_experts.copy()
+            output.routed_experts[:] = 99
+    done = complete(ask(replace(partial, outputs=marked)))
+    for got, output, had in zip(done.outputs, full.outputs, marked, strict=True):
+        count = len(had.token_ids)
+        assert got.token_ids.tolist() == output.token_ids.tolist()
+        assert got.text == output.text
+        assert got.finish_reason == "length"
+        assert got.logprobs is not None and output.logprobs is not None
+        assert got.logprobs.tolist() == output.logprobs.tolist()
+        known = len(PROMPT) + count - 1 if count else 0
+        assert got.routed_experts is not None and output.routed_experts is not None
+        assert (got.routed_experts[:known] == 99).all()
+        assert np.array_equal(got.routed_experts[known:], output.routed_experts[known:])
+
+
+def test_each_part_keeps_the_version_that_made_it() -> None:
+    partial = cut(complete(ask()), 2, None)
+    first, second = complete(ask(partial), NEW).outputs
+    assert first.policy_versions.tolist() == [0, 0, 1, 1, 1, 1]
+    assert first.token_ids[:2].tolist() == partial.outputs[0].token_ids.tolist()
+    assert second is partial.outputs[1]
+
+
+def test_an_answer_may_be_cut_again() -> None:
+    partial = cut(complete(ask()), 2, 5)
+    first, second = complete(ask(partial), tokens=1).outputs
+    assert (len(first.token_ids), first.finish_reason) == (3, "abort")
+    assert (len(second.token_ids), second.finish_reason) == (6, "length")
+
+
+def test_the_shortest_answer_has_most_tokens_to_come() -> None:
+    full = complete(ask())
+    assert tokens_to_come(ask()) == 6
+    assert tokens_to_come(ask(max_tokens=None)) == 16
+    assert tokens_to_come(ask(cut(full, 2, 5))) == 4
+    assert tokens_to_come(ask(cut(full, None, 5))) == 1
+    with pytest.raises(ValueError, match="an answer to resume has 5 tokens already: max_tokens=5 must be larger"):
+        tokens_to_come(ask(cut(full, 2, 5), max_tokens=5))

@@ -1,0 +1,72 @@
+"""Completions that are to be finished: what a request is made of, what of it is refused, and which ask no engine.
+
+Letters: P prompt tokens, G tokens so far, L decoder layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request
+
+__all__ = ["check_resume", "request_to_resume", "whole"]
+
+
+def request_to_resume(completion: Completion, **fields: Any) -> Request:
+    """Return the request that finishes a completion; one that had no token yet begins as it did at first."""
+    ids = completion.prompt_token_ids.astype(np.int32)
+    if not completion.aborted or any(len(output.token_ids) for output in completion.outputs):
+        return Request(prompt_token_ids=ids, resume=completion, **fields)
+    if completion.prompt is not None:
+        return Request(prompt=completion.prompt, **fields)
+    return Request(prompt_token_ids=ids, **fields)
+
+
+def whole(request: Request) -> Completion | None:
+    """Return the answer of a request that needs none, since what it resumes is whole already."""
+    given = request.resume
+    return None if given is None or given.aborted else given
+
+
+def check_resume(request: Request, position: int, layout: RoutingLayout | None) -> None:
+    """Check that what a request resumes is what an engine of these routers gave, as the request asks for it.
+
+    Args:
+        request: resumes a completion, or none.
+        position: of the completion in the user's list.
+        layout: the engine's routers; ``None`` if it captures no routes.
+
+    Raises:
+        ValueError: it is not.
+    """
+    given = request.resume
+    if given is None or whole(request) is not None:
+        return
+    answers = request.param("n") or 1
+    if [output.index for output in given.outputs] != list(range(answers)):
+        raise ValueError(
+            f"resume[{position}] has {len(given.outputs)} answers, but sampling_params ask for n={answers}: pass those "
+            "that it began with"
+        )
+    for output in given.outputs:
+        if len(output.token_ids) and (wrong := _wrong(request, given, output, layout)):
+            raise ValueError(f"resume[{position}], answer {output.index}: {wrong}")
+
+
+def _wrong(request: Request, given: Completion, output: CompletionOutput, layout: RoutingLayout | None) -> str:
+    tokens, prompt = len(output.token_ids), len(given.prompt_token_ids)
+    values = {"policy_versions": output.policy_versions, "logprobs": output.logprobs}
+    lengths = {name: len(value) for name, value in values.items() if value is not None}
+    if not prompt or any(length != tokens for length in lengths.values()):
+        return f"no completion of an engine: {prompt} prompt tokens, {tokens} tokens, lengths {lengths}"
+    if output.logprobs is None and request.param("logprobs") is not None:
+        return "it has no log-probs, which sampling_params ask for: pass those that it began with"
+    if layout is None or not request.return_routed_experts:
+        return ""
+    if output.routed_experts is None:
+        return "it has no routes: pass return_routed_experts=False, as when it began"
+    shape, expected = output.routed_experts.shape, (prompt + tokens - 1, layout.num_layers, layout.top_k)
+    return "" if shape == expected else f"its routes have shape {list(shape)}, but this engine gives {list(expected)}"

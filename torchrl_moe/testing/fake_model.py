@@ -1,0 +1,126 @@
+"""What the fake engine answers: tokens, log-probs and routes as a pure function of seed, version and token prefix.
+
+So a request that is repeated gets the same again, and one that resumes an answer gets what was to come. No model is
+behind it, and nothing here waits or fails.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.replica import CompletionOutput, Request
+from torchrl_moe.modules.backends.vllm.continuation import join
+
+__all__ = ["FakeModel", "tokens_to_come"]
+
+MAX_TOKENS = 16  # vLLM's default
+
+
+def tokens_to_come(request: Request) -> int:
+    """Return how many tokens the longest of a request's answers still gets.
+
+    Raises:
+        ValueError: an answer that it resumes has all that ``max_tokens`` allows.
+    """
+    had = [] if request.resume is None else [len(o.token_ids) for o in request.resume.outputs if _is_cut(o)]
+    limit = _max_tokens(request)
+    if max(had, default=-1) >= limit:
+        raise ValueError(f"an answer to resume has {max(had)} tokens already: max_tokens={limit} must be larger")
+    return limit - min(had, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class FakeModel:
+    """Weights that are three values.
+
+    Args:
+        seed: changes every token, log-prob and route.
+        version: of the weights; does too.
+        layout: the routers it pretends to have; ``None`` for a dense model.
+    """
+
+    seed: int
+    version: int
+    layout: RoutingLayout | None
+
+    def answer(self, request: Request, prompt: NDArray[np.int64], index: int, tokens: int) -> CompletionOutput:
+        """Return an answer with so many tokens more than what the request resumes, or with all that it may have."""
+        first = None if request.resume is None else request.resume.outputs[index]
+        if first is not None and not _is_cut(first):
+            return first
+        if first is not None and not len(first.token_ids):
+            first = None
+        had = [] if first is None else first.token_ids.tolist()
+        known_rows = len(prompt) + len(had) - 1 if had else 0
+        ids, limit = [*prompt.tolist(), *had], _max_tokens(request)
+        log_probs = self._extend(ids, index, min(tokens, limit - len(had)))
+        token_ids = np.array(ids[len(prompt) + len(had) :], np.int64)
+        routes = self._routes(ids) if self.layout and request.return_routed_experts else None
+        rest = CompletionOutput(
+            index=index,
+            token_ids=token_ids,
+            text=_text(token_ids.tolist()),
+            finish_reason="length" if len(had) + len(token_ids) == limit else "abort",
+            policy_versions=np.full(len(token_ids), self.version, np.int32),
+            logprobs=None if request.param("logprobs") is None else np.array(log_probs, np.float32),
+            routed_experts=None if routes is None else routes[known_rows:],
+        )
+        return join(index, first, rest, SimpleNamespace(detokenize=False), _text)
+
+    def _extend(self, ids: list[int], index: int, count: int) -> list[float]:
+        """Add tokens, and return their log-probs."""
+        log_probs = []
+        prefix = self._hash("token", index, ids)
+        for _ in range(count):
+            rng = _rng(prefix)
+            ids.append(int(rng.integers(32, 127)))  # printable ASCII
+            log_probs.append(-float(rng.exponential()))
+            _feed(prefix, ids[-1:])
+        return log_probs
+
+    def _routes(self, ids: Sequence[int]) -> NDArray[np.unsignedinteger[Any]]:
+        layout = self.layout
+        assert layout is not None
+        dtype = np.uint8 if layout.num_experts <= 256 else np.uint16  # as vLLM does
+        rows = np.zeros((len(ids) - 1, layout.num_layers, layout.top_k), dtype)
+        prefix = self._hash("route")
+        for row, token in zip(rows, ids, strict=False):  # the last token has no row
+            _feed(prefix, [token])
+            rng = _rng(prefix)
+            for layer in layout.moe_layers:
+                row[layer] = rng.permutation(layout.num_experts)[: layout.top_k]
+        return rows
+
+    def _hash(self, what: str, index: int = 0, ids: Iterable[int] = ()) -> hashlib.blake2b:
+        prefix = hashlib.blake2b(repr((what, self.seed, self.version, index)).encode(), digest_size=8)
+        _feed(prefix, ids)
+        return prefix
+
+
+def _feed(prefix: hashlib.blake2b, ids: Iterable[int]) -> None:
+    prefix.update(np.fromiter(ids, "<i8").tobytes())
+
+
+def _rng(prefix: hashlib.blake2b) -> np.random.Generator:
+    return np.random.default_rng(int.from_bytes(prefix.digest(), "little"))
+
+
+def _text(ids: Sequence[int]) -> str:
+    return bytes(ids).decode()
+
+
+def _is_cut(output: CompletionOutput) -> bool:
+    return output.finish_reason == "abort"
+
+
+def _max_tokens(request: Request) -> int:
+    given = request.param("max_tokens")
+    return MAX_TOKENS if given is None else int(given)
