@@ -8,6 +8,7 @@ Nothing here learns or scores: no model is behind it.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
 from collections import Counter
@@ -281,9 +282,9 @@ class FakeReplica:
         log_probs = []
         prefix = self._hash("token", index, ids)
         for _ in range(entry.tokens):
-            rng = _rng(prefix)
-            ids.append(int(rng.integers(32, 127)))  # printable ASCII
-            log_probs.append(-float(rng.exponential()))
+            draw = int.from_bytes(prefix.digest(), "little")
+            ids.append(32 + draw % 95)  # printable ASCII
+            log_probs.append(math.log1p(-(draw >> 11) / (1 << 53)))  # of a uniform number, so never above 0
             _extend(prefix, ids[-1:])
         token_ids = np.array(ids[len(prompt) :], np.int64)
         return CompletionOutput(
