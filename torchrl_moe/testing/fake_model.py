@@ -7,6 +7,7 @@ behind it, and nothing here waits or fails.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -80,9 +81,9 @@ class FakeModel:
         log_probs = []
         prefix = self._hash("token", index, ids)
         for _ in range(count):
-            rng = _rng(prefix)
-            ids.append(int(rng.integers(32, 127)))  # printable ASCII
-            log_probs.append(-float(rng.exponential()))
+            draw = int.from_bytes(prefix.digest(), "little")
+            ids.append(32 + draw % 95)  # printable ASCII
+            log_probs.append(math.log1p(-(draw >> 11) / (1 << 53)))  # of a uniform number, so never above 0
             _feed(prefix, ids[-1:])
         return log_probs
 

@@ -75,7 +75,7 @@ def test_what_is_taken_out_leaves_nothing_behind() -> None:
     del requests
     gc.collect()  # a request and its call hold each other
     assert [prompt() for prompt in prompts] == [None] * 899
-    assert len(admission._heap) <= 2 * 100 + 64
+    assert len(admission._turns) <= 2 * 100 + 64
     admission.give_back()
     assert admission.next() is last
 

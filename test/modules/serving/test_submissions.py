@@ -13,7 +13,9 @@ import pytest
 from support.requests import waiting_request
 from support.waiting import PATIENCE
 from torchrl_moe.modules.backends.replica import Completion, Request
+from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
 from torchrl_moe.modules.serving.event_loop import EventLoop
+from torchrl_moe.modules.serving.in_flight import InFlight
 from torchrl_moe.modules.serving.submissions import Submissions
 
 
@@ -36,6 +38,18 @@ class Slow:
 
     def abort(self, ids: Sequence[str]) -> None:
         self.aborted += ids
+
+
+def put(submissions: Submissions, replica: Slow) -> asyncio.Future[Future[Completion]]:
+    """Hand a request over to a replica; the future of what comes of it."""
+    return put_request(submissions, replica, waiting_request())
+
+
+def put_request(submissions: Submissions, replica: Slow, request: InFlight) -> asyncio.Future[Future[Completion]]:
+    came: asyncio.Future[Future[Completion]] = asyncio.get_running_loop().create_future()
+    request.lease = LoadBalancer([replica]).acquire()
+    submissions.put(request, lambda of, future: came.set_result(future) if of is request else None)
+    return came
 
 
 def in_loop(work: Callable[[Submissions], Coroutine[Any, Any, Any]]) -> tuple[Any, list[str]]:
@@ -71,10 +85,10 @@ def test_what_one_turn_places_is_one_message_for_each_replica() -> None:
 
     async def work(submissions: Submissions) -> None:
         for replica in (one, two, one, one):
-            submissions.put(replica, waiting_request())
+            put(submissions, replica)
         assert (one.messages, two.messages) == ([], [])
         await at_the_end_of_the_turn()
-        submissions.put(two, waiting_request())
+        put(submissions, two)
         await at_the_end_of_the_turn()
 
     in_loop(work)
@@ -90,7 +104,7 @@ def test_many_ends_wake_the_loop_once() -> None:
     replica = Slow()
 
     async def work(submissions: Submissions) -> list[Any]:
-        waits = [submissions.put(replica, waiting_request()) for _ in range(50)]
+        waits = [put(submissions, replica) for _ in range(50)]
         await at_the_end_of_the_turn()
 
         def end() -> None:
@@ -107,13 +121,37 @@ def test_many_ends_wake_the_loop_once() -> None:
     assert calls == ["_collect"]
 
 
+def test_an_error_at_one_end_keeps_no_other_from_being_told() -> None:
+    replica, told = Slow(), []
+
+    def tell(request: InFlight, future: Future[Completion]) -> None:
+        told.append(future.result())
+        if len(told) == 1:
+            raise RuntimeError("the first of all")
+
+    async def work(submissions: Submissions) -> list[str]:
+        errors: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: errors.append(str(what["exception"])))
+        for request in (waiting_request(), waiting_request()):
+            request.lease = LoadBalancer([replica]).acquire()
+            submissions.put(request, tell)
+        await at_the_end_of_the_turn()
+        for number, future in enumerate(replica.futures):
+            future.set_result(number)  # type: ignore[arg-type]
+        await at_the_end_of_the_turn()
+        return errors
+
+    assert in_loop(work)[0] == ["the first of all"]
+    assert told == [0, 1]
+
+
 def test_an_error_at_the_hand_over_is_what_comes_of_the_message_and_takes_it_back() -> None:
     bad, good = Slow(), Slow()
     bad.error = TypeError("cannot pickle")
 
     async def work(submissions: Submissions) -> str:
-        lost = [submissions.put(bad, waiting_request()) for _ in range(2)]
-        submissions.put(good, waiting_request())
+        lost = [put(submissions, bad) for _ in range(2)]
+        put(submissions, good)
         ended = await asyncio.gather(*lost)
         return " ".join(str(future.exception()) for future in ended)
 
@@ -127,7 +165,7 @@ def test_what_was_aborted_on_its_way_is_aborted_again_once_it_is_there(aborted: 
 
     async def work(submissions: Submissions) -> None:
         request = waiting_request()
-        submissions.put(replica, request)
+        put_request(submissions, replica, request)
         request.aborted = aborted
         await at_the_end_of_the_turn()
 

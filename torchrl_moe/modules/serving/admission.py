@@ -9,15 +9,12 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any, TypeAlias
 
 from torchrl_moe.modules.serving.in_flight import InFlight
 
 __all__ = ["PRIORITY_SECONDS", "Admission"]
 
 PRIORITY_SECONDS = 30.0
-
-_Entry: TypeAlias = "list[Any]"  # a request's turn, unlike all others; the request, or None once taken out
 
 
 class Admission:
@@ -40,41 +37,39 @@ class Admission:
         """Places given and not given back."""
         self._clock = clock
         self._numbers = itertools.count()
-        self._entries: dict[InFlight, _Entry] = {}  # of those that wait
-        self._heap: list[_Entry] = []  # these, and some whose request was taken out
+        self._waiting: dict[int, InFlight] = {}  # by number
+        self._turns: list[tuple[float, int]] = []  # a heap: theirs, and some of requests that were taken out
 
     @property
     def waiting(self) -> int:
         """Requests that wait for a place."""
-        return len(self._entries)
+        return len(self._waiting)
 
     def put(self, request: InFlight) -> None:
         """Have a request wait for a place; one that waited before takes its old turn."""
         if request.turn is None:
             at = self._clock() + request.request.priority * PRIORITY_SECONDS
             request.turn = at, next(self._numbers)
-        self._entries[request] = entry = [*request.turn, request]
-        heapq.heappush(self._heap, entry)
+        self._waiting[request.turn[1]] = request
+        heapq.heappush(self._turns, request.turn)
 
     def remove(self, request: InFlight) -> bool:
         """Take a request out that waits for no place any more; whether it did."""
-        entry = self._entries.pop(request, None)
-        if entry is None:
+        if request.turn is None or self._waiting.pop(request.turn[1], None) is None:
             return False
-        entry[-1] = None  # the heap keeps the entry for a while, and nothing of the request
-        if len(self._heap) > 2 * len(self._entries) + 64:
-            self._heap = list(self._entries.values())
-            heapq.heapify(self._heap)
+        if len(self._turns) > 2 * len(self._waiting) + 64:
+            self._turns = [one.turn for one in self._waiting.values() if one.turn is not None]
+            heapq.heapify(self._turns)
         return True
 
     def next(self) -> InFlight | None:
         """Give a place to the request that is next; ``None`` if there is no place, or none waits."""
-        if not self._entries or (self.limit is not None and self.taken >= self.limit):
+        if not self._waiting or (self.limit is not None and self.taken >= self.limit):
             return None
         request = None
         while request is None:
-            *_, request = heapq.heappop(self._heap)
-        del self._entries[request]
+            _, number = heapq.heappop(self._turns)
+            request = self._waiting.pop(number, None)
         self.taken += 1
         return request
 

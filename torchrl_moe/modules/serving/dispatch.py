@@ -1,9 +1,10 @@
 """Calls on their way through the service: admitted, placed, handed over, and placed again if a replica dies.
 
-All of it happens in one thread, the service's event loop: one coroutine per request that a replica has, none for those
-that wait. A change of the replica table concerns only requests that no replica took and that the changed ones may take,
-or wait for in vain; of each kind of these only the first is tried until one is taken. What becomes of a group concerns
-only its own, an answer only its request. So n requests cost n wake-ups, however they end.
+All of it happens in one thread, the service's event loop. A request is in one place at a time: it waits for its turn
+(admission), for a replica (parked) or for a replica's answer (with a lease); nothing runs for it meanwhile. A change of
+the replica table concerns only requests that no replica took and that the changed ones may take, or that wait for these
+in vain; of each kind only the first is tried until one is taken. What becomes of a group concerns only its own, and an
+answer only its request. So n requests cost n wake-ups, however they end.
 
 A killed replica delivers nothing: its requests begin again, from their prompts, on a replica that the balancer picks.
 """
@@ -15,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -38,7 +40,7 @@ __all__ = ["Dispatcher"]
 
 ABORT_GRACE_SECONDS = 5.0
 STOP_SECONDS = 5.0
-AT_ONCE = 128
+AT_ONCE = 32
 """Requests that begin in one turn of the loop, so that others are not held up."""
 
 
@@ -70,7 +72,6 @@ class Dispatcher:
         self._open: dict[str, InFlight] = {}
         self._parked = Parked(table)  # those that no replica took
         self._submissions = Submissions(self._loop)
-        self._tasks: set[asyncio.Task[None]] = set()
         self._admitting = False
         self._stopped = False
         self._retrying = False  # other threads set it, under the table's lock
@@ -233,37 +234,18 @@ class Dispatcher:
     def _admit(self) -> None:
         """Begin the requests that are next, as far as there are places, a few in each turn of the loop."""
         self._admitting = False
-        loop = asyncio.get_running_loop()
         for _ in range(AT_ONCE):
             request = self._admission.next()
             if request is None:
                 return
             request.has_place = True
-            if self._place(request):
-                task = loop.create_task(self._serve(request))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-            else:
-                self._leave(request)
+            self._place(request)
         self._admit_soon()
 
     def _admit_soon(self) -> None:
         if not self._admitting:
             self._admitting = True
             asyncio.get_running_loop().call_soon(self._admit)
-
-    async def _serve(self, request: InFlight) -> None:
-        """Bring a request that has a replica to its outcome, or have it wait for another one without a place."""
-        try:
-            while True:
-                await self._ask(request)
-                if request.is_over or not self._place(request):
-                    return
-        except BaseException as error:
-            self._give_up(request, error)
-            raise
-        finally:
-            self._leave(request)
 
     def _give_up(self, request: InFlight, error: BaseException) -> None:
         """End a request whatever its replica does."""
@@ -279,15 +261,17 @@ class Dispatcher:
             self._admission.give_back()
             self._admit_soon()
 
-    def _place(self, request: InFlight) -> bool:
-        """Have a replica take a request; false if it is over, or waits for one."""
+    def _place(self, request: InFlight) -> None:
+        """Have a replica take a request, or have it wait for one without a place."""
         try:
-            return self._lease(request)
+            if self._lease(request):
+                self._submissions.put(request, self._ended)
+            else:
+                self._leave(request)
         except BaseException as error:  # a strategy's warning that is an error, say
             self._give_up(request, error)
             if not isinstance(error, Exception):
                 raise
-            return False
 
     def _lease(self, request: InFlight) -> bool:
         if request.aborted:
@@ -348,23 +332,31 @@ class Dispatcher:
 
     # -- engines ----------------------------------------------------------------------------------------------------
 
-    async def _ask(self, request: InFlight) -> None:
-        """Hand a request to the replica of its lease and take what comes of it."""
-        lease = request.lease
-        assert lease is not None
-        ended = await self._submissions.put(lease.replica, request)
-        if (error := ended.exception()) is not None:
-            self._failed(request, error)
+    def _ended(self, request: InFlight, future: Future[Completion]) -> None:
+        """Take what came of a request that a replica had; if the replica died, another one may take it."""
+        try:
+            if (error := future.exception()) is not None:
+                self._failed(request, error)
+            else:
+                self._answered(request, future.result())
+            if not request.is_over:
+                self._place(request)
+        except BaseException as error:
+            self._give_up(request, error)
+            raise
+
+    def _answered(self, request: InFlight, completion: Completion) -> None:
+        lease, request.lease = request.lease, None
+        if lease is None:  # given up meanwhile
             return
-        completion = ended.result()
-        request.lease = None
         # what was aborted because its call ended early is nobody's answer
         lease.release(None if request.dropped and completion.aborted else True)
         self._finish(request, completion)
 
     def _failed(self, request: InFlight, error: BaseException) -> None:
         lease, request.lease = request.lease, None
-        assert lease is not None
+        if lease is None:  # given up meanwhile
+            return
         refused = isinstance(error, ValueError)
         lease.release(refused)
         if isinstance(error, ReplicaDiedError):

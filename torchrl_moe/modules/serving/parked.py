@@ -49,7 +49,7 @@ class Parked:
 
     def join(self, request: InFlight) -> bool:
         """Have a request wait behind others of its needs, if there are any; whether there are."""
-        kind = self._kinds.get(needs(request))
+        kind = self._kinds.get(needs(request)) if self._kinds else None
         if kind is None:
             return False
         request.refusal = kind.first.refusal
@@ -70,7 +70,7 @@ class Parked:
 
     def alike(self, request: InFlight) -> list[InFlight]:
         """Return those that have the needs of a request, in order of arrival."""
-        kind = self._kinds.get(needs(request))
+        kind = self._kinds.get(needs(request)) if self._kinds else None
         return [] if kind is None else list(kind.requests)
 
     def remove(self, request: InFlight) -> bool:

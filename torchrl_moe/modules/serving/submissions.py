@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeAlias
@@ -18,7 +18,7 @@ __all__ = ["Submissions", "abort_on"]
 
 LOG = logging.getLogger(__name__)
 
-Ended: TypeAlias = "asyncio.Future[Future[Completion]]"
+Ended: TypeAlias = Callable[[InFlight, "Future[Completion]"], object]
 
 
 class Submissions:
@@ -32,40 +32,43 @@ class Submissions:
         self._loop = loop
         self._outgoing: dict[Any, list[tuple[InFlight, Ended]]] = {}  # by replica
         self._lock = threading.Lock()
-        self._back: list[tuple[Ended, Future[Completion]]] = []  # other threads add to it
+        self._back: list[tuple[InFlight, Ended, Future[Completion]]] = []  # other threads add to it
 
-    def put(self, replica: Any, request: InFlight) -> Ended:
-        """Hand a request over at the end of this turn; wait for what is returned, which holds the replica's future."""
-        loop = asyncio.get_running_loop()
-        ended: Ended = loop.create_future()
+    def put(self, request: InFlight, ended: Ended) -> None:
+        """Hand a request over to the replica of its lease at the end of this turn.
+
+        Args:
+            request: with its lease.
+            ended: called in the loop with the request and the replica's future, once that is done.
+        """
+        assert request.lease is not None
         if not self._outgoing:
-            loop.call_soon(self._hand_over)
-        self._outgoing.setdefault(replica, []).append((request, ended))
-        return ended
+            asyncio.get_running_loop().call_soon(self._hand_over)
+        self._outgoing.setdefault(request.lease.replica, []).append((request, ended))
 
     def _hand_over(self) -> None:
         outgoing, self._outgoing = self._outgoing, {}
         for replica, pairs in outgoing.items():
             futures = _submit(replica, [request.request for request, _ in pairs])
-            for (_, ended), future in zip(pairs, futures, strict=True):
-                future.add_done_callback(partial(self._take_back, ended))
+            for (request, ended), future in zip(pairs, futures, strict=True):
+                future.add_done_callback(partial(self._take_back, request, ended))
             if cut := [request.request.request_id for request, _ in pairs if request.aborted]:
                 abort_on(replica, cut)  # again: the first abort may have come before its request
 
-    def _take_back(self, ended: Ended, future: Future[Completion]) -> None:
+    def _take_back(self, request: InFlight, ended: Ended, future: Future[Completion]) -> None:
         """Note the end of a request, in whatever thread brings it."""
         with self._lock:
             is_first = not self._back
-            self._back.append((ended, future))
+            self._back.append((request, ended, future))
         if is_first:
             self._loop.call(self._collect)
 
     def _collect(self) -> None:
         with self._lock:
             back, self._back = self._back, []
-        for ended, future in back:
-            if not ended.done():  # else the service was stopped meanwhile
-                ended.set_result(future)
+        loop = asyncio.get_running_loop()
+        for request, ended, future in back:  # each by itself: an error in one is not that of others
+            loop.call_soon(ended, request, future)
 
 
 def _submit(replica: Any, requests: Sequence[Request]) -> Sequence[Future[Completion]]:
