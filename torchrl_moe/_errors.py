@@ -77,7 +77,7 @@ class EngineError(TorchRLMoEError):
     Args:
         message: why.
         partial: of a call, one completion per request, in input order: whole if it had finished, else cut short, with
-            what had been generated of it.
+            what had been generated of it; ``generate(resume=error.partial)`` finishes them.
     """
 
     def __init__(self, message: str = "", partial: Sequence[Any] = ()) -> None:
