@@ -10,7 +10,10 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 __all__ = [
     "abort_answers",
@@ -31,6 +34,7 @@ __all__ = [
     "register_weight_engine",
     "restore_moe_kernels",
     "router_layer_ids",
+    "running_outputs",
     "take_moe_kernels",
     "unused_adapter_modules",
     "vllm_client_errors",
@@ -337,6 +341,41 @@ def delivered_tokens(engine: Any) -> dict[str, dict[int, int]]:
                     if output is not None:
                         had.setdefault(output.index, len(output.token_ids))
     return counts
+
+
+def running_outputs(engine: Any) -> dict[str, Any]:
+    """Return what an ``AsyncLLM`` has of each request that it runs, by request, as its ``RequestOutput`` (0.30, 0.31).
+
+    Its answers are those that have begun or ended. Routes come with each step, and are put together at the end only.
+    """
+    found: dict[str, Any] = {}
+    for state in engine.output_processor.request_states.values():
+        if state.detokenizer is None:
+            continue
+        one = found.setdefault(
+            state.external_req_id,
+            SimpleNamespace(
+                prompt=state.prompt,
+                prompt_token_ids=state.prompt_token_ids,
+                num_cached_tokens=state.num_cached_tokens,
+                metrics=state.stats,
+                outputs=[],
+            ),
+        )
+        if state.parent_req is not None and not one.outputs:  # answers that finished wait for their siblings there
+            one.outputs += [output for output in state.parent_req.output_aggregator if output is not None]
+        one.outputs.append(
+            SimpleNamespace(
+                index=state.request_index,
+                text=state.detokenizer.get_next_output_text(False, False),
+                token_ids=state.detokenizer.output_token_ids,
+                logprobs=state.logprobs_processor.logprobs,
+                routed_experts=np.concatenate(state.routed_experts_chunks) if state.routed_experts_chunks else None,
+                finish_reason="abort",
+                stop_reason=None,
+            )
+        )
+    return found
 
 
 async def abort_answers(engine: Any, wanted: Mapping[str, set[int]]) -> dict[str, set[int]]:

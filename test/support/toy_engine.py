@@ -67,6 +67,7 @@ class ToyEngine:
         self.known: dict[str, asyncio.Event] = {}
         self.aborts: list[list[str]] = []
         self.calls: list[tuple[Any, ...]] = []
+        self.output_processor = SimpleNamespace(request_states={})  # an answer comes whole: none is ever half made
         self.going = asyncio.Event()
         self.going.set()
 

@@ -264,7 +264,27 @@ class FakeReplica(Commands):
         with self._changed:
             return ReplicaStats(running=len(self._running), **self._counts)
 
+    def snapshot(self, timeout: float) -> list[Completion]:
+        """Return what there is of each request that runs."""
+        del timeout
+        self._check_alive()
+        with self._changed:
+            return [self._so_far(entry) for entry in self._running.values()]
+
     def _complete(self, entry: _Running) -> Completion:
+        completion, given = self._so_far(entry), entry.request.resume
+        had = [] if given is None else given.outputs
+        tokens = [sum(len(output.token_ids) for output in outputs) for outputs in (completion.outputs, had)]
+        with self._changed:
+            self._counts.update(
+                requests=1,
+                completions=len(completion.outputs),
+                prompt_tokens=len(completion.prompt_token_ids),
+                generated_tokens=tokens[0] - tokens[1],
+            )
+        return completion
+
+    def _so_far(self, entry: _Running) -> Completion:
         request, given = entry.request, entry.request.resume
         if request.prompt_token_ids is not None:
             prompt = request.prompt_token_ids.astype(np.int64)
@@ -272,12 +292,6 @@ class FakeReplica(Commands):
             prompt = np.array(ByteTokenizer()(request.prompt)["input_ids"], np.int64)
         model = FakeModel(self.seed, self.version, self.layout)
         outputs = [model.answer(request, prompt, index, entry.tokens) for index in range(request.param("n") or 1)]
-        had = [] if given is None else given.outputs
-        tokens = sum(len(output.token_ids) for output in outputs) - sum(len(output.token_ids) for output in had)
-        with self._changed:
-            self._counts.update(
-                requests=1, completions=len(outputs), prompt_tokens=len(prompt), generated_tokens=tokens
-            )
         return Completion(
             request_id=request.request_id,
             prompt=request.prompt if given is None else given.prompt,

@@ -287,6 +287,23 @@ def test_wait_lets_what_runs_finish_and_holds_what_comes(one: tuple[Replica, Kin
     assert not held.result(SECONDS).aborted
 
 
+def test_a_snapshot_shows_what_is_in_flight_and_disturbs_nothing(one: tuple[Replica, Kind]) -> None:
+    replica, kind = one
+    futures = replica.submit(requests(2, kind.slow, "seen"))
+    until(lambda: len(replica.snapshot(SECONDS)) == 2, SECONDS)
+    seen = sorted(replica.snapshot(SECONDS), key=lambda completion: completion.request_id)
+    assert [completion.request_id for completion in seen] == ["seen0", "seen1"]
+    assert [(completion.aborted, completion.metrics.replica) for completion in seen] == [(True, replica.index)] * 2
+    assert prompts(seen) == [[65, 66], [66, 66]]
+    replica.abort(["seen0", "seen1"])
+    for future, before in zip(futures, seen, strict=True):
+        after = future.result(SECONDS)
+        assert after.aborted
+        tokens = before.outputs[0].token_ids.tolist()
+        assert after.outputs[0].token_ids.tolist()[: len(tokens)] == tokens
+    assert replica.snapshot(SECONDS) == []
+
+
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 

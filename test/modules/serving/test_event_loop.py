@@ -7,7 +7,9 @@ import gc
 import threading
 import weakref
 
-from support.waiting import PATIENCE, until
+import pytest
+
+from support.waiting import HOUR, PATIENCE, until
 from torchrl_moe.modules.serving.event_loop import EventLoop, wake
 
 
@@ -70,3 +72,54 @@ def test_a_wait_in_another_loop_is_ended_once_and_a_closed_loop_is_left_alone() 
     closed.close()
     wake(closed, waiting)
     assert not waiting.done()
+
+
+def test_a_ctrl_c_as_its_thread_starts_leaves_a_loop_that_works_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, seen = EventLoop("of-this-test"), []
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", interrupted)
+        loop.call(seen.append, 1)
+    assert loop.call(seen.append, 2)
+    until(lambda: seen == [2])  # the first call was never made
+    loop.stop()
+    until(lambda: threads("of-this-test") == [])
+
+
+def test_one_that_gets_no_thread_tries_again_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, seen = EventLoop("of-this-test"), []
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(threading.Thread, "start", refuse)
+        loop.call(seen.append, 1)
+    assert loop.call(seen.append, 2)
+    until(lambda: seen == [2])
+    loop.stop()
+
+
+def test_a_task_runs_until_the_loop_stops() -> None:
+    loop, seen = EventLoop("of-this-test"), []
+
+    async def work() -> None:
+        try:
+            seen.append("begun")
+            await asyncio.sleep(HOUR)
+        finally:
+            seen.append("ended")
+
+    loop.spawn(work())
+    until(lambda: seen == ["begun"])
+    gc.collect()
+    loop.stop()
+    until(lambda: seen == ["begun", "ended"])
+    loop.spawn(work())  # of a loop that was stopped: nothing happens
+    until(lambda: threads("of-this-test") == [])
+    assert len(seen) == 2

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -36,6 +36,7 @@ __all__ = [
     "Request",
     "StageReport",
     "SwapReport",
+    "nothing_yet",
 ]
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -133,6 +134,32 @@ class Completion:
             f"Completion(request_id={self.request_id!r}, prompt_tokens={len(self.prompt_token_ids)}, "
             f"cached={self.num_cached_tokens}, outputs={self.outputs})"
         )
+
+
+def nothing_yet(request: Request) -> Completion:
+    """Return the completion of a request of which there is nothing, as if it had been cut, or what it resumes."""
+    if request.resume is not None:
+        return replace(request.resume, request_id=request.request_id)
+    ids = np.empty(0, np.int64) if request.prompt_token_ids is None else request.prompt_token_ids.astype(np.int64)
+    nothing: Any = np.empty(0, np.int64)
+    outputs = [
+        CompletionOutput(
+            index=index,
+            token_ids=nothing,
+            text="",
+            finish_reason="abort",
+            policy_versions=nothing.astype(np.int32),
+            logprobs=None if request.param("logprobs") is None else nothing.astype(np.float32),
+        )
+        for index in range(request.param("n") or 1)
+    ]
+    return Completion(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=ids,
+        num_cached_tokens=0,
+        outputs=outputs,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +280,7 @@ class ProbeReport:
 class Replica(Protocol):
     """One engine. Every call that waits takes a deadline in seconds and raises an ``EngineError`` past it.
 
-    Example of a life, in order::
+    Its life, in order::
 
         replica.start()                       # returns at once
         info = replica.wait_ready(timeout)    # raises ReplicaDiedError with the engine's own words
@@ -282,6 +309,12 @@ class Replica(Protocol):
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
         """Hand over requests; a future fails with ``ValueError`` if the engine refuses its request."""
+
+    def snapshot(self, timeout: float) -> list[Completion]:
+        """Return what there is of each request in flight, which goes on: tokens, log-probs, routes and versions.
+
+        An answer that is not finished counts as cut, so ``generate(resume=...)`` can go on from a copy after a crash.
+        """
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Cut requests short; unknown ids are ignored, since a request may just have finished."""
@@ -338,7 +371,7 @@ class Replica(Protocol):
             verify: ``"digest"``, ``"canary"`` or ``"off"``.
             threads: that read and hash.
             manifest: of the version, where the transport does not bring it.
-            timeout: seconds for all of it.
+            timeout: in seconds.
         """
 
     def swap_weights(
@@ -354,12 +387,12 @@ class Replica(Protocol):
         """Pause, load a version that was staged, prove it, and go on.
 
         Args:
-            version: to serve.
+            version: its number.
             pause: what becomes of requests in flight.
             clear_cache: whether frozen requests are recomputed under the new weights.
             canary: what the new weights must answer.
             patience: seconds that requests get to finish, for ``pause="wait"``.
-            timeout: seconds for all of it.
+            timeout: in seconds.
         """
 
     def is_alive(self) -> bool:

@@ -33,9 +33,14 @@ class EventLoop:
             if state.is_over:
                 return False
             if self._thread is None:
-                self._thread = threading.Thread(target=state.run, name=self._name, daemon=True)
-                self._thread.start()
-                state.runs = True
+                thread = threading.Thread(target=state.run, name=self._name, daemon=True)
+                state.runs = True  # before a Ctrl-C can come between
+                try:
+                    thread.start()
+                except RuntimeError:  # there can be no more threads now
+                    state.runs = False
+                    raise
+                self._thread = thread  # if a Ctrl-C came before this, the next call starts one that ends at once
             state.loop.call_soon_threadsafe(function, *arguments)
             return True
 
@@ -61,7 +66,8 @@ class _State:
         self.loop = asyncio.new_event_loop()
         self.lock = threading.RLock()  # a garbage collection may stop the loop in the middle of a call
         self.is_over = False
-        self.runs = False
+        self.runs = False  # or will, as soon as its thread does
+        self.has_thread = False
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself does not keep them alive
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -70,6 +76,10 @@ class _State:
         task.add_done_callback(self._tasks.discard)
 
     def run(self) -> None:
+        with self.lock:
+            if self.has_thread:
+                return
+            self.has_thread = True
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
         with self.lock:

@@ -6,13 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
+from dataclasses import dataclass
 
 from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request
+from torchrl_moe.modules.backends.replica import Completion, Request, nothing_yet
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
 from torchrl_moe.modules.serving.lease import Lease
 from torchrl_moe.modules.serving.requests import Placement
@@ -79,29 +76,7 @@ class InFlight:
 
     def cut_short(self) -> Completion:
         """Return the answer to a request that was aborted before an engine had more of it than what it resumes."""
-        request = self.request
-        if request.resume is not None:
-            return replace(request.resume, request_id=request.request_id)
-        ids = np.empty(0, np.int64) if request.prompt_token_ids is None else request.prompt_token_ids.astype(np.int64)
-        nothing: Any = np.empty(0, np.int64)
-        outputs = [
-            CompletionOutput(
-                index=index,
-                token_ids=nothing,
-                text="",
-                finish_reason="abort",
-                policy_versions=nothing.astype(np.int32),
-                logprobs=None if request.param("logprobs") is None else nothing.astype(np.float32),
-            )
-            for index in range(request.param("n") or 1)
-        ]
-        return Completion(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=ids,
-            num_cached_tokens=0,
-            outputs=outputs,
-        )
+        return nothing_yet(self.request)
 
 
 class Call:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from support import toy_engine
+from support.processes import ids_request
 from support.waiting import PATIENCE, until
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.process import wire
@@ -723,3 +724,27 @@ def test_a_real_engine_says_what_it_is(engine: Any, shelf: Any) -> None:
     assert (info.layout.top_k, info.layout.num_experts) == (4, 16)
     assert (info.max_model_len, info.tensor_parallel_size) == (512, 1)
     assert info.engine_version == vllm.__version__
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_snapshot_of_a_real_engine_can_be_resumed(engine: Any) -> None:
+    replica = replica_of(engine)
+    params = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True, "logprobs": 0, "n": 2}
+    (running,) = replica.submit([ids_request("shot", (65, 66, 67), sampling_params=params)])
+
+    def snapshot() -> Any:
+        found = [one for one in replica.snapshot(20) if one.request_id == "shot"]
+        return found[0] if found and min(len(output.token_ids) for output in found[0].outputs) > 5 else None
+
+    seen = until(snapshot, 60)
+    whole = running.result(60)
+    for part, all_of_it in zip(seen.outputs, whole.outputs, strict=True):
+        count = len(part.token_ids)
+        assert part.token_ids.tolist() == all_of_it.token_ids[:count].tolist()
+        assert part.text == all_of_it.text[: len(part.text)]
+        assert part.policy_versions.tolist() == all_of_it.policy_versions[:count].tolist()
+        np.testing.assert_array_equal(part.logprobs, all_of_it.logprobs[:count])
+        assert part.routed_experts.shape == (3 + count - 1, 4, 2)
+        np.testing.assert_array_equal(part.routed_experts, all_of_it.routed_experts[: 3 + count - 1])
+    again = engine.generate(resume=[seen], sampling_params=params, use_tqdm=False)[0]
+    assert [o.token_ids.tolist() for o in again.outputs] == [o.token_ids.tolist() for o in whole.outputs]

@@ -56,10 +56,29 @@ class State:
     rows: list[int] = field(default_factory=list)
     reason: str | None = None
     parent_req: None = None
+    prompt: None = None
+    stats: None = None
+    num_cached_tokens: int = 11
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.context[: len(self.context) - len(self.tokens)]
 
     @property
     def detokenizer(self) -> Any:
-        return SimpleNamespace(num_output_tokens=lambda: len(self.tokens))
+        return SimpleNamespace(
+            num_output_tokens=lambda: len(self.tokens),
+            output_token_ids=self.tokens,
+            get_next_output_text=lambda finished, delta: "".join(map(chr, self.tokens)),
+        )
+
+    @property
+    def logprobs_processor(self) -> Any:
+        return SimpleNamespace(logprobs=[{0: SimpleNamespace(logprob=-float(token))} for token in self.tokens])
+
+    @property
+    def routed_experts_chunks(self) -> list[Any]:
+        return [np.array(self.rows, np.int64).reshape(-1, 1, 1)] if self.tokens else []
 
     @property
     def limit(self) -> int | None:
@@ -696,3 +715,63 @@ def test_what_a_swap_of_whole_weights_cuts_goes_on_with_the_adapter_of_then(run:
     bench = run(script)
     check(bench.done["r"].outputs[0], 1, 1, 2, 2, 2, 2)
     assert [bench.engine.adapters[name] is None for name in ("r", "r~1")] == [False, True]
+
+
+# -- what there is of them so far -------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_has_what_there_is_and_the_request_goes_on(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start(n=2, lengths=(2, 6))
+        (before,) = await bench.requests.snapshot()
+        assert [len(output.token_ids) for output in before.outputs] == [0, 0]
+        await bench.engine.step(3)
+        (now,) = await bench.requests.snapshot()
+        assert now.request_id == "r"
+        assert now.prompt_token_ids.tolist() == list(PROMPT)
+        (late,) = [output for output in now.outputs if output.index == 1]
+        assert late.finish_reason == "abort"
+        check(late, 0, 0, 0)
+        await bench.finish()
+
+    bench = run(script)
+    check(bench.done["r"].outputs[1], *[0] * 6)
+
+
+def test_a_snapshot_joins_what_a_swap_cut_and_knows_the_versions(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start()
+        await bench.engine.step(2)
+        await bench.swap(1)
+        (cut,) = await bench.requests.snapshot()
+        check(cut.outputs[0], 0, 0)
+        await bench.engine.step(3)
+        (now,) = await bench.requests.snapshot()
+        check(now.outputs[0], 0, 0, 1, 1, 1)
+        assert now.outputs[0].finish_reason == "abort"
+        (again,) = await bench.requests.snapshot()
+        check(again.outputs[0], 0, 0, 1, 1, 1)
+        await bench.finish()
+
+    check(run(script).done["r"].outputs[0], 0, 0, 1, 1, 1, 1)
+
+
+def test_a_snapshot_keeps_the_versions_of_frozen_requests(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.start()
+        await bench.engine.step(2)
+        await bench.swap(1, "keep")
+        await bench.engine.step()
+        for _ in range(2):
+            (now,) = await bench.requests.snapshot()
+            check(now.outputs[0], 0, 0, 1, 1)  # one of them as the new weights were proved
+        await bench.finish()
+
+    check(run(script).done["r"].outputs[0], 0, 0, 1, 1, 1, 1)
+
+
+def test_without_requests_a_snapshot_is_empty(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        assert await bench.requests.snapshot() == []
+
+    run(script)

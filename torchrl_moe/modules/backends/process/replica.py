@@ -197,6 +197,10 @@ class EngineReplica(Commands, Generic[LinkT]):
             answer.add_done_callback(partial(_pass_on, report))
         return report
 
+    def snapshot(self, timeout: float) -> list[Completion]:
+        """Return what there is of each request in flight; see the protocol."""
+        return wire.unpack_completions(self._command("snapshot", timeout), self.index)
+
     def _ask(self, name: str, arguments: Mapping[str, Any]) -> tuple[Any, Future[Any]]:
         """Send a command of the process; return its number, and the future of its value, which is packed."""
         child = self._started()

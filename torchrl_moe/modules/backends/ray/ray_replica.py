@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 from torchrl_moe.modules.backends.process import wire
@@ -10,6 +11,7 @@ from torchrl_moe.modules.backends.process.replica import EngineReplica
 from torchrl_moe.modules.backends.ray.actor_link import ActorLink
 from torchrl_moe.modules.backends.ray.ray_service import RayService
 from torchrl_moe.modules.backends.ray.replica_host import driver_of, named_after, wrap
+from torchrl_moe.modules.backends.replica import Completion
 
 __all__ = ["RayReplica"]
 
@@ -56,6 +58,11 @@ class RayReplica(EngineReplica[ActorLink]):
             return
         self._fail_all(f"replica {self.index}: this driver has left")
         self._end()
+
+    def snapshot(self, timeout: float) -> list[Completion]:
+        """Return what there is of each request of this driver; see the protocol."""
+        own = [(*driver_of(one.request_id), one) for one in super().snapshot(timeout)]
+        return [replace(one, request_id=name) for driver, name, one in own if driver == self._started().driver]
 
     # -- plumbing ---------------------------------------------------------------------------------------------------
 

@@ -203,6 +203,9 @@ class EngineProcess:
             self.requests.adapter = adapter
         return report
 
+    async def command_snapshot(self) -> wire.Packed:
+        return wire.pack_completions(await self.requests.snapshot())
+
     async def command_probe(self, seconds: float) -> ProbeReport:
         return await self.probe.read(seconds)
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from torchrl_moe import _compat
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, PauseMode, Request
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, PauseMode, Request, nothing_yet
 from torchrl_moe.modules.backends.vllm import continuation
 from torchrl_moe.modules.backends.vllm.adapters import Adapters
 from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
@@ -36,6 +36,9 @@ class Weights(Protocol):
     async def salt(self) -> dict[str, str]:
         """Return what keeps cached prefixes of different weights apart, once no swap is on."""
 
+    def stamp(self, completion: Completion, keep: bool = False) -> Completion:
+        """Give tokens from before a swap the version that made them."""
+
     async def deliver(self, completion: Completion) -> Completion | None:
         """Return a completion whose tokens know their versions, or ``None`` if it was made by weights that failed."""
 
@@ -50,6 +53,7 @@ class Part:
         lora: vLLM's request of the adapter that makes them, if one does.
         version: of all of its tokens, once the adapter was updated for those that come later; ``None`` before.
         cut: by the pause of a swap.
+        answer: that it continues; ``None`` for all of them.
         restarted: answers to drop and to start again, since their first token may come after a swap, from an old cache.
     """
 
@@ -58,6 +62,7 @@ class Part:
     lora: Any = None
     version: int | None = None
     cut: bool = False
+    answer: int | None = None
     restarted: set[int] = field(default_factory=set)
 
     def over(self, output: CompletionOutput) -> bool:
@@ -80,6 +85,8 @@ class Running:
     parts: set[Part] = field(default_factory=set)
     aborted: bool = False
     kept: int = 0  # tokens of what it resumes
+    first: Completion | None = None  # what vLLM gave first, once something of that is kept
+    answers: dict[int, CompletionOutput] = field(default_factory=dict)  # what is kept of each
 
 
 class EngineRequests:
@@ -163,6 +170,7 @@ class EngineRequests:
                 break
             again = replace(request, request_id=self._name(request))
             completion, part = await self._ask(running, again, params)
+        running.first = completion
         answers = [
             asyncio.ensure_future(self._finish(running, completion, part, output, params))
             for output in completion.outputs
@@ -191,14 +199,18 @@ class EngineRequests:
     def _name(self, request: Request) -> str:
         return f"{request.request_id}~{next(self._serial)}"
 
-    async def _ask(self, running: Running, request: Request, params: Any) -> tuple[Completion, Part]:
+    async def _ask(
+        self, running: Running, request: Request, params: Any, answer: int | None = None
+    ) -> tuple[Completion, Part]:
         """Run vLLM once, with the weights of now; again, if these turn out to be no good."""
         while True:
-            completion, part = await self._generate(running, request, params)
+            completion, part = await self._generate(running, request, params, answer)
             if (good := await self.weights.deliver(completion)) is not None:
                 return good, part
 
-    async def _generate(self, running: Running, request: Request, params: Any) -> tuple[Completion, Part]:
+    async def _generate(
+        self, running: Running, request: Request, params: Any, answer: int | None
+    ) -> tuple[Completion, Part]:
         lora = await self._adapters.load(request.lora_request)
         prompt: dict[str, Any] = await self.weights.salt()
         if request.prompt_token_ids is None:
@@ -207,7 +219,7 @@ class EngineRequests:
             prompt["prompt_token_ids"] = request.prompt_token_ids.tolist()
         if lora is None:
             lora = self.adapter  # nothing is awaited from here until the part is known, so no update comes between
-        part = Part(request.request_id, getattr(params, "n", 1), lora)
+        part = Part(request.request_id, getattr(params, "n", 1), lora, answer=answer)
         running.parts.add(part)
         final = None
         try:
@@ -229,6 +241,8 @@ class EngineRequests:
         index, over = output.index, part.over(output)
         kept = output if part.keeps(output, params) else None
         decode = partial(self._decode, params)
+        if kept is not None:
+            running.answers[index] = kept
         while not over:
             await self.weights.salt()
             if running.aborted:
@@ -236,16 +250,58 @@ class EngineRequests:
             prompt_ids = completion.prompt_token_ids
             rest = continuation.request_for_rest(running.request, self._name(running.request), prompt_ids, kept)
             how = continuation.sampling_for_rest(params, index, len(prompt_ids), kept, decode)
-            more, part = await self._ask(running, rest, how)
+            more, part = await self._ask(running, rest, how, index)
             (output,) = more.outputs
             over = part.over(output)
             if part.keeps(output, params):
-                kept = output = continuation.join(index, kept, output, params, decode)
+                running.answers[index] = kept = output = continuation.join(index, kept, output, params, decode)
         return replace(output if kept is None else kept, index=index)
 
     def _decode(self, params: Any, ids: Any) -> str:
         text: str = self.engine.get_tokenizer().decode(ids, skip_special_tokens=params.skip_special_tokens)
         return text
+
+    # -- what there is of them so far -------------------------------------------------------------------------------
+
+    async def snapshot(self) -> list[Completion]:
+        """Return what there is of each request, none of which is disturbed; answers that are not over count as cut.
+
+        While weights are being swapped, nobody knows yet which tokens stay: it waits until they are.
+        """
+        await self.weights.salt()
+        live = _compat.running_outputs(self.engine)
+        return [self._so_far(running, live) for running in self._open.values()]
+
+    def _so_far(self, running: Running, live: Mapping[str, Any]) -> Completion:
+        """Return what there is of a request, from the outputs that vLLM has of its parts."""
+        request = running.request
+        parts = {
+            part.answer: self._of_part(part, request, live[part.name]) for part in running.parts if part.name in live
+        }
+        if running.first is None:
+            whole = parts.get(None) or nothing_yet(request)
+            known = {output.index: output for output in whole.outputs}
+            missing = [output for output in nothing_yet(request).outputs if output.index not in known]
+            outputs = sorted([*whole.outputs, *missing], key=lambda output: output.index)
+            return replace(whole, request_id=request.request_id, outputs=outputs)
+        params = self._sampling(request.sampling_params, request.guided_options)
+        outputs = []
+        for output in running.first.outputs:
+            kept, part = running.answers.get(output.index), parts.get(output.index)
+            if part is not None and part.outputs and len(part.outputs[0].token_ids):
+                decode = partial(self._decode, params)
+                outputs.append(continuation.join(output.index, kept, part.outputs[0], params, decode))
+            elif kept is not None:
+                outputs.append(kept)
+            else:
+                outputs.append(nothing_yet(replace(request, resume=None)).outputs[output.index])
+        prompt = running.first.prompt if request.resume is None else request.resume.prompt
+        return replace(running.first, request_id=request.request_id, prompt=prompt, outputs=outputs)
+
+    def _of_part(self, part: Part, request: Request, output: Any) -> Completion:
+        version = self.weights.version if part.version is None else part.version
+        completion = completion_from_vllm(output, replace(request, request_id=part.name), version)
+        return self.weights.stamp(completion, keep=True)
 
     # -- adapters ---------------------------------------------------------------------------------------------------
 

@@ -124,9 +124,15 @@ class EngineWeights:
             return None
         return self.stamp(completion)
 
-    def stamp(self, completion: Completion) -> Completion:
-        """Give tokens that a request had before a swap the version that made them; the rest has the version now."""
-        for version, counts in reversed(self._marks.pop(completion.request_id, [])):
+    def stamp(self, completion: Completion, keep: bool = False) -> Completion:
+        """Give tokens that a request had before a swap the version that made them; the rest has the version now.
+
+        Args:
+            completion: changed in place.
+            keep: whether to remember the swaps, since the request goes on.
+        """
+        marks = self._marks.get(completion.request_id, []) if keep else self._marks.pop(completion.request_id, [])
+        for version, counts in reversed(marks):
             for output in completion.outputs:
                 output.policy_versions[: counts.get(output.index, 0)] = version
         return completion
