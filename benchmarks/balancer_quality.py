@@ -3,7 +3,7 @@
 All are given the same jobs. Rivals that look at more than loads run twice: as they are, and seeing only the replicas
 that may take one more request within our load bound; the promise is made against the latter, and a row says how far
 beyond the bound the fastest of the former goes. Seeds are held out, and so are the parameters of all settings but the
-first: the balancer was made without them. The oracle knows the true contents of every cache and keeps the load bound too.
+first: the balancer was made without them. The oracle knows what every cache really holds, and keeps the bound too.
 ``balancer_fidelity`` holds the simulator against real vLLM. The table goes to ``runs/bench/balancer_quality.csv``.
 """
 
