@@ -1,8 +1,10 @@
 """How well requests are placed: throughput, prefix hits and evenness against eight rivals, on a simulated fleet.
 
-Seeds are held out, and so are the parameters of all settings but the first: the balancer was made without them. The
-oracle knows the true contents of every cache and keeps the same load bound as ours. ``balancer_fidelity`` holds the
-simulator against real vLLM. The whole table goes to ``runs/bench/balancer_quality.csv``.
+All are given the same jobs. Rivals that look at more than loads run twice: as they are, and seeing only the replicas
+that may take one more request within our load bound; the promise is made against the latter, and a row says how far
+beyond the bound the fastest of the former goes. Seeds are held out, and so are the parameters of all settings but the
+first: the balancer was made without them. The oracle knows what every cache really holds, and keeps the bound too.
+``balancer_fidelity`` holds the simulator against real vLLM. The table goes to ``runs/bench/balancer_quality.csv``.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 from benchmarks.balancing.fleet import Fleet, FleetSpec, Outcome, SimRequest
-from benchmarks.balancing.rivals import RIVALS, Ours
+from benchmarks.balancing.rivals import AFFINE, BOUNDED, RIVALS, Ours
 from benchmarks.balancing.workloads import WORKLOADS, Shape
 from benchmarks.report import RESULTS, Row, finish
 
-REQUESTS = 4000
+REQUESTS, RUNS = 4000, 5
 LOSS = (0.33, 0.66)
 OURS, OWN = "ours", ("ours", "ours, session first", "oracle")
 MANY_REPLICAS, MANY_REQUESTS = 1024, 1_000_000
@@ -28,7 +33,7 @@ MANY_REPLICAS, MANY_REQUESTS = 1024, 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A fleet, what is asked of it, and how many rollouts each replica has at a time."""
+    """A fleet, what is asked of it, how many rollouts each replica has at a time, and the first run's seed."""
 
     spec: FleetSpec
     shape: Shape
@@ -58,33 +63,46 @@ def bound(mean: float) -> float:
     return max(1.15 * mean, mean + 1.0)
 
 
-def fleet_of(setting: Setting, workload: str) -> Fleet:
+def fleet_of(setting: Setting, workload: str, run: int = 0) -> Fleet:
     """Return a fresh fleet with its jobs."""
-    jobs = WORKLOADS[workload](setting.shape, random.Random(setting.seed), itertools.count(1))
+    jobs = WORKLOADS[workload](setting.shape, random.Random(setting.seed + run), itertools.count(1))
     return Fleet(setting.spec, jobs, setting.concurrency * setting.spec.replicas, bound)
 
 
-def compare(setting: Setting, workload: str) -> dict[str, Outcome]:
-    """Run every rival on the same jobs."""
-    outcomes = {}
-    for name, make in RIVALS.items():
-        fleet = fleet_of(setting, workload)
-        outcomes[name] = fleet.run(make(fleet), REQUESTS, LOSS if workload == "replica loss" else None)
-    return outcomes
+def simulate(name: str, workload: str, policy: str, run: int) -> Outcome:
+    """Run one policy once."""
+    fleet = fleet_of(SETTINGS[name], workload, run)
+    return fleet.run(RIVALS[policy](fleet), REQUESTS, LOSS if workload == "replica loss" else None)
+
+
+def compare(name: str, workload: str, pool: ProcessPoolExecutor) -> dict[str, Outcome]:
+    """Run every policy on the same jobs, with a few seeds."""
+    runs = {policy: [pool.submit(simulate, name, workload, policy, run) for run in range(RUNS)] for policy in RIVALS}
+    return {policy: reduce(add, (run.result() for run in futures)) for policy, futures in runs.items()}
+
+
+def fastest(outcomes: Mapping[str, Outcome], names: Sequence[str]) -> str:
+    """Return who made the most tokens per second."""
+    return max(names, key=lambda name: outcomes[name].throughput)
 
 
 def cell_rows(where: str, outcomes: Mapping[str, Outcome]) -> list[Row]:
     """Return what was promised of one cell."""
     ours, oracle = outcomes[OURS], outcomes["oracle"]
-    best = max((name for name in outcomes if name not in OWN), key=lambda name: outcomes[name].throughput)
-    speed = ours.throughput / outcomes[best].throughput
-    hits = ours.hits / oracle.hits
+    best = fastest(outcomes, [name for name in outcomes if name not in OWN and name not in AFFINE])
+    free = fastest(outcomes, list(AFFINE))
+    speed, hits = ours.throughput / outcomes[best].throughput, ours.hits / oracle.hits
     return [
         Row(
-            claim=f"{where}: tokens/s / the best rival's",
-            value=f"{speed:.3f} ({best})",
+            claim=f"{where}: tokens/s / the best rival's within the load bound",
+            value=f"{speed:.3f} ({best.removesuffix(BOUNDED)})",
             target=">= 0.98",
             met=speed >= 0.98,
+        ),
+        Row(
+            claim=f"{where}: tokens/s / the best rival's without the bound",
+            value=f"{ours.throughput / outcomes[free].throughput:.3f} ({free}: loads to {outcomes[free].excess:.2f} of "
+            f"the bound; within it {ours.throughput / outcomes[free + BOUNDED].throughput:.3f})",
         ),
         Row(
             claim=f"{where}: prefix hits / the oracle's",
@@ -158,14 +176,14 @@ def write(table: Sequence[tuple[str, str, str, Outcome]]) -> None:
 def main() -> None:
     """Compare in every cell, then run the large fleet."""
     rows, table = [], []
-    for name, setting in SETTINGS.items():
-        for workload in WORKLOADS:
-            outcomes = compare(setting, workload)
+    with ProcessPoolExecutor() as pool:
+        for name, workload in itertools.product(SETTINGS, WORKLOADS):
+            outcomes = compare(name, workload, pool)
             rows += cell_rows(f"{name}, {workload}", outcomes)
             table += [(name, workload, rival, outcome) for rival, outcome in outcomes.items()]
             for rival, o in outcomes.items():
                 figures = f"{o.throughput:8.0f} tok/s, hits {o.hits:.3f}, {o.preemptions:5d} preempted"
-                print(f"{name}, {workload}, {rival:20s} {figures}, load {o.excess:.2f} of the bound", flush=True)
+                print(f"{name}, {workload}, {rival:29s} {figures}, load {o.excess:.2f} of the bound", flush=True)
     write(table)
     rows += many()
     finish("balancer_quality", rows)

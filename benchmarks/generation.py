@@ -1,17 +1,14 @@
 """Tokens per second of ``vLLMWrapper`` -> TensorDict against raw ``AsyncLLM``, and against TorchRL's own pair.
 
 Same model, same engine arguments, same sampling parameters (routes and log-probs on), same prompts; the contenders
-take turns within each round, and the ratios are taken round by round. Engines that wait for their turn are stopped:
-idle ones poll, and would take the cores from the one that is measured. The raw engine lives in this process and is
-awaited the way vLLM's examples do it; nothing is made of its outputs.
+take turns within each round, and the ratios are taken round by round. Engines that wait for their turn are stopped. The
+raw engine lives in this process and is awaited the way vLLM's examples do it; nothing is made of its outputs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import statistics
 import tempfile
 import threading
@@ -34,6 +31,7 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 
+from benchmarks.engines.turns import Turns, engine_processes  # noqa: E402
 from benchmarks.report import Row, finish, median_range  # noqa: E402
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 128, 24, 64
@@ -138,20 +136,7 @@ def wrapper_input(prompts: torch.Tensor, input_mode: str) -> TensorDict:
     return TensorDict(history=ChatHistory(prompt=history), batch_size=[len(prompts)])
 
 
-def engine_processes(started: set[int]) -> set[int]:
-    """Return the vLLM processes that were not there before, and note all that are there now."""
-    mine = {process.pid: process for process in psutil.process_iter() if process.pid not in started}
-    started |= set(mine)
-    words = ("EngineCore", "VLLM", "Worker", "engine_process", "ray::_AsyncLLMEngine")
-    found = set()
-    for pid, process in mine.items():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if any(word in " ".join(process.cmdline()) + process.name() for word in words):
-                found.add(pid)
-    return found
-
-
-def race(contenders: dict[str, Contender], processes: dict[str, set[int]]) -> dict[str, list[float]]:
+def race(contenders: dict[str, Contender], processes: dict[str, set[psutil.Process]]) -> dict[str, list[float]]:
     """Let the contenders take turns on fresh prompts; return tokens per second, round by round.
 
     Args:
@@ -161,20 +146,17 @@ def race(contenders: dict[str, Contender], processes: dict[str, set[int]]) -> di
     generator = torch.Generator().manual_seed(0)
     speeds: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
-    for round_ in range(WARM_UP + ROUNDS):
-        prompts = torch.randint(97, 123, (PROMPTS, PROMPT_TOKENS), generator=generator)
-        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            for engine, pids in processes.items():
-                for pid in pids:
-                    os.kill(pid, signal.SIGCONT if engine == name.split(",")[0] else signal.SIGSTOP)
-            time.sleep(SETTLE_SECONDS)
-            started = time.perf_counter()
-            contenders[name](prompts)
-            seconds = time.perf_counter() - started
-            if round_ >= WARM_UP:
-                speeds[name].append(PROMPTS * NEW_TOKENS / seconds)
-    for pid in set().union(*processes.values()):
-        os.kill(pid, signal.SIGCONT)
+    with Turns(processes) as turns:
+        for round_ in range(WARM_UP + ROUNDS):
+            prompts = torch.randint(97, 123, (PROMPTS, PROMPT_TOKENS), generator=generator)
+            for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+                turns.give(name.split(",")[0])
+                time.sleep(SETTLE_SECONDS)
+                started = time.perf_counter()
+                contenders[name](prompts)
+                seconds = time.perf_counter() - started
+                if round_ >= WARM_UP:
+                    speeds[name].append(PROMPTS * NEW_TOKENS / seconds)
     return speeds
 
 

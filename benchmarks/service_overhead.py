@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -27,7 +26,8 @@ if __name__ in ("__main__", "__mp_main__"):  # before vllm, torch or ray are imp
 import psutil
 import torch
 
-from benchmarks.generation import RawEngine, engine_processes, race
+from benchmarks.engines.turns import engine_processes
+from benchmarks.generation import RawEngine, race
 from benchmarks.report import Row, finish, median_range
 
 REPLICAS = 2
@@ -97,12 +97,7 @@ def measure(backend: str, path: str) -> list[Row]:
         engine, together = started(path, backend, REPLICAS)
         with engine:
             processes["service"] = engine_processes(before)
-            try:
-                speeds = race({"raw": raw, "service": through(engine)}, processes)
-            finally:
-                for pid in set().union(*processes.values()):
-                    if psutil.pid_exists(pid):
-                        os.kill(pid, signal.SIGCONT)
+            speeds = race({"raw": raw, "service": through(engine)}, processes)
     finally:
         raw.shutdown()
     ratios = [ours / theirs for ours, theirs in zip(speeds["service"], speeds["raw"], strict=True)]

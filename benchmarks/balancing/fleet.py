@@ -97,6 +97,18 @@ class Outcome:
     preemptions: int = 0
     excess: float = 0.0
 
+    def __add__(self, other: Outcome) -> Outcome:
+        """Of two runs together."""
+        return Outcome(
+            requests=self.requests + other.requests,
+            seconds=self.seconds + other.seconds,
+            generated=self.generated + other.generated,
+            prompted=self.prompted + other.prompted,
+            cached=self.cached + other.cached,
+            preemptions=self.preemptions + other.preemptions,
+            excess=max(self.excess, other.excess),
+        )
+
     @property
     def throughput(self) -> float:
         """Generated tokens per simulated second."""
@@ -283,7 +295,8 @@ class Fleet:
         self.loads = [0] * spec.replicas
         self.total = 0
         self.up = list(range(spec.replicas))
-        self._jobs, self._concurrency, self._bound = jobs, concurrency, bound
+        self.bound = bound
+        self._jobs, self._concurrency = jobs, concurrency
         self._events: list[tuple[float, int, int, SimRequest | None, int]] = []
         self._order = itertools.count()
         self.now = 0.0
@@ -332,7 +345,7 @@ class Fleet:
         index = policy.place(request)
         self.loads[index] += 1
         self.total += 1
-        bound = self._bound(self.total / len(self.up))
+        bound = self.bound(self.total / len(self.up))
         self.outcome.excess = max(self.outcome.excess, self.loads[index] / bound)
         replica = self.replicas[index]
         replica.advance(self.now)

@@ -9,6 +9,7 @@ import random
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -17,7 +18,7 @@ from benchmarks.balancing.fleet import Fleet, SimRequest
 from torchrl_moe.modules import Lease, LoadBalancer
 from torchrl_moe.modules.serving.states import ReplicaState
 
-__all__ = ["RIVALS", "Oracle", "Ours"]
+__all__ = ["AFFINE", "BOUNDED", "RIVALS", "Oracle", "Ours"]
 
 
 class Rival:
@@ -231,21 +232,46 @@ class Oracle(Rival):
     def place(self, request: SimRequest) -> int:
         """The best of those within the bound."""
         loads, mean = self.fleet.loads, (self.fleet.total + 1) / len(self.fleet.up)
-        bound = max(1.15 * mean, mean + 1) - 1
+        bound = self.fleet.bound(mean) - 1
         fit = [i for i in self.fleet.up if loads[i] <= bound]
         return max(fit, key=lambda i: (self.fleet.cached(request, i), -loads[i], self.rng.random()))
 
 
+class Bounded:
+    """Another policy, which sees only replicas that may take one more request within our load bound."""
+
+    def __init__(self, fleet: Fleet, make: Callable[[Fleet], Rival]) -> None:
+        self._fleet = fleet
+        self._policy = make(fleet)
+        self.finished, self.ended, self.changed = self._policy.finished, self._policy.ended, self._policy.changed
+
+    def place(self, request: SimRequest) -> int:
+        """As the other one would, were these all that are up."""
+        fleet = self._fleet
+        up, most = fleet.up, fleet.bound((fleet.total + 1) / len(fleet.up)) - 1
+        fleet.up = [i for i in up if fleet.loads[i] <= most]
+        try:
+            return self._policy.place(request)
+        finally:
+            fleet.up = up
+
+
+AFFINE: Mapping[str, Callable[[Fleet], Rival]] = {
+    "consistent hash": ConsistentHash,
+    "prefix hash": PrefixHash,
+    "cache-aware tree": CacheAware,
+    "sticky least loaded": StickyLeastLoaded,
+}
+"""The rivals that look at more than loads; as they are, they keep no bound, or another one."""
+BOUNDED = ", bounded"
 RIVALS: Mapping[str, Callable[[Fleet], Any]] = {
     "ours": Ours,
     "ours, session first": lambda fleet: Ours(fleet, ["session", "prefix-aware", "requests"]),
     "least loaded": Rival,
     "round robin": RoundRobin,
     "power of two": PowerOfTwo,
-    "consistent hash": ConsistentHash,
-    "prefix hash": PrefixHash,
-    "cache-aware tree": CacheAware,
-    "sticky least loaded": StickyLeastLoaded,
+    **AFFINE,
+    **{name + BOUNDED: partial(Bounded, make=make) for name, make in AFFINE.items()},
     "TorchRL": TorchRL,
     "oracle": Oracle,
 }

@@ -64,7 +64,8 @@ def agents(shape: Shape, rng: random.Random, names: Iterator[int]) -> Iterator[J
     while True:
         task = (next(names), rng.randint(*shape.question))
         for _ in range(shape.group):
-            yield Job(f"{next(names)}", turns(task))
+            # drawn now: the jobs must not depend on how fast a fleet answers
+            yield Job(f"{next(names)}", iter(list(turns(task))))
 
 
 def long_tail(shape: Shape, rng: random.Random, names: Iterator[int]) -> Iterator[Job]:

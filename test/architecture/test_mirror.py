@@ -33,7 +33,7 @@ ACROSS: dict[str, str] = {
 }
 """Test files of behaviour that no single file has -> what they are about."""
 
-ELSEWHERE = {"architecture", "support", "tutorials"}
+ELSEWHERE = {"architecture", "benchmarks", "support", "tutorials"}
 """Folders of tests that are not of the package."""
 
 

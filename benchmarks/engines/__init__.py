@@ -1,0 +1,1 @@
+"""What benchmarks of several engines on one machine share."""
