@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -381,15 +380,17 @@ class AsyncVLLM(GenerationService):
         trust this one as it is. Names and layouts are vLLM's: fused projections, packed experts.
 
         Returns:
-            What the function returned, which must pickle: one list per replica, with one value per worker.
+            What the function returned, which must be plain data: one list per replica, with one value per worker.
 
         Raises:
             EngineError: the function raised; the message ends with its words.
         """
         import cloudpickle
 
+        from torchrl_moe.modules.backends.process import wire
+
         answers = self.collective_rpc("torchrl_moe_validate", args=(cloudpickle.dumps(function),))
-        return [[pickle.loads(answer) for answer in workers] for workers in answers]
+        return [[wire.decode(answer[0], answer[1:]) for answer in workers] for workers in answers]
 
 
 def make_async_vllm_engine(*, model_name: str | os.PathLike[str], num_replicas: int = 1, **kwargs: Any) -> AsyncVLLM:
