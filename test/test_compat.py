@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import pickle
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -89,15 +88,13 @@ def pooled(tokenizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("proxies", [[], [cached], [pooled], [cached, pooled], [pooled, cached]])
-def test_the_tokenizer_comes_out_of_vllms_proxies_and_unpickles_without_vllm(proxies: list[Any]) -> None:
+def test_the_tokenizer_comes_out_of_vllms_proxies(proxies: list[Any]) -> None:
     original, tokenizer = ByteTokenizer(), ByteTokenizer()
     for proxy in proxies:
         tokenizer = proxy(tokenizer)
     plain = _compat.plain_tokenizer(tokenizer)
     assert type(plain) is type(original)
-    assert b"vllm" not in pickle.dumps(plain)
-    again = pickle.loads(pickle.dumps(plain))
-    assert again.encode("é <|im_end|>") == original.encode("é <|im_end|>") == [195, 169, 32, 258]
+    assert plain.encode("é <|im_end|>") == original.encode("é <|im_end|>") == [195, 169, 32, 258]
 
 
 def test_cpu_experts_keep_their_kernel_when_lora_is_on(monkeypatch: pytest.MonkeyPatch) -> None:

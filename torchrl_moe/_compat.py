@@ -62,10 +62,10 @@ def vllm_client_errors() -> tuple[type[Exception], ...]:
 
 
 def plain_tokenizer(tokenizer: Any) -> Any:
-    """Return the transformers tokenizer inside vLLM's caching and pooling proxies, so that it unpickles without vLLM.
+    """Return the transformers tokenizer inside vLLM's caching and pooling proxies, which can be saved.
 
     A proxy is a shallow copy under a subclass that is made on the fly and has no public way back. A tokenizer that is
-    vLLM's own (Mistral's) is returned as it is.
+    vLLM's own (Mistral's) holds one of transformers.
     """
     not_a_tokenizer = {"builtins", "typing", "typing_extensions"}
     for kind in type(tokenizer).__mro__:
@@ -74,7 +74,7 @@ def plain_tokenizer(tokenizer: Any) -> Any:
         plain: Any = object.__new__(kind)
         plain.__dict__.update(vars(tokenizer))
         return plain
-    return tokenizer
+    return getattr(tokenizer, "transformers_tokenizer", tokenizer)
 
 
 METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"

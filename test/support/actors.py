@@ -20,9 +20,9 @@ from torchrl_moe.modules.backends.ray.ray_service import RayService
 class ToyActor(ReplicaActor):
     """In the place of ``ReplicaActor``: Ray's part is real, the engine process is the toy engine's."""
 
-    def __init__(self, index: int, service: RayService, forwarded: Mapping[str, str], group: Any, number: int) -> None:
+    def __init__(self, index: int, service: RayService, forwarded: Mapping[str, str], *rest: Any) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
-        super().__init__(index, dataclasses.replace(service, kind="support.toy_kind"), forwarded, group, number)
+        super().__init__(index, dataclasses.replace(service, kind="support.toy_kind"), forwarded, *rest)
         self._service = service  # as its drivers know it
 
     def pids(self) -> tuple[int, int]:

@@ -16,6 +16,9 @@ from torchrl_moe.modules.backends.ray.ray_service import RayService
 NOWHERE = Address(host="127.0.0.1", port=9, key=b"")  # nobody listens there
 
 
+PENDING = object()  # the answer of an actor that has no place yet
+
+
 class FakeActor:
     """Describes itself and is shut down; its methods return what ``ray.get`` calls."""
 
@@ -27,10 +30,11 @@ class FakeActor:
 
 
 class FakeCluster:
-    """In the place of Ray; no group is ever placed.
+    """In the place of Ray; no group is ever placed, so an actor that a link makes never answers.
 
     Attributes:
         actors: name -> actor.
+        faster: what another driver puts there as a link is about to: name -> actor.
         killed: actors.
         asked: how many groups were asked for.
         removed: the ids of groups.
@@ -38,12 +42,14 @@ class FakeCluster:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.actors: dict[str, FakeActor] = {}
+        self.faster: dict[str, FakeActor] = {}
         self.killed: list[FakeActor] = []
         self.asked = 0
         self.removed: list[str] = []
         patch.setattr(ray, "is_initialized", lambda: True)
         patch.setattr(ray, "get_actor", self._get_actor)
-        patch.setattr(ray, "wait", lambda references, timeout: (references, []))
+        patch.setattr(ray, "wait", lambda references, timeout: ([r for r in references if r is not PENDING], []))
+        patch.setattr(ray, "remote", lambda kind: SimpleNamespace(options=self._options))
         patch.setattr(ray, "get", lambda reference, timeout=None: reference())
         patch.setattr(ray, "kill", self._kill)
         patch.setattr(actor_link, "placement_group", self._ask_for_group)
@@ -57,6 +63,17 @@ class FakeCluster:
     def _kill(self, actor: FakeActor) -> None:
         self.killed.append(actor)
         self.actors = {name: other for name, other in self.actors.items() if other is not actor}
+
+    def _options(self, *, name: str, **how: Any) -> Any:
+        def make(index: int, service: RayService, forwarded: Any, group: Any, *rest: Any) -> FakeActor:
+            self.actors.update(self.faster)
+            if name in self.actors:
+                raise ValueError(f"the name {name} is taken")
+            self.actors[name] = new = FakeActor(service, group.id)
+            new.describe = SimpleNamespace(remote=lambda: PENDING)
+            return new
+
+        return SimpleNamespace(remote=make)
 
     def _ask_for_group(self, bundles: Any, **how: Any) -> Any:
         self.asked += 1

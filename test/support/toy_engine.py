@@ -11,9 +11,9 @@ it is registered after ``sampling_params["read_seconds"]``, as vLLM tokenizes fi
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
@@ -32,10 +32,6 @@ KEPT: list[SharedMemory] = []
 
 class WrappedError(Exception):
     """As vLLM's ``EngineGenerateError``: no words of its own."""
-
-
-class OnlyHere:
-    """A class of a module that the driver does not have."""
 
 
 class ToyParams(dict[str, Any]):
@@ -63,6 +59,7 @@ class ToyEngine:
 
     def __init__(self) -> None:
         self.errored = False
+        self.model_config = SimpleNamespace(trust_remote_code=False)
         self.dead_error = "the toy is broken"
         self.known: dict[str, asyncio.Event] = {}
         self.aborts: list[list[str]] = []
@@ -79,7 +76,8 @@ class ToyEngine:
         if "refuse" in params:
             raise ValueError(params["refuse"])
         if "wrap" in params:
-            raise WrappedError from params["wrap"]
+            name, words = params["wrap"]
+            raise WrappedError from getattr(builtins, name)(words)
         self.known[request_id] = aborted = asyncio.Event()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(aborted.wait(), params.get("seconds", 0))
@@ -142,14 +140,14 @@ class ToyEngine:
             time.sleep(*args)
         elif method == "fail":
             raise RuntimeError(*args)
-        elif method == "unpicklable":
+        elif method == "not_plain":
             return lambda: None
-        elif method == "unknown_class":
-            return OnlyHere()
         return [[method, list(args), kwargs]]
 
-    def get_tokenizer(self) -> str:
-        return "a tokenizer"
+    def get_tokenizer(self) -> Any:
+        from torchrl_moe.testing import ByteTokenizer  # imports transformers: few ask
+
+        return ByteTokenizer()
 
     def shutdown(self, timeout: float) -> None:
         """Nothing to end."""
@@ -176,9 +174,13 @@ def without_vllm(set_attribute: Any = setattr) -> None:
     set_attribute(engine_requests, "SamplingParamsBuilder", lambda: lambda spec, guided_options: ToyParams(spec or {}))
 
 
+async def bring(process: engine_process.EngineProcess, version: int) -> None:
+    """A command: have weights of a version, as if a sender had brought them."""
+    process.weights.version = process.weights.proved_version = version
+
+
 def _use_toys() -> None:
-    sys.modules["only_here"] = SimpleNamespace(OnlyHere=OnlyHere)  # type: ignore[assignment]
-    OnlyHere.__module__ = "only_here"
+    engine_process.EngineProcess.command_bring = bring  # type: ignore[attr-defined]
     without_vllm()
     engine_process._start_engine = start
 

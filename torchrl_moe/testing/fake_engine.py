@@ -236,6 +236,7 @@ class FakeReplica(Commands):
             "reset_prefix_cache": lambda: not self._running,
             "stats": lambda: self.last_stats,
             "tokenizer": ByteTokenizer,
+            "weights_version": lambda: self.version,
         }
         if name not in answers:
             raise EngineError(f"the fake engine has no command {name!r}")
@@ -262,7 +263,7 @@ class FakeReplica(Commands):
     def last_stats(self) -> ReplicaStats:
         """The stats of this moment: a fake sends each change at once."""
         with self._changed:
-            return ReplicaStats(running=len(self._running), **self._counts)
+            return ReplicaStats(running=len(self._running), weights_version=self.version, **self._counts)
 
     def snapshot(self, timeout: float) -> list[Completion]:
         """Return what there is of each request that runs."""

@@ -27,6 +27,7 @@ from torchrl_moe.modules.backends.ray.cluster import running_services
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE
 from torchrl_moe.modules.serving import async_vllm
+from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 
 OTHER_DRIVER = """
@@ -54,6 +55,14 @@ def other_driver(address: str, name: str, prompt: list[int], params: dict[str, A
     return run.stdout.splitlines()[-1]
 
 
+def states(engine: AsyncVLLM) -> list[str]:
+    return [entry.state.name for entry in engine.replica_table]
+
+
+def versions(engine: AsyncVLLM) -> list[int]:
+    return [entry.version for entry in engine.replica_table]
+
+
 def generate(engine: AsyncVLLM, *args: Any, **kwargs: Any) -> list[int]:
     return engine.generate(*args, use_tqdm=False, **kwargs).outputs[0].token_ids.tolist()
 
@@ -61,17 +70,18 @@ def generate(engine: AsyncVLLM, *args: Any, **kwargs: Any) -> list[int]:
 # -- scripted replicas ------------------------------------------------------------------------------------------------
 
 
-def connect(monkeypatch: pytest.MonkeyPatch, dies_at: dict[int, str]) -> AsyncVLLM:
-    """Connect to replicas that have version 5; the named die at a step."""
+def connect(monkeypatch: pytest.MonkeyPatch, dies_at: dict[int, str], versions: tuple[int, int] = (5, 5)) -> AsyncVLLM:
+    """Connect to two replicas; the named die at a step."""
 
     def guest(index: int) -> ScriptedReplica:
         replica = ScriptedReplica(index)
+        replica.version = versions[index]
 
         def die() -> None:
             replica.die(words := f"gone at {dies_at[index]}")
             raise ReplicaDiedError(words)
 
-        replica.script = {"start": AssertionError("a guest makes no replica"), "weights_version": lambda: 5}
+        replica.script = {"start": AssertionError("a guest makes no replica")}
         if index in dies_at:
             replica.script[dies_at[index]] = die
         return replica
@@ -92,6 +102,31 @@ def test_who_comes_sees_what_died_and_why_while_another_serves(monkeypatch: pyte
 def test_who_comes_as_the_last_replica_dies_is_told(monkeypatch: pytest.MonkeyPatch, last: str) -> None:
     with pytest.raises(NoReplicaError, match=r"'policy': no replica is alive\. gone at weights_version"):
         connect(monkeypatch, {0: "weights_version", 1: last})
+
+
+def test_a_replica_with_older_weights_than_another_serves_once_it_has_the_newest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with connect(monkeypatch, {}, versions=(57, 0)) as guest:
+        assert states(guest) == ["SERVING", "STARTING"]
+        answers = guest.generate([[i] for i in range(1, 9)], use_tqdm=False)
+        assert {answer.metrics.replica for answer in answers} == {0}
+        guest.replica_table[1].replica.version = 57  # its maker, or whoever publishes, has brought it
+        until(lambda: states(guest) == ["SERVING", "SERVING"])
+        assert [entry.version for entry in guest.replica_table] == [57, 57]
+        late = guest.replica_table[1].replica
+        late.die("killed")
+        until(lambda: states(guest) == ["SERVING", "DEAD"])
+        until(lambda: guest.replica_table[1].recovery is Recovery.NOBODY)
+        assert "shutdown" not in late.life  # it is its maker's, to end and to restart
+
+
+def test_updates_of_another_driver_are_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    with connect(monkeypatch, {}) as guest:
+        for entry in guest.replica_table:
+            entry.replica.version = 6
+        until(lambda: [entry.version for entry in guest.replica_table] == [6, 6])
+        assert guest.generate([1], min_version=6, use_tqdm=False).outputs[0].policy_versions.min() == 6
 
 
 # -- the toy engine ---------------------------------------------------------------------------------------------------
@@ -181,6 +216,57 @@ def test_who_comes_later_sees_which_replicas_serve_and_with_which_weights(
         assert running_services(NAMESPACE) == {"partly": [0, 1, 2]}
         guest.shutdown()  # ends what it has never met, too
         assert running_services(NAMESPACE) == {}
+
+
+@pytest.mark.ray
+def test_a_replica_that_ray_restarts_serves_nobody_until_it_has_the_others_version(toy_service: Any) -> None:
+    maker = toy_service(2, name="aging")
+    publisher = AsyncVLLM.connect("aging")
+    for entry in publisher.replica_table:
+        entry.replica._command("bring", 20.0, version=57)
+    until(lambda: versions(maker) == versions(publisher) == [57, 57])  # the one that publishes is another driver
+    os.kill(pids(maker.replica_table[1].replica)[0], signal.SIGKILL)
+    until(lambda: maker.replica_table[1].recovery is Recovery.UPDATE)
+    assert maker.replica_table[1].replica.weights_version(20.0) == 0
+    assert states(publisher) == ["SERVING", "DEAD"]
+    with AsyncVLLM.connect("aging") as late:
+        assert states(maker) == states(late) == ["SERVING", "STARTING"]
+        for driver in (maker, late):
+            answers = driver.generate([[i] for i in range(1, 9)], use_tqdm=False)
+            assert {answer.metrics.replica for answer in answers} == {0}
+        maker.replica_table[1].replica._command("bring", 20.0, version=57)
+        for driver in (maker, late):
+            until(lambda driver=driver: states(driver) == ["SERVING", "SERVING"])
+            assert versions(driver) == [57, 57]
+            assert driver.generate([1], actor_index=1, use_tqdm=False).outputs[0].policy_versions.min() == 57
+    publisher.disconnect()
+
+
+@pytest.mark.ray
+def test_a_service_that_nobody_joined_is_ended_by_its_name(toy_service: Any) -> None:
+    maker = toy_service(2, name="unwanted")
+    AsyncVLLM.shutdown_service("unwanted")
+    assert running_services(NAMESPACE) == {}
+    until(lambda: groups_in_use() == [])
+    until(lambda: not any(entry.replica.is_alive() for entry in maker.replica_table))
+    with pytest.raises(EngineError, match="no service 'unwanted' is running"):
+        AsyncVLLM.shutdown_service("unwanted")
+    until(lambda: [entry.recovery for entry in maker.replica_table] == [Recovery.NOBODY] * 2)  # on purpose: it stays so
+
+
+@pytest.mark.ray
+def test_an_access_token_reaches_the_engine_and_is_no_argument_of_the_actor(
+    toy_service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    engine = toy_service(1, name="gated")
+    actor, owner = (psutil.Process(pid) for pid in pids(engine.replica_table[0].replica))
+    assert owner.environ()["HF_TOKEN"] == "hf_secret"
+    os.kill(owner.pid, signal.SIGKILL)  # Ray makes the actor again, from the same arguments
+    until(lambda: [entry.restarts for entry in engine.replica_table] == [1] and states(engine) == ["SERVING"])
+    again = pids(engine.replica_table[0].replica)
+    assert actor.pid not in again
+    assert psutil.Process(again[1]).environ()["HF_TOKEN"] == "hf_secret"
 
 
 @pytest.mark.ray

@@ -380,6 +380,36 @@ def test_one_that_another_driver_may_have_updated_asks_the_others_before_it_serv
     assert ask(service, actor_index=0, timeout_seconds=5.0).metrics.replica == 0
 
 
+def test_what_another_driver_brings_is_heard_of_and_one_that_is_restarted_waits_for_it(fleet: Any) -> None:
+    service = fleet(1)
+    entry = service.replica_table[0]
+    entry.replica.version = 57  # by another driver; the replica says so with its stats
+    until(lambda: (entry.version, service.replica_table.latest_version) == (57, 57))
+    service.kill(0)
+    until(lambda: entry.recovery is Recovery.UPDATE)
+    assert (service.states, entry.version) == (["STARTING"], 0)  # nobody is left who could be asked
+    entry.replica.version = 56
+    time.sleep(1.5)  # a few looks
+    assert service.states == ["STARTING"]
+    entry.replica.version = 57
+    until_serving(service, [1])
+    assert entry.version == 57
+    assert ask(service, timeout_seconds=5.0).metrics.replica == 0
+
+
+def test_one_that_comes_back_with_the_newest_weights_serves_them_at_once(fleet: Any) -> None:
+    def make(index: int, number: int) -> FakeReplica:
+        replica = FakeReplica(index)
+        replica.version = 57 if number else 0  # its process lived; only the connection to it was lost
+        return replica
+
+    service = fleet(1, make)
+    service.replica_table.set_version(0, 57)
+    service.kill(0)
+    until_serving(service, [1])
+    assert service.replica_table[0].version == 57
+
+
 # -- a service that is paused -----------------------------------------------------------------------------------------
 
 

@@ -198,6 +198,7 @@ class ReplicaStats:
         preemptions: times that a request lost its KV blocks to others and must be recomputed.
         steps: of the engine.
         step_at: when the last one ended, in seconds since the epoch; 0 before the first.
+        weights_version: of the weights that the engine serves, whoever brought them; 0 for the checkpoint's.
     """
 
     running: int = 0
@@ -215,6 +216,7 @@ class ReplicaStats:
     preemptions: int = 0
     steps: int = 0
     step_at: float = 0.0
+    weights_version: int = 0
 
     @property
     def hit_rate(self) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -57,8 +56,7 @@ class AsyncVLLM(GenerationService):
             with its replica.
         name: in Ray: of a service that outlives this process, for :meth:`connect`. Without one it ends with it.
         namespace: in Ray: where the name holds; default ``"torchrl_moe"``.
-        resources: in Ray: what a replica asks of one node; default a CPU for each of its devices, and a GPU too if
-            the cluster has any.
+        resources: in Ray: what a replica asks of one node; default per device a CPU, and a GPU if the cluster has any.
 
     Attributes:
         name: that other drivers :meth:`connect` to; ``None`` if the service ends with this process.
@@ -145,7 +143,10 @@ class AsyncVLLM(GenerationService):
         if any(entry.state is not ReplicaState.STARTING for entry in self.replica_table):
             raise RuntimeError("start: the service was shut down. Make a new one.")
         seconds = default_timeout() if timeout_seconds is None else timeout_seconds
-        self._check_name()
+        if self.name is not None:
+            from torchrl_moe.modules.backends.ray.cluster import check_free
+
+            check_free(self.name, self._namespace)
         try:
             self._start_all(seconds)
         except BaseException:
@@ -155,24 +156,19 @@ class AsyncVLLM(GenerationService):
         self._fleet.supervise()
         return self
 
-    def _check_name(self) -> None:
-        if self.name is not None:
-            from torchrl_moe.modules.backends.ray.cluster import check_free
-
-            check_free(self.name, self._namespace)
-
     def _start_all(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         for entry in self.replica_table:
             entry.replica.start()
         # disable=None: a bar on a terminal, silence in a log file
         for entry in tqdm(self.replica_table, desc="starting vLLM", total=self.num_replicas, leave=False, disable=None):
-            self._serve(entry, deadline, seconds)
+            self._wait(entry, deadline, seconds)
+            self._fleet.serve(entry)
 
-    def _serve(self, entry: TableEntry, deadline: float, seconds: float) -> None:
-        """Wait for a replica and let it serve."""
+    def _wait(self, entry: TableEntry, deadline: float, seconds: float) -> None:
+        """Wait for a replica."""
         try:
-            self._fleet.serve(entry, max(deadline - time.monotonic(), 0.0))
+            self._fleet.wait_ready(entry, max(deadline - time.monotonic(), 0.0))
         except ReplicaDiedError:
             raise
         except EngineError as error:
@@ -192,9 +188,8 @@ class AsyncVLLM(GenerationService):
     ) -> Self:
         """Join a service that runs in the Ray cluster under that name, from any driver; several may be in it at once.
 
-        Replicas are told apart by what they are now: which serve, and with weights of which version. Weights that
-        another driver updates later carry their version in each completion, not in this driver's :meth:`stats`; its
-        ``min_version`` and ``group_ids`` choose by the versions that it knows: those of now, or of its own updates.
+        A replica that holds older weights than another (Ray has restarted it, say) serves here once it has the newest.
+        Updates that another driver makes are heard of within a second; each completion says what it was made with.
         :meth:`disconnect`, a ``with`` block's end and the end of the process leave the service as it is;
         :meth:`shutdown` ends it for all, with replicas that were restarted since. The driver that made the replicas
         probes and restarts them, and Ray restarts those whose process ends; here one that died stays so: connect again.
@@ -238,14 +233,17 @@ class AsyncVLLM(GenerationService):
             entry.replica.join()
         for entry in self.replica_table:
             try:
-                self._serve(entry, deadline, seconds)
+                self._wait(entry, deadline, seconds)
                 self.replica_table.set_version(entry.index, entry.replica.weights_version(CALL_SECONDS))
             except ReplicaDiedError as error:
                 self.replica_table.mark_dead(entry.index, str(error))
         if all(entry.state is ReplicaState.DEAD for entry in self.replica_table):
             raise NoReplicaError(f"service {self.name!r}: no replica is alive. {self.replica_table[0].last_error}")
-        self._running = True
         self._fleet.supervise()
+        for entry in self.replica_table:
+            if entry.state is not ReplicaState.DEAD:
+                self._fleet.serve(entry)
+        self._running = True
 
     def add_replicas(self, count: int = 1, *, timeout_seconds: float | None = None) -> list[int]:
         """Start more replicas; see :meth:`GenerationService.add_replicas`. A service with a name cannot have more.
@@ -259,6 +257,13 @@ class AsyncVLLM(GenerationService):
         return super().add_replicas(
             count, timeout_seconds=default_timeout() if timeout_seconds is None else timeout_seconds
         )
+
+    @staticmethod
+    def shutdown_service(name: str, *, namespace: str | None = None) -> None:
+        """End a service in Ray for all its drivers, or what a killed one left; ``EngineError`` if there is nothing."""
+        from torchrl_moe.modules.backends.ray.cluster import end_service
+
+        end_service(name, namespace)
 
     def disconnect(self) -> None:
         """Leave a service that has a name; it goes on, and what this driver asked of it is aborted. Idempotent.
@@ -275,10 +280,7 @@ class AsyncVLLM(GenerationService):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._is_guest:
-            self.disconnect()
-        else:
-            self.shutdown()
+        (self.disconnect if self._is_guest else self.shutdown)()
 
     @classmethod
     def launch(cls, engine_args: Any, num_replicas: int = 1, **kwargs: Any) -> Self:
@@ -365,8 +367,7 @@ class AsyncVLLM(GenerationService):
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Return checkpoint name -> (dtype, shape) of every tensor, experts one by one, as the checkpoint has them."""
         self._check_running("get_model_metadata")
-        metadata: dict[str, tuple[torch.dtype, torch.Size]] = self._fleet.alive()[0].replica.metadata(CALL_SECONDS)
-        return metadata
+        return self._fleet.alive()[0].replica.metadata(CALL_SECONDS)
 
     # -- tests of what the workers hold -----------------------------------------------------------------------------
 
@@ -381,15 +382,17 @@ class AsyncVLLM(GenerationService):
         trust this one as it is. Names and layouts are vLLM's: fused projections, packed experts.
 
         Returns:
-            What the function returned, which must pickle: one list per replica, with one value per worker.
+            What the function returned, which must be plain data: one list per replica, with one value per worker.
 
         Raises:
             EngineError: the function raised; the message ends with its words.
         """
         import cloudpickle
 
+        from torchrl_moe.modules.backends.process import wire
+
         answers = self.collective_rpc("torchrl_moe_validate", args=(cloudpickle.dumps(function),))
-        return [[pickle.loads(answer) for answer in workers] for workers in answers]
+        return [[wire.decode(answer[0], answer[1:]) for answer in workers] for workers in answers]
 
 
 def make_async_vllm_engine(*, model_name: str | os.PathLike[str], num_replicas: int = 1, **kwargs: Any) -> AsyncVLLM:

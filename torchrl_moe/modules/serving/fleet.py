@@ -65,14 +65,20 @@ class Fleet:
 
     # -- life -------------------------------------------------------------------------------------------------------
 
-    def serve(self, entry: TableEntry, seconds: float) -> None:
-        """Wait until a replica that was started is ready, and let it serve.
+    def wait_ready(self, entry: TableEntry, seconds: float) -> None:
+        """Wait until a replica that was started is ready.
 
         Raises:
             EngineError: it did not come up, or not in time.
         """
         self.infos.append(entry.replica.wait_ready(seconds))
-        self.table.set_state(entry.index, ReplicaState.SERVING)
+
+    def serve(self, entry: TableEntry) -> None:
+        """Let a replica that is ready serve: at once, or when it has the newest weights, if another has newer ones."""
+        if entry.version < self.table.latest_version:
+            self._supervisor.await_update(entry)
+        else:
+            self.table.set_state(entry.index, ReplicaState.SERVING)
 
     def supervise(self) -> None:
         """Notice deaths and stalls from now on, and bring replicas back."""

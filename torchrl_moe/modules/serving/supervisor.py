@@ -144,6 +144,8 @@ class Supervisor:
         Raises:
             EngineError: a replica could not be asked whether it lives; what concerns the others was done.
         """
+        for entry in self._table:
+            self._hear_version(entry)
         failed = [error for entry in self._table if (error := self._note_death(entry)) is not None]
         for stalled in self._health.look():
             self._table.mark_dead(
@@ -153,7 +155,9 @@ class Supervisor:
         self._table.cool()
         for entry in self._table:
             if entry.state in GONE and entry.recovery is Recovery.SUPERVISOR:
-                if entry.replica.was_ended:
+                if self._make_replica is None:  # the replica is its maker's, to end and to restart
+                    self._table.set_recovery(entry.index, Recovery.NOBODY)
+                elif entry.replica.was_ended:
                     self._give_up(entry, f"replica {entry.index} was shut down by another driver")
                 else:
                     self._in_background(self._renew, entry)
@@ -189,7 +193,21 @@ class Supervisor:
         lacks = self._lacks.get(entry.index)
         if lacks is None or entry.state is not ReplicaState.STARTING:
             return lacks is not None
-        return entry.recovery is Recovery.UPDATE and lacks < self._table.latest_version
+        stats = entry.replica.last_stats
+        holds = 0 if stats is None else stats.weights_version
+        newest = self._table.latest_version
+        return entry.recovery is Recovery.UPDATE and (lacks < newest or 0 < newest <= holds)
+
+    def _hear_version(self, entry: TableEntry) -> None:
+        """Note the version that a replica says it serves: where this driver brings none, another one may have."""
+        replica = entry.replica
+        if (stats := replica.last_stats) is None:
+            return
+        self._table.note_version(stats.weights_version)
+        with self._table.lock:
+            unheard = entry.replica is replica and entry.version < stats.weights_version
+            if unheard and entry.state is ReplicaState.SERVING and self._get_bring() is None:
+                self._table.set_version(entry.index, stats.weights_version)
 
     def _in_background(self, task: Callable[[TableEntry], None], entry: TableEntry) -> None:
         with self._lock:
@@ -286,12 +304,20 @@ class Supervisor:
         raise ReplicaDiedError(entry.last_error or f"replica {entry.index} died before it could serve")
 
     def _begin(self, entry: TableEntry, replica: Any) -> bool:
-        """Let a replica serve its checkpoint's weights, or wait for an update if others have newer ones."""
-        if not self._newest_version(entry):
-            return self._as_the_others(replica, lambda: self._serve(entry))
+        """Let a replica serve the weights that it holds, or wait for an update if others have newer ones."""
+        newest = self._newest_version(entry)
+        holds = _version_of(replica) if newest else 0
+        if holds < newest:
+            self.await_update(entry)
+            return True
+        if holds:
+            self._table.set_version(entry.index, holds)
+        return self._as_the_others(replica, lambda: self._serve(entry))
+
+    def await_update(self, entry: TableEntry) -> None:
+        """Have a replica that is STARTING serve once it holds the newest weights, whoever brings them."""
         self._lacks[entry.index] = self._table.latest_version
         self._set_recovery(entry, Recovery.UPDATE)
-        return True
 
     def _newest_version(self, entry: TableEntry) -> int:
         """Return the newest version of the others; they are asked, since another driver may have brought it."""
@@ -300,8 +326,7 @@ class Supervisor:
                 break
             if peer is entry or peer.state is ReplicaState.STARTING or peer.state in GONE:
                 continue
-            with contextlib.suppress(EngineError, ValueError, RuntimeError, OSError):  # it can say nothing now
-                self._table.note_version(peer.replica.weights_version(PEER_SECONDS))
+            self._table.note_version(_version_of(peer.replica))
         return self._table.latest_version
 
     def _set_recovery(self, entry: TableEntry, recovery: Recovery) -> None:
@@ -330,6 +355,13 @@ class Supervisor:
             if starting:
                 self._table.set_state(entry.index, ReplicaState.SERVING)
             return starting
+
+
+def _version_of(replica: Any) -> int:
+    """Return the version of a replica's weights; 0 if it can say nothing now."""
+    with contextlib.suppress(EngineError, ValueError, RuntimeError, OSError):
+        return int(replica.weights_version(PEER_SECONDS))
+    return 0
 
 
 def last_words(replica: Any) -> str | None:

@@ -86,7 +86,7 @@ def test_a_child_leads_a_group_in_our_session_and_its_output_goes_to_its_log(
     try:
         assert os.getpgid(process.process.pid) == process.process.pid
         assert os.getsid(process.process.pid) == os.getsid(0)  # and so the cores are shared fairly
-        process.outbox.put(wire.encode(("configure", {"model": "toy", "start": {"print": "hello log"}})))
+        process.outbox.put(child.configuration({"model": "toy", "start": {"print": "hello log"}}))
         assert wire.receive(process.connection)[0] == "ready"
         assert process.log.parent.parent == temporary
         assert process.log.parent.name.startswith("torchrl_moe-replica-3-")
@@ -105,7 +105,7 @@ def test_a_log_in_a_folder_of_the_users_stays_and_a_later_child_goes_on_in_it(
     for words in ("RuntimeError: of the first", "hello"):
         process = Child(3, toy_kind, toy_environment(), folder)
         try:
-            process.outbox.put(wire.encode(("configure", {"model": "toy", "start": {"print": words}})))
+            process.outbox.put(child.configuration({"model": "toy", "start": {"print": words}}))
             assert wire.receive(process.connection)[0] == "ready"
             assert process.log == folder / "replica-3.log"
             assert process.log_tail() == words  # of this child, not of the one before
@@ -125,7 +125,7 @@ def test_a_folder_for_logs_that_cannot_be_one_starts_nothing(temporary: Path) ->
 def test_whoever_ends_a_child_waits_until_it_has_ended(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "GRACE_SECONDS", 0.5)
     process = Child(0, toy_kind, toy_environment())
-    process.outbox.put(wire.encode(("configure", {"model": "toy", "start": {"sleeper": True}})))
+    process.outbox.put(child.configuration({"model": "toy", "start": {"sleeper": True}}))
     assert wire.receive(process.connection)[0] == "ready"
     assert len(group(process.process.pid)) == 2
     os.kill(process.process.pid, signal.SIGSTOP)  # it cannot end politely

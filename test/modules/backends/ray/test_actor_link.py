@@ -23,9 +23,9 @@ from support.waiting import PATIENCE, until
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.ray import actor_link
 from torchrl_moe.modules.backends.ray.actor_link import ActorLink
-from torchrl_moe.modules.backends.ray.cluster import running_services
+from torchrl_moe.modules.backends.ray.cluster import end_service, find_service, running_services
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
-from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE, RayService
+from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE, RayService, parse_group_name
 
 START = 120.0
 
@@ -91,9 +91,20 @@ def test_who_ends_a_service_leaves_alone_another_one_that_has_its_name_since(
 
 def test_a_driver_that_leaves_while_it_waits_for_a_place_gives_the_group_back(fake: FakeCluster) -> None:
     link = ActorLink(0, SERVICE, 0)
-    until(lambda: fake.asked == 1)
+    until(lambda: NAME in fake.actors)  # it has its name at once, so that others find it
+    mine = fake.actors[NAME]
     link.end_and_forget()
     until(lambda: fake.removed == ["asked-1"])
+    assert (fake.killed, mine.said) == ([mine], [])
+
+
+def test_a_driver_that_is_too_late_gives_its_group_back_and_joins_the_other_ones_actor(fake: FakeCluster) -> None:
+    fake.faster = {NAME: FakeActor(SERVICE, "theirs")}
+    link = ended_link(places=True)
+    assert "Connection refused" in link.words  # it was dialled: nobody is there
+    assert (fake.asked, fake.removed, fake.killed) == (1, ["asked-1"], [])
+    link.end_and_forget()
+    assert fake.killed == []
 
 
 # -- in a cluster -----------------------------------------------------------------------------------------------------
@@ -151,6 +162,66 @@ def test_two_replicas_that_each_fill_a_node_lie_on_two_and_are_known_by_name(in_
         assert engine.environ()["OMP_NUM_THREADS"] == "2"
         assert engine.ppid() == pids(replica)[0]
         assert answer(replica) == [2, 3]
+
+
+KILLED_WHILE_PLACING = """
+import os, sys, time
+import ray
+from support.actors import ray_service, toy_actors
+from torchrl_moe.modules.backends.ray.actor_link import ActorLink
+from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
+address, index = sys.argv[1:]
+ray.init(address=address, log_to_driver=False, logging_level="error")
+ActorLink._create = lambda link, group: os.kill(os.getpid(), 9)
+with toy_actors():
+    RayReplica(int(index), ray_service(name="torn/a", detached=True)).start()
+    time.sleep(600)
+"""
+
+
+def die_while_placing(address: str, index: int) -> None:
+    """A driver that is killed between a group and its actor."""
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    command = [sys.executable, "-c", KILLED_WHILE_PLACING, address, str(index)]
+    assert subprocess.run(command, env=environment, timeout=120).returncode == -signal.SIGKILL
+
+
+@pytest.mark.ray
+def test_a_group_of_a_driver_that_was_killed_is_found_by_its_name_and_removed_whoever_comes(
+    in_cluster: Any, ray_cluster: Any
+) -> None:
+    die_while_placing(ray_cluster.address, 0)
+    assert [parse_group_name(name) for name in groups_in_use()] == [(NAMESPACE, "torn/a", 0)]
+    with pytest.raises(EngineError, match="no service 'torn/a' is running"):
+        find_service("torn/a", None)
+    until(lambda: groups_in_use() == [])
+    die_while_placing(ray_cluster.address, 0)
+    end_service("torn/a", None)
+    until(lambda: groups_in_use() == [])
+    with pytest.raises(EngineError, match="no service 'torn/a' is running"):
+        end_service("torn/a", None)
+    service = ray_service(name="torn/a", detached=True)
+    lives = in_cluster(service, 1)
+    die_while_placing(ray_cluster.address, 0)
+    assert len(groups_in_use()) == 2
+    assert find_service("torn/a", None) == service
+    until(lambda: [parse_group_name(name) for name in groups_in_use()] == [(NAMESPACE, "torn/a", 1)])
+    assert answer(lives) == [2, 3]
+    end_service("torn/a", None)
+    assert running_services(NAMESPACE) == {}
+    until(lambda: groups_in_use() == [] and not lives.is_alive())
+
+
+@pytest.mark.ray
+def test_a_driver_that_is_killed_while_its_replica_waits_for_a_place_leaves_what_can_be_ended_by_name(
+    nothing_left: None, driver: Any
+) -> None:
+    with driver("waits") as process:
+        until(lambda: running_services(NAMESPACE) == {"waits": [0]}, START)
+        process.kill()
+        process.wait(60)
+    assert [parse_group_name(name) for name in groups_in_use()] == [(NAMESPACE, "waits", 0)]
+    end_service("waits", None)
 
 
 @pytest.mark.ray
@@ -256,9 +327,11 @@ how, address = sys.argv[1:]
 ray.init(address=address, log_to_driver=False, logging_level="error")
 with toy_actors():
     # Ray kills a child of an actor itself, at once, and no grandchild: those of vLLM end when their parent has
-    replica = RayReplica(0, ray_service(name=how, detached=how == "detached", sleeper=how != "killed"))
+    detached = how in ("detached", "waits")
+    cpus = 64.0 if how == "waits" else 1.0
+    replica = RayReplica(0, ray_service(name=how, detached=detached, cpus=cpus, sleeper=how != "killed"))
     replica.start()
-    replica.wait_ready(60)
+    replica.wait_ready(600 if how == "waits" else 60)
 replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
 print(*pids(replica), replica.stats(10).running, flush=True)
 if how == "killed":

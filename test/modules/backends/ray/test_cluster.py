@@ -98,7 +98,8 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def get(reference: Any, timeout: float) -> Any:
         if isinstance(answers[reference], Exception):
             raise answers[reference]
-        return SimpleNamespace(service=answers[reference])
+        service, group = answers[reference] if isinstance(answers[reference], tuple) else (answers[reference], "")
+        return SimpleNamespace(service=service, group=SimpleNamespace(id=bytes.fromhex(group)))
 
     def get_actor(name: str, namespace: str) -> Any:
         assert namespace == "ours"
@@ -108,6 +109,7 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: ACTORS)
     monkeypatch.setattr(ray, "get_actor", get_actor)
     monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(cluster, "placement_group_table", dict)
     return answers
 
 
@@ -138,3 +140,71 @@ def test_a_service_that_is_not_there_or_does_not_answer_is_told_apart(actors: di
     actors["a-replica-0"] = GetTimeoutError("late")
     with pytest.raises(EngineError, match=r"'a': none of its replicas \[0\] answered within 20 s: late"):
         cluster.find_service("a", "ours")
+
+
+# -- what is left -----------------------------------------------------------------------------------------------------
+
+
+def group(name: str, number: int, state: str = "CREATED") -> dict[str, str]:
+    return {"name": name, "state": state, "placement_group_id": f"{number:02x}" * 18}
+
+
+@pytest.fixture
+def groups(actors: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """The placement groups of the cluster; those that are removed say so."""
+    rows: list[dict[str, str]] = []
+
+    def remove(handle: Any) -> None:
+        for row in rows:
+            if row["placement_group_id"] == handle.id.hex():
+                row["state"] = "REMOVED"
+
+    monkeypatch.setattr(cluster, "placement_group_table", lambda: {row["placement_group_id"]: row for row in rows})
+    monkeypatch.setattr(cluster, "remove_placement_group", remove)
+    monkeypatch.setattr(cluster, "MAKING_SECONDS", 0.0)
+    return rows
+
+
+def removed(rows: list[dict[str, str]]) -> list[int]:
+    return [int(row["placement_group_id"][:2], 16) for row in rows if row["state"] == "REMOVED"]
+
+
+def test_groups_in_which_no_actor_lies_are_removed_and_no_others(
+    actors: dict[str, Any], groups: list[dict[str, str]]
+) -> None:
+    groups += [
+        group("ours/b/0/aaaaaaaa", 1),  # it has an actor
+        group("ours/b/7/aaaaaaaa", 2),  # it has none
+        group("ours/b/1/aaaaaaaa", 3),  # that of the actor
+        group("ours/b/1/bbbbbbbb", 4),  # beside it
+        group("theirs/b/7/aaaaaaaa", 5),
+        group("ours/c/0/aaaaaaaa", 6),
+        group("b-replica-7-aaaaaaaa", 7),  # nobody of ours names them so
+        group("ours/b/8/aaaaaaaa", 8, state="PENDING"),
+    ]
+    actors["b-replica-1"] = ray_service(name="b"), groups[2]["placement_group_id"]
+    assert cluster.remove_leftovers("b", "ours") == 3
+    assert removed(groups) == [2, 4, 8]
+    assert cluster.remove_leftovers("b", "ours") == 0
+
+
+def test_of_two_groups_of_an_actor_that_does_not_answer_none_is_removed(
+    actors: dict[str, Any], groups: list[dict[str, str]]
+) -> None:
+    groups += [group("ours/b/0/aaaaaaaa", 1), group("ours/b/0/bbbbbbbb", 2)]
+    actors["b-replica-0"] = GetTimeoutError("late")
+    assert cluster.remove_leftovers("b", "ours") == 0
+
+
+def test_a_group_whose_actor_comes_meanwhile_stays(
+    actors: dict[str, Any], groups: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups.append(group("ours/b/2/aaaaaaaa", 1))
+    late = {"name": "b-replica-2", "namespace": "ours"}
+    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: monkeypatch.setitem(ACTORS_BY_NAME, "late", late))
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: [*ACTORS, *ACTORS_BY_NAME.values()])
+    assert cluster.remove_leftovers("b", "ours") == 0
+    assert removed(groups) == []
+
+
+ACTORS_BY_NAME: dict[str, Any] = {}

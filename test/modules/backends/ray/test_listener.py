@@ -7,21 +7,22 @@ import errno
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
 
 import pytest
 
 from support.waiting import until
 from torchrl_moe.modules.backends.ray import listener as listener_module
 from torchrl_moe.modules.backends.ray.listener import LateConnection, Listener, dial
+from torchrl_moe.modules.backends.ray.sealed import SealedConnection
 
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
     """Says back what it hears."""
 
-    def echo(connection: Connection) -> None:
+    def echo(connection: SealedConnection) -> None:
         while True:
             connection.send_bytes(connection.recv_bytes())
 
@@ -80,7 +81,7 @@ def test_who_does_not_show_the_key_is_waited_for_so_long_and_who_did_may_be_sile
         socket.create_connection((listener.address.host, listener.address.port)) as silent,
     ):
         silent.settimeout(20)
-        while silent.recv(1024):  # the challenge, then the end
+        while silent.recv(1024):  # a nonce, then the end
             pass
         inside.send_bytes(b"still here")
         assert inside.recv_bytes() == b"still here"
@@ -125,9 +126,19 @@ def test_who_is_seen_out_hears_the_end() -> None:
 # -- a connection that is yet to come ---------------------------------------------------------------------------------
 
 
+def pair() -> tuple[SealedConnection, SealedConnection]:
+    """Two ends of one connection."""
+    with ThreadPoolExecutor(2) as pool:
+        ends = [
+            pool.submit(SealedConnection, end, b"key", is_actor)
+            for end, is_actor in zip(socket.socketpair(), (True, False), strict=True)
+        ]
+        return ends[0].result(20), ends[1].result(20)
+
+
 def test_readers_and_writers_wait_for_it() -> None:
     late = LateConnection()
-    ours, theirs = socket.socketpair()
+    ours, other = pair()
     heard: list[bytes] = []
     reader = threading.Thread(target=lambda: heard.append(late.recv_bytes()))
     writer = threading.Thread(target=late.send_bytes, args=(b"early",))
@@ -135,8 +146,8 @@ def test_readers_and_writers_wait_for_it() -> None:
         thread.start()
     with pytest.raises(OSError, match="never came about"):
         late.fileno()
-    with Connection(theirs.detach()) as other:
-        late.become(Connection(ours.detach()))
+    with other:
+        late.become(ours)
         assert other.recv_bytes() == b"early"
         other.send_bytes(b"answer")
         for thread in (reader, writer):
@@ -168,7 +179,7 @@ def test_one_that_is_given_up_ends_whoever_waits_and_a_connection_that_comes_aft
     assert caught == [EOFError]
     with pytest.raises(OSError, match="never came about"):
         late.send_bytes(b"x")
-    ours, theirs = socket.socketpair()
-    late.become(Connection(ours.detach()))
-    with Connection(theirs.detach()) as other, pytest.raises(EOFError):
+    ours, other = pair()
+    late.become(ours)
+    with other, pytest.raises(EOFError):
         other.recv_bytes()

@@ -26,8 +26,8 @@ class HostLink:
         self.driver = uuid.uuid4().hex[:8]
         self.words = ""
         self.connection = dial(host.address())
-        self.outbox = wire.Outbox(self.connection, list)
-        self.outbox.put(wire.encode(self.driver))
+        self.outbox = wire.Outbox(self.connection)
+        self.outbox.put(wire.encode((self.driver, {})))
         self.host = host
 
     def end(self) -> None:
@@ -141,7 +141,7 @@ def test_a_killed_engine_was_not_ended_by_anybody(two: tuple[RayReplica, RayRepl
         assert not replica.was_ended
 
 
-def test_what_does_not_pickle_is_refused_before_it_is_sent(two: tuple[RayReplica, RayReplica]) -> None:
+def test_what_has_no_plain_form_is_refused_before_it_is_sent(two: tuple[RayReplica, RayReplica]) -> None:
     (future,) = two[0].submit([ids_request("x", sampling_params=lambda: None)])
     with pytest.raises(ValueError, match="the request cannot be sent to the engine process"):
         future.result(0)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import threading
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from support.hosts import ToyHost
 from support.processes import group, ids_request
 from support.waiting import until
-from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process import child, packing, wire
 from torchrl_moe.modules.backends.ray.listener import dial
 from torchrl_moe.modules.backends.ray.replica_host import ReplicaHost, driver_of, named_after, wrap
 
@@ -24,11 +23,11 @@ from torchrl_moe.modules.backends.ray.replica_host import ReplicaHost, driver_of
 class Driver:
     """Says and hears messages, one by one."""
 
-    def __init__(self, host: ReplicaHost, name: str) -> None:
+    def __init__(self, host: ReplicaHost, name: str, **secrets: str) -> None:
         self.name = name
         self.stats: list[Any] = []
-        self.connection: Connection = dial(host.address())
-        self._write(wire.encode(name))
+        self.connection = dial(host.address())
+        self._write(wire.encode((name, secrets)))
 
     def _write(self, frames: wire.Frames) -> None:
         for frame in frames:
@@ -37,9 +36,9 @@ class Driver:
     def say(self, *message: Any, opens: tuple[str, ...] = ()) -> None:
         self._write(wrap(message, [named_after(self.name, name) for name in opens]))
 
-    def ask(self, request_id: str, ids: tuple[int, ...] = (1,), **params: Any) -> None:
+    def ask(self, request_id: str, ids: Any = (1,), **params: Any) -> None:
         request = ids_request(named_after(self.name, request_id), ids, sampling_params=params)
-        self.say("generate", wire.pack_requests([request]), opens=(request_id,))
+        self.say("generate", packing.pack_requests([request]), opens=(request_id,))
 
     def hear(self) -> tuple[Any, ...]:
         """The next message that is not of stats, which come by the clock."""
@@ -67,15 +66,15 @@ def host() -> Iterator[ToyHost]:
 
 def completed(message: tuple[Any, ...]) -> dict[str, list[int]]:
     assert message[0] == "completions"
-    completions = wire.unpack_completions(message[1], 0)
+    completions = packing.unpack_completions(message[1], 0)
     return {completion.request_id: completion.outputs[0].token_ids.tolist() for completion in completions}
 
 
 def stats(driver: Driver, number: int) -> Any:
-    driver.say("call", (driver.name, number), "stats", pickle.dumps({}))
+    driver.say("call", (driver.name, number), "stats", wire.parcel({}))
     kind, answered, value = driver.hear()
     assert (kind, answered) == ("result", (driver.name, number))
-    return pickle.loads(value)
+    return wire.open_parcel(value)
 
 
 def test_ids_of_drivers_are_kept_apart() -> None:
@@ -95,7 +94,7 @@ def test_each_driver_hears_its_own_and_whoever_comes_later_hears_that_the_engine
     assert completed(one.hear()) == {"one/same": [2, 3]}
     assert stats(two, 5).requests == 2
     assert [driver.open for driver in host._drivers.values()] == [set(), set()]  # nothing to abort if they leave
-    one.say("call", ("one", 0), "no_such_command", pickle.dumps({}))
+    one.say("call", ("one", 0), "no_such_command", wire.parcel({}))
     assert one.hear()[:3] == ("error", ("one", 0), "value")
     one.ask("bad", refuse="too long")
     assert one.hear() == ("refused", "one/bad", "value", "too long")
@@ -177,6 +176,51 @@ def test_stats_are_told_to_all(host: ToyHost) -> None:
         return any(stats.requests == 1 for stats in driver.stats)
 
     until(lambda: all(map(told, drivers)))
+
+
+def test_an_engine_that_needs_secrets_starts_with_those_of_the_first_driver() -> None:
+    host = ToyHost(awaits_secrets=True)
+    assert host.log_tail() == "(its engine waits for a driver)"
+    assert host._child is None
+    first = Driver(host, "first", HF_TOKEN="hf_1")
+    assert first.hear()[0] == "ready"
+    second = Driver(host, "second", HF_TOKEN="hf_2")
+    assert second.hear()[0] == "ready"
+    assert psutil.Process(host._child.process.pid).environ()["HF_TOKEN"] == "hf_1"
+    host.end()
+    never = ToyHost(awaits_secrets=True)
+    never.end()
+    assert never._child is None
+
+
+def test_a_driver_that_stops_reading_is_dropped_with_a_line_in_the_log_and_its_requests_are_aborted(
+    host: ToyHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reads, stuck = Driver(host, "reads"), Driver(host, "stuck")
+    assert [driver.hear()[0] for driver in (reads, stuck)] == ["ready", "ready"]
+    host._drivers["stuck"].outbox._limit = 1 << 20
+    stuck.ask("long", seconds=3600)
+    for number in range(3):  # 16 MB each: more than the socket holds, so the second waits, and the third is too much
+        stuck.ask(f"large {number}", range(1 << 20))
+    until(lambda: "stuck" not in host._drivers)
+    assert "driver stuck has stopped reading" in caplog.text
+    until(lambda: stats(reads, 0).requests == 4)  # the long one was cut
+    reads.ask("mine", (3,))
+    assert completed(reads.hear()) == {"reads/mine": [4]}
+
+
+def test_an_engine_process_that_stops_reading_is_ended_and_told_as_dead(
+    host: ToyHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "GRACE_SECONDS", 0.5)
+    driver = Driver(host, "d")
+    assert driver.hear()[0] == "ready"
+    os.kill(host._child.process.pid, signal.SIGSTOP)
+    host._child.outbox._limit = 1 << 20
+    for number in range(3):
+        driver.ask(f"large {number}", range(1 << 20))
+    assert [message[0] for message in driver.hear_all()] == ["tail", "died"]
+    assert host._child.outbox.overflowed
 
 
 def test_its_log_can_be_read(host: ToyHost) -> None:

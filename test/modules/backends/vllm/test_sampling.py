@@ -13,6 +13,7 @@ import pytest
 from support.engines import ADAPTED
 from torchrl_moe._compat import vllm_client_errors
 from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.process.plain import from_plain, to_plain
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder
 
@@ -48,6 +49,26 @@ def test_a_mapping_and_an_object_mean_the_same() -> None:
     one, two = build(fields), build(vllm_object(**fields))
     assert one == two
     assert (one.max_tokens, one.n, one.temperature, one.stop) == (3, 2, 0.5, ["x"])
+
+
+def test_an_object_means_the_same_on_the_other_side_of_a_process() -> None:
+    from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
+
+    spec = vllm_object(
+        temperature=0.0,
+        stop="x",
+        stop_token_ids=[3, 3],
+        bad_words=["q"],
+        logit_bias={7: 1.5},
+        logprobs=2,
+        structured_outputs=StructuredOutputsParams(regex="a+"),
+        repetition_detection=RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=2, min_count=3),
+        extra_args={"mine": [1, (2, 3)]},
+    )
+    there = build(from_plain(to_plain(spec)))
+    assert there == build(spec)
+    assert (there.structured_outputs.regex, there.repetition_detection.min_count) == ("a+", 3)
+    assert there.extra_args == {"mine": [1, (2, 3)]}
 
 
 @pytest.mark.parametrize("spec", [None, {}])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from torchrl_moe import _compat
 from torchrl_moe.data.weight_store import WeightStoreWriter
+from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.vllm.worker_extension import WorkerExtension
 
 
@@ -65,6 +65,10 @@ def test_the_weight_engine_is_asked_by_name(tmp_path: Path) -> None:
     ]
 
 
+def told(frames: list[bytes]) -> Any:
+    return wire.decode(frames[0], frames[1:])
+
+
 def test_a_check_sees_the_parameters_as_they_were_and_the_model_as_it_is() -> None:
     model = torch.nn.Linear(2, 1)
     worker = WorkerExtension()
@@ -74,11 +78,11 @@ def test_a_check_sees_the_parameters_as_they_were_and_the_model_as_it_is() -> No
         return {name: (model.get_parameter(name) - tensor).abs().sum().item() for name, tensor in saved.items()}
 
     ask = cloudpickle.dumps(check)
-    assert pickle.loads(worker.torchrl_moe_validate(ask)) == {}  # nothing was saved yet
+    assert told(worker.torchrl_moe_validate(ask)) == {}  # nothing was saved yet
     assert worker.torchrl_moe_save_params() == 2
     with torch.no_grad():
         model.bias += 3.0
-    assert pickle.loads(worker.torchrl_moe_validate(ask)) == {"weight": 0.0, "bias": 3.0}
+    assert told(worker.torchrl_moe_validate(ask)) == {"weight": 0.0, "bias": 3.0}
 
 
 @pytest.mark.parametrize("place", ["cpu_worker.CPUWorker", "gpu_worker.Worker"])

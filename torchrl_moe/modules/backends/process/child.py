@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import shutil
 import socket
 import subprocess
@@ -22,20 +23,29 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process.fork_server import CannotFork, Launch, fork_server
 from torchrl_moe.modules.backends.process.parent_watch import DRIVER_VARIABLE, FOLDER_VARIABLE, kill_group
 
-__all__ = ["Child", "Process"]
+__all__ = ["Child", "Process", "configuration"]
 
 GRACE_SECONDS = 10.0
 SOCKET_NAME_BYTES = 107  # of a Unix socket, by the kernel
 LOG_BYTES = 1 << 18
 SHOWN_LOG_LINES = 6
 SHOWN_LOG_COLUMNS = 400
+
+
+def configuration(arguments: Mapping[str, Any]) -> wire.Frames:
+    """Return the first message to a child: its engine's arguments, in a pickle.
+
+    They may be objects of the engine's own classes. Nothing else crosses as a pickle, and this goes no further than to
+    a process of the same user on the same machine, which its reader started.
+    """
+    return wire.encode(("configure", pickle.dumps(dict(arguments))))
 
 
 class Process(Protocol):
@@ -98,7 +108,7 @@ class Child:
             self._launch = self._begin(environment, theirs, log, fork)
             stack.pop_all()
         self.connection = Connection(ours.detach())
-        self.outbox = wire.Outbox(self.connection, list)
+        self.outbox = wire.Outbox(self.connection, reader=f"the engine process of replica {index}")
         self._lock = threading.RLock()  # the finalizer of a replica may run in the very thread that ends the child
         self._ended = False
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import pickle
 import shutil
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -80,8 +78,6 @@ class Inbox:
         except (EOFError, OSError):
             time.sleep(ORPHANED_SECONDS)  # a driver that dies hangs up first
             return
-        except (AttributeError, ImportError, pickle.UnpicklingError) as error:  # a class that only the driver has
-            traceback.print_exception(error)
         finally:
             self._end()
 

@@ -10,7 +10,6 @@ import abc
 import contextlib
 import itertools
 import os
-import pickle
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +22,10 @@ from typing import Any, Generic, Protocol, TypeVar
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.commands import Commands
 from torchrl_moe.modules.backends.engine_kind import EngineKind
-from torchrl_moe.modules.backends.process import wire
-from torchrl_moe.modules.backends.process.child import Child
+from torchrl_moe.modules.backends.process import packing, wire
+from torchrl_moe.modules.backends.process.child import Child, configuration
 from torchrl_moe.modules.backends.replica import Completion, ProbeReport, ReplicaInfo, ReplicaStats, Request
+from torchrl_moe.modules.backends.tokenizer_files import load_tokenizer
 
 __all__ = ["EngineReplica", "Link", "LocalReplica"]
 
@@ -167,8 +167,8 @@ class EngineReplica(Commands, Generic[LinkT]):
     def _send(self, child: LinkT, requests: Sequence[Request]) -> None:
         """Send requests in one message; if that cannot be made, each by itself, so that only those at fault fail."""
         try:
-            child.outbox.put(self._encode("generate", wire.pack_requests(requests)))
-        except BaseException as error:  # whatever a user's object raises as it is pickled
+            child.outbox.put(self._encode("generate", packing.pack_requests(requests)))
+        except BaseException as error:  # whatever a user's object raises as its fields are read
             if isinstance(error, Exception) and len(requests) > 1:
                 for request in requests:
                     self._send(child, [request])
@@ -199,13 +199,17 @@ class EngineReplica(Commands, Generic[LinkT]):
 
     def snapshot(self, timeout: float) -> list[Completion]:
         """Return what there is of each request in flight; see the protocol."""
-        return wire.unpack_completions(self._command("snapshot", timeout), self.index)
+        return packing.unpack_completions(self._command("snapshot", timeout), self.index)
+
+    def tokenizer(self, timeout: float) -> Any:
+        """Return the model's tokenizer, which comes as the files that it is saved as."""
+        return load_tokenizer(super().tokenizer(timeout))
 
     def _ask(self, name: str, arguments: Mapping[str, Any]) -> tuple[Any, Future[Any]]:
-        """Send a command of the process; return its number, and the future of its value, which is packed."""
+        """Send a command of the process; return its number, and the future of its value, in a parcel."""
         child = self._started()
         number = next(self._numbers)
-        frames = self._encode("call", number, name, pickle.dumps(arguments))
+        frames = self._encode("call", number, name, wire.parcel(arguments))
         future: Future[Any] = Future()
         with self._lock:
             if self._death is not None:
@@ -218,7 +222,7 @@ class EngineReplica(Commands, Generic[LinkT]):
         """Run a command of the process and wait for its value."""
         number, future = self._ask(name, arguments)
         try:
-            return pickle.loads(future.result(timeout))
+            return wire.open_parcel(future.result(timeout))
         except FutureTimeout:
             raise EngineError(f"replica {self.index} did not answer {name!r} within {timeout:g} s") from None
         finally:
@@ -233,7 +237,7 @@ class EngineReplica(Commands, Generic[LinkT]):
     def _handle(self, kind: str, *rest: Any) -> None:
         """Act on one message of the process, in the receiver thread."""
         if kind == "completions":
-            for completion in wire.unpack_completions(rest[0], self.index):
+            for completion in packing.unpack_completions(rest[0], self.index):
                 self._resolve(self._requests, completion.request_id, completion)
         elif kind == "refused":
             self._resolve(self._requests, rest[0], _error(*rest[1:]))
@@ -278,7 +282,10 @@ class EngineReplica(Commands, Generic[LinkT]):
     def _lost(self) -> None:
         """Note that the process closed its socket, having said why or not."""
         if self._death is None:
-            self._fail_all(f"replica {self.index} {self._ending()}")
+            stuck = self._started().outbox.overflowed
+            self._fail_all(
+                f"replica {self.index} " + ("has stopped reading what it was sent" if stuck else self._ending())
+            )
 
 
 class LocalReplica(EngineReplica[Child]):
@@ -307,7 +314,7 @@ class LocalReplica(EngineReplica[Child]):
         self._log_folder = None if log_folder is None else Path(log_folder)
 
     def _open(self) -> Child:
-        configure = self._encode("configure", self._arguments)
+        configure = configuration(self._arguments)
         child = Child(self.index, self._kind, self._environment, self._log_folder)
         child.outbox.put(configure)
         return child
@@ -328,7 +335,7 @@ class LocalReplica(EngineReplica[Child]):
 def _pass_on(report: Future[ProbeReport], answer: Future[Any]) -> None:
     error = answer.exception()
     if error is None:
-        report.set_result(pickle.loads(answer.result()))
+        report.set_result(wire.open_parcel(answer.result()))
     else:
         report.set_exception(error)
 

@@ -50,9 +50,18 @@ class ReplicaActor(ReplicaHost):
         forwarded: settings of the driver that made it.
         group: Ray's placement group that holds its resources.
         number: added to the service's seed, and another one each time Ray restarts the actor.
+        awaits_secrets: whether the driver that made it has any to bring; each time the engine starts, one must.
     """
 
-    def __init__(self, index: int, service: RayService, forwarded: Mapping[str, str], group: Any, number: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        service: RayService,
+        forwarded: Mapping[str, str],
+        group: Any,
+        number: int,
+        awaits_secrets: bool = False,
+    ) -> None:
         self._group = group
         self._service = service
         environment = actor_environment(service, forwarded)
@@ -61,7 +70,7 @@ class ReplicaActor(ReplicaHost):
             number += secrets.randbelow(1 << 20)
         kind = find_kind(service.kind)
         arguments = kind.seeded(service.arguments, number)
-        super().__init__(index, kind, arguments, environment, ray.util.get_node_ip_address(), folder)
+        super().__init__(index, kind, arguments, environment, ray.util.get_node_ip_address(), folder, awaits_secrets)
 
     def describe(self) -> Description:
         """Return what a driver must know."""

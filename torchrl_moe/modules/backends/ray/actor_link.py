@@ -27,7 +27,11 @@ from torchrl_moe.modules.backends.ray import actor
 from torchrl_moe.modules.backends.ray.actor import Description
 from torchrl_moe.modules.backends.ray.cluster import join_cluster, shortage
 from torchrl_moe.modules.backends.ray.listener import LateConnection, dial
-from torchrl_moe.modules.backends.ray.ray_service import RayService, forwarded_environment
+from torchrl_moe.modules.backends.ray.ray_service import (
+    RayService,
+    forwarded_environment,
+    secrets_of_environment,
+)
 
 __all__ = ["ActorLink"]
 
@@ -67,12 +71,14 @@ class ActorLink:
         self.driver = uuid.uuid4().hex[:8]
         self.words = ""
         self.connection = LateConnection()
-        self.outbox = wire.Outbox(self.connection, list)
+        self.outbox = wire.Outbox(self.connection, reader=f"the actor of replica {index}")
         self._index = index
         self._service = service
         self._number = number
         self._places = places
         self._actor: Any = None
+        self._made: Any = None  # the actor, if it was placed here
+        self._described = False  # so it runs
         self._group: PlacementGroup | None = None
         self._lock = threading.RLock()  # a garbage collection may end the link while this thread ends it
         self._given_up = threading.Event()
@@ -85,7 +91,7 @@ class ActorLink:
     def _open(self) -> None:
         try:
             connection = dial(self._reach().address)
-            for frame in wire.encode(self.driver):
+            for frame in wire.encode((self.driver, secrets_of_environment())):
                 connection.send_bytes(frame)
             self.connection.become(connection)
         except _GivenUpError:
@@ -94,31 +100,25 @@ class ActorLink:
             self.words = f"could not be reached: {_cause(error)}"
         finally:
             self.connection.give_up()
-            if self._actor is None:
-                self._free_group()
+            if not self._described:
+                self._withdraw()
 
     def _reach(self) -> Description:
         """Find the actor, or place one. One that is found may be restarting, or dying: then it is asked again."""
         join_cluster(start=False)
         while True:
-            own = None
-            self._actor = self._find()
-            if self._actor is None:
-                if not self._places:
-                    raise EngineError(f"it has no actor {self._service.actor_name(self._index)!r}")
-                own = self._place()
-                self._actor = self._create(own)
+            self._actor = self._find() or self._place()
             try:
-                description: Description = self._wait_for(self._actor.describe.remote())
-                break
+                if self._actor is not None:
+                    description: Description = self._wait_for(self._actor.describe.remote())
+                    break
             except RayActorError:
-                if own is not None:
+                if self._made is not None:
                     raise
             time.sleep(WAIT_SECONDS)
             self._check()
+        self._described = True
         self._group = description.group
-        if own is not None and own.id != description.group.id:  # another driver was faster
-            remove_placement_group(own)
         if description.service != self._service:
             self._actor = self._group = None  # not ours to end
             raise ValueError(f"{self._service.actor_name(self._index)!r} belongs to another service of that name")
@@ -129,18 +129,30 @@ class ActorLink:
             return ray.get_actor(self._service.actor_name(self._index), self._service.namespace)
         return None
 
-    def _place(self) -> PlacementGroup:
+    def _place(self) -> Any:
+        """Return a new actor in a group of its own, which both wait for their place; ``None`` if somebody was faster.
+
+        The actor is made at once: until it has its name, nobody would find what a killed driver leaves.
+
+        Raises:
+            EngineError: none is to be placed.
+        """
         service = self._service
-        group = placement_group(
+        if not self._places:
+            raise EngineError(f"it has no actor {service.actor_name(self._index)!r}")
+        self._group = group = placement_group(
             [dict(service.resources)],
             strategy="PACK",
-            name=f"{service.actor_name(self._index)}-{self.driver}",
+            name=service.group_name(self._index, self.driver),
             lifetime="detached" if service.detached else None,
         )
-        self._group = group
-        while not group.wait(WAIT_SECONDS):
-            self._check()
-        return group
+        try:
+            self._made = self._create(group)
+        except ValueError:
+            if self._find() is None:
+                raise
+            self._free_group()
+        return self._made
 
     def _create(self, group: PlacementGroup) -> Any:
         service = self._service
@@ -148,7 +160,6 @@ class ActorLink:
         kind = ray.remote(actor.ReplicaActor).options(
             name=service.actor_name(self._index),
             namespace=service.namespace,
-            get_if_exists=True,
             lifetime="detached" if service.detached else None,
             max_restarts=-1 if service.detached else 0,
             max_concurrency=4,
@@ -157,7 +168,17 @@ class ActorLink:
             resources=others,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
         )
-        return kind.remote(self._index, service, forwarded_environment(), group, self._number)
+        awaits_secrets = bool(secrets_of_environment())
+        return kind.remote(self._index, service, forwarded_environment(), group, self._number, awaits_secrets)
+
+    def _withdraw(self) -> None:
+        """Take back what was made here and did not come up."""
+        made, self._made = self._made, None
+        if made is not None:
+            self._actor = None
+            with contextlib.suppress(RayError):
+                ray.kill(made)
+        self._free_group()
 
     def _wait_for(self, reference: Any) -> Any:
         while not ray.wait([reference], timeout=WAIT_SECONDS)[0]:
@@ -239,8 +260,10 @@ class ActorLink:
         """Return the last errors of the engine process, or what it is waiting for."""
         if self.words:
             return self.words
-        if self._actor is None:
-            return shortage(self._service.resources) if self._group is not None else "(it was not placed yet)"
+        if self._actor is None or not self._described:
+            group = self._group
+            waits = group is not None and not group.wait(0)
+            return shortage(self._service.resources) if waits else "(its actor does not answer yet)"
         try:
             return self._ask_for_log()
         except RayError as error:

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Mapping
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from torchrl_moe._errors import EngineError
-from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE, RayService, parse_actor_name
+from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE, RayService, parse_actor_name, parse_group_name
 
-__all__ = ["check_free", "default_resources", "find_service", "join_cluster", "running_services", "shortage"]
+__all__ = [
+    "check_free",
+    "default_resources",
+    "end_service",
+    "find_service",
+    "join_cluster",
+    "remove_leftovers",
+    "running_services",
+    "shortage",
+]
 
 ASK_SECONDS = 20.0
+MAKING_SECONDS = 2.0  # between a group and its actor, of a driver that lives: milliseconds
+END_SECONDS = 15.0  # more than the engine processes get to end
+GONE_SECONDS = 10.0
 
 
 def join_cluster(start: bool = True) -> bool:
@@ -77,12 +93,13 @@ def _describe(namespace: str) -> str:
 
 
 def check_free(name: str, namespace: str | None) -> None:
-    """Refuse the name of a service that runs.
+    """Refuse the name of a service that runs, and remove what a killed driver has left of one.
 
     Raises:
         EngineError: it does.
     """
     namespace = namespace or NAMESPACE
+    remove_leftovers(name, namespace)
     if name in running_services(namespace):
         raise EngineError(
             f"a service {name!r} is running already. {_describe(namespace)} AsyncVLLM.connect({name!r}) joins "
@@ -91,13 +108,14 @@ def check_free(name: str, namespace: str | None) -> None:
 
 
 def find_service(name: str, namespace: str | None) -> RayService:
-    """Join the cluster and return a service that runs there.
+    """Join the cluster and return a service that runs there; what a killed driver has left of it is removed.
 
     Raises:
         EngineError: there is no cluster, no such service, or it does not answer.
     """
     namespace = namespace or NAMESPACE
     join_cluster(start=False)
+    remove_leftovers(name, namespace)
     indices = running_services(namespace).get(name)
     if not indices:
         raise EngineError(
@@ -107,9 +125,86 @@ def find_service(name: str, namespace: str | None) -> RayService:
     reason = ""
     for index in indices:
         try:
-            actor = ray.get_actor(f"{name}-replica-{index}", namespace)
-            service: RayService = ray.get(actor.describe.remote(), timeout=ASK_SECONDS).service
+            service: RayService = _ask(name, namespace, index).service
             return service
         except (RayError, ValueError) as error:
             reason = str(error)
     raise EngineError(f"service {name!r}: none of its replicas {indices} answered within {ASK_SECONDS:g} s: {reason}")
+
+
+# -- what is left -----------------------------------------------------------------------------------------------------
+
+
+def remove_leftovers(name: str, namespace: str) -> int:
+    """Remove the placement groups of a service in which no actor of it lies; return how many there were.
+
+    A driver that was killed as it placed or ended a replica leaves such a group, which holds its devices for ever.
+    """
+    first = _groups_without_actor(name, namespace)
+    if not first:
+        return 0
+    time.sleep(MAKING_SECONDS)
+    leftovers = first & _groups_without_actor(name, namespace)
+    _remove_groups(leftovers)
+    return len(leftovers)
+
+
+def _groups_of(name: str, namespace: str) -> dict[int, set[str]]:
+    """Return the placement groups of a service: the replica -> their ids."""
+    found: dict[int, set[str]] = {}
+    for row in placement_group_table().values():
+        if row["state"] != "REMOVED" and (parsed := parse_group_name(row["name"])) and parsed[:2] == (namespace, name):
+            found.setdefault(parsed[2], set()).add(row["placement_group_id"])
+    return found
+
+
+def _groups_without_actor(name: str, namespace: str) -> set[str]:
+    groups = _groups_of(name, namespace)
+    running = running_services(namespace).get(name, []) if groups else []
+    without: set[str] = set()
+    for index, ids in groups.items():
+        if index not in running:
+            without |= ids
+        elif len(ids) > 1:
+            with contextlib.suppress(RayError, ValueError):  # nobody can tell now which is its own
+                without |= ids - {_ask(name, namespace, index).group.id.hex()}
+    return without
+
+
+def _ask(name: str, namespace: str, index: int) -> Any:
+    """Return what a replica says of itself; ``ValueError`` if it has no actor."""
+    actor = ray.get_actor(f"{name}-replica-{index}", namespace)
+    return ray.get(actor.describe.remote(), timeout=ASK_SECONDS)
+
+
+def _remove_groups(ids: set[str]) -> None:
+    for group in ids:
+        with contextlib.suppress(RayError):  # somebody else has just done so
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group))))
+
+
+def end_service(name: str, namespace: str | None) -> None:
+    """Join the cluster, end a service that runs there, for all its drivers, and free what was set aside for it.
+
+    Raises:
+        EngineError: there is no cluster, or nothing of such a service.
+    """
+    namespace = namespace or NAMESPACE
+    join_cluster(start=False)
+    indices = running_services(namespace).get(name, [])
+    groups = set().union(*_groups_of(name, namespace).values())
+    if not indices and not groups:
+        raise EngineError(f"no service {name!r} is running. {_describe(namespace)}")
+    actors = []
+    for index in indices:
+        with contextlib.suppress(ValueError):
+            actors.append(ray.get_actor(f"{name}-replica-{index}", namespace))
+    ending = [actor.shut_down.remote() for actor in actors]
+    if ending:
+        ray.wait(ending, num_returns=len(ending), timeout=END_SECONDS)
+    for actor in actors:
+        ray.kill(actor)
+    _remove_groups(groups | set().union(*_groups_of(name, namespace).values()))
+    deadline = time.monotonic() + GONE_SECONDS
+    while name in running_services(namespace) and time.monotonic() < deadline:
+        time.sleep(MAKING_SECONDS / 10)

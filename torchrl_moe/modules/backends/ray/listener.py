@@ -1,22 +1,21 @@
 """The socket between a driver and an actor: opened by the actor, dialled by drivers, and never before both are known.
 
-Ray carries the address and a key; both sides prove that they have the key before anything is unpickled. A socket and
-not actor calls: an actor call costs a millisecond each way and has no order, and the end of a socket tells at once
-that the other side is gone.
+Ray carries the address and a key; both sides prove that they have the key before anything else is read, and with each
+frame again. A socket and not actor calls: an actor call costs a millisecond each way and has no order, and the end of a
+socket tells at once that the other side is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+from torchrl_moe.modules.backends.ray.sealed import SealedConnection
 
 __all__ = ["Address", "LateConnection", "Listener", "dial"]
 
@@ -44,7 +43,7 @@ class Listener:
         welcome: takes the connection of a driver that has the key, and stays for as long as it does.
     """
 
-    def __init__(self, host: str, welcome: Callable[[Connection], None]) -> None:
+    def __init__(self, host: str, welcome: Callable[[SealedConnection], None]) -> None:
         self._welcome = welcome
         self._closed = threading.Event()
         self._socket = socket.create_server((host, 0))
@@ -62,10 +61,9 @@ class Listener:
                 threading.Thread(target=self._let_in, args=(visitor,), name="driver", daemon=True).start()
 
     def _let_in(self, visitor: socket.socket) -> None:
-        steps = deliver_challenge, answer_challenge
         with (
             contextlib.suppress(AuthenticationError, EOFError, OSError),
-            _prove(visitor, self.address.key, *steps) as connection,
+            _prove(visitor, self.address.key, is_actor=True) as connection,
         ):
             self._welcome(connection)
 
@@ -77,7 +75,7 @@ class Listener:
         self._socket.close()
 
 
-def dial(address: Address) -> Connection:
+def dial(address: Address) -> SealedConnection:
     """Return a connection to an actor's listener.
 
     Raises:
@@ -86,32 +84,24 @@ def dial(address: Address) -> Connection:
         AuthenticationError: the other side has another key.
     """
     caller = socket.create_connection((address.host, address.port), DIAL_SECONDS)
-    return _prove(caller, address.key, answer_challenge, deliver_challenge)
+    return _prove(caller, address.key, is_actor=False)
 
 
-def _prove(end: socket.socket, key: bytes, *steps: Callable[[Connection, bytes], None]) -> Connection:
-    """Return the connection of a socket, once each side has shown that it has the key; the socket is used up."""
-    with end, contextlib.ExitStack() as on_failure:
+def _prove(end: socket.socket, key: bytes, is_actor: bool) -> SealedConnection:
+    """Return the connection of a socket, once each side has shown that it has the key."""
+    with contextlib.ExitStack() as on_failure:
+        on_failure.enter_context(end)
         _tune(end)
-        connection = on_failure.enter_context(Connection(os.dup(end.fileno())))
-        _limit_silence(end, DIAL_SECONDS)
+        end.settimeout(DIAL_SECONDS)
         try:
-            for step in steps:
-                step(connection, key)
-        except BlockingIOError as error:
+            connection = SealedConnection(end, key, is_actor)
+        except TimeoutError as error:
             raise TimeoutError(f"the other side said nothing for {DIAL_SECONDS} s") from error
-        _limit_silence(end, 0)
         on_failure.pop_all()
     return connection
 
 
-def _limit_silence(end: socket.socket, seconds: int) -> None:
-    """Have a read fail after so many seconds, 0: never. Not Python's timeout: a ``Connection`` reads past that."""
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
-
-
 def _tune(end: socket.socket) -> None:
-    end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a message is written in pieces
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
@@ -125,9 +115,9 @@ class LateConnection:
     def __init__(self) -> None:
         self._known = threading.Event()
         self._lock = threading.Lock()
-        self._real: Connection | None = None
+        self._real: SealedConnection | None = None
 
-    def become(self, real: Connection) -> None:
+    def become(self, real: SealedConnection) -> None:
         """Take the connection, or close it if this one was given up."""
         with self._lock:
             if self._known.is_set():
@@ -140,7 +130,7 @@ class LateConnection:
         with self._lock:
             self._known.set()
 
-    def _wait(self) -> Connection:
+    def _wait(self) -> SealedConnection:
         self._known.wait()
         if self._real is None:
             raise EOFError("the connection never came about")
@@ -153,13 +143,13 @@ class LateConnection:
         except EOFError as error:
             raise OSError(str(error)) from error
 
-    def recv_bytes(self) -> bytes:
+    def recv_bytes(self, maxlength: int | None = None) -> memoryview:
         """Read one frame.
 
         Raises:
             EOFError: the other side is gone, or never came.
         """
-        return self._wait().recv_bytes()
+        return self._wait().recv_bytes(maxlength)
 
     def fileno(self) -> int:
         """Return the descriptor of the socket.

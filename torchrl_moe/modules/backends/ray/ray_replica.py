@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process import packing, wire
 from torchrl_moe.modules.backends.process.replica import EngineReplica
 from torchrl_moe.modules.backends.ray.actor_link import ActorLink
 from torchrl_moe.modules.backends.ray.ray_service import RayService
@@ -72,8 +72,8 @@ class RayReplica(EngineReplica[ActorLink]):
         opened: list[str] = []
         kind, *rest = message
         if kind == "generate":
-            rest = [wire.rename(rest[0], lambda request_id: named_after(driver, request_id))]
-            opened = wire.packed_ids(rest[0])
+            rest = [packing.rename(rest[0], lambda request_id: named_after(driver, request_id))]
+            opened = packing.packed_ids(rest[0])
         elif kind == "abort":
             rest = [[named_after(driver, request_id) for request_id in rest[0]]]
         return wrap((kind, *rest), opened)
@@ -84,7 +84,7 @@ class RayReplica(EngineReplica[ActorLink]):
         elif kind == "ended":
             self.was_ended = True
         elif kind == "completions":
-            super()._handle(kind, wire.rename(rest[0], self._own_id))
+            super()._handle(kind, packing.rename(rest[0], self._own_id))
         elif kind == "refused":
             super()._handle(kind, self._own_id(rest[0]), *rest[1:])
         else:

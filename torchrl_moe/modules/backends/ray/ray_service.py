@@ -7,14 +7,23 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote, unquote
 
-__all__ = ["NAMESPACE", "RayService", "forwarded_environment", "parse_actor_name"]
+__all__ = [
+    "NAMESPACE",
+    "RayService",
+    "forwarded_environment",
+    "parse_actor_name",
+    "parse_group_name",
+    "secrets_of_environment",
+]
 
 NAMESPACE = "torchrl_moe"
 """Ray's namespace of our actors. Each driver has one of its own, and no other driver would find them there."""
 
 FORWARDED = ("GLOO_", "HF_", "HUGGING_FACE_", "NCCL_", "TRANSFORMERS_", "VLLM_")
 OF_ONE_MACHINE = {"VLLM_HOST_IP", "VLLM_RPC_BASE_PATH"}
+SECRET = re.compile(r"TOKEN$|_KEY$|SECRET$|PASSWORD$")  # HF_TOKEN, HUGGING_FACE_HUB_TOKEN, VLLM_API_KEY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +56,10 @@ class RayService:
         """Return the name of a replica's actor."""
         return f"{self.name}-replica-{index}"
 
+    def group_name(self, index: int, driver: str) -> str:
+        """Return the name of a placement group that a driver makes for a replica; :func:`parse_group_name` reads it."""
+        return "/".join(quote(part, safe="") for part in (self.namespace, self.name, str(index), driver))
+
 
 def parse_actor_name(name: str) -> tuple[str, int] | None:
     """Return the service and the index in an actor's name; ``None`` if it is not one of ours.
@@ -58,8 +71,30 @@ def parse_actor_name(name: str) -> tuple[str, int] | None:
     return None if match is None else (match[1], int(match[2]))
 
 
+def parse_group_name(name: str) -> tuple[str, str, int] | None:
+    """Return the namespace, the service and the index in a placement group's name; ``None`` if it is not one of ours.
+
+    >>> parse_group_name("torchrl_moe/policy/3/d2c0ffee")
+    ('torchrl_moe', 'policy', 3)
+    """
+    match = re.fullmatch(r"([^/]+)/([^/]+)/(\d+)/[0-9a-f]{8}", name)
+    return None if match is None else (unquote(match[1]), unquote(match[2]), int(match[3]))
+
+
 def forwarded_environment() -> dict[str, str]:
-    """Return what the engines get of this driver's environment: settings of vLLM and of what it loads."""
+    """Return what the engines get of this driver's environment: settings of vLLM and of what it loads, no secrets.
+
+    Ray keeps and shows what an actor was made with.
+    """
+    return {name: value for name, value in _settings().items() if not SECRET.search(name)}
+
+
+def secrets_of_environment() -> dict[str, str]:
+    """Return what the engines get of this driver's environment besides, by its own connection: access tokens."""
+    return {name: value for name, value in _settings().items() if SECRET.search(name)}
+
+
+def _settings() -> dict[str, str]:
     return {
         name: value for name, value in os.environ.items() if name.startswith(FORWARDED) and name not in OF_ONE_MACHINE
     }

@@ -1,28 +1,30 @@
 """What an actor does: it keeps one engine process, and passes messages between that and any number of drivers.
 
 Requests and calls carry the name of the driver that they came from, so a message from the engine finds its way back,
-and what a driver asked for is not unpickled here: the actor imports neither an engine nor torch, and needs little
-memory. A driver whose socket ends has its requests aborted; the engine lives on, for as long as the actor does.
+and what a driver asked for is not read here: the actor imports neither an engine nor torch, and needs little memory. A
+driver whose socket ends has its requests aborted, and so has one that does not read what it is sent: its outbox hangs
+up. The engine lives on, for as long as the actor does.
 
-A driver says its name, then what :func:`wrap` makes of its messages. It hears what the engine process says, see
-``backends/vllm/engine_process.py``, and, before it hears of its end, ``("tail", text)``, the last lines of its log; and
-``("ended",)`` if another driver wanted that.
+A driver says its name and its secrets, then what :func:`wrap` makes of its messages. It hears what the
+engine process says, see ``backends/vllm/engine_process.py``, and, before it hears of its end, ``("tail", text)``, the
+last lines of its log; and ``("ended",)`` if another driver wanted that.
 """
 
 from __future__ import annotations
 
 import contextlib
-import pickle
 import threading
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.process import wire
-from torchrl_moe.modules.backends.process.child import Child
+from torchrl_moe.modules.backends.process.child import Child, configuration
+from torchrl_moe.modules.backends.process.packing import packed_ids
 from torchrl_moe.modules.backends.ray.listener import Address, Listener
+from torchrl_moe.modules.backends.ray.sealed import SealedConnection
 
 __all__ = ["ReplicaHost", "driver_of", "named_after", "wrap"]
 
@@ -52,14 +54,14 @@ def wrap(message: tuple[Any, ...], opened: Sequence[str] = ()) -> wire.Frames:
         message: for the engine process.
         opened: the ids of the requests in it.
     """
-    return wire.encode((list(opened), [pickle.PickleBuffer(frame) for frame in wire.encode(message)]))
+    return wire.encode((list(opened), wire.parcel(message)))
 
 
 class _Driver:
     """One driver that is connected; ``open`` holds the ids of its requests in flight."""
 
-    def __init__(self, connection: Connection) -> None:
-        self.outbox = wire.Outbox(connection, list)
+    def __init__(self, name: str, connection: SealedConnection) -> None:
+        self.outbox = wire.Outbox(connection, reader=f"driver {name}")
         self.open: set[str] = set()
 
     def tell(self, *message: Any) -> None:
@@ -76,6 +78,7 @@ class ReplicaHost:
         environment: of the engine process.
         host: the address to listen on.
         log_folder: where the engine's log stays; by default it goes when the engine has gone.
+        awaits_secrets: whether the engine is started by the first driver that comes, with the secrets that it brings.
     """
 
     def __init__(
@@ -86,15 +89,35 @@ class ReplicaHost:
         environment: Mapping[str, str],
         host: str,
         log_folder: Path | None = None,
+        awaits_secrets: bool = False,
     ) -> None:
         self._lock = threading.Lock()
         self._drivers: dict[str, _Driver] = {}
         self._said: list[tuple[Any, ...]] = []  # what drivers that come later must hear too
-        configure = wire.encode(("configure", dict(arguments)))
-        self._child = Child(index, kind, environment, log_folder, fork=False)
-        self._child.outbox.put(configure)
+        self._configure = configuration(arguments)
+        self._make_child = partial(Child, index, kind, log_folder=log_folder, fork=False)
+        self._environment = dict(environment)
+        self._child: Child | None = None
+        self._starting = threading.RLock()  # the engine, or the end of all
+        self._ended = False
         self._listener = Listener(host, self._serve)
-        threading.Thread(target=self._read_engine, name="engine", daemon=True).start()
+        if not awaits_secrets:
+            self._start({})
+
+    def _start(self, secrets: Mapping[str, str]) -> Child:
+        """Start the engine, unless that was done, and return its process.
+
+        Raises:
+            EOFError: the end has come before.
+        """
+        with self._starting:
+            if self._child is None:
+                if self._ended:
+                    raise EOFError("the host has ended")
+                self._child = self._make_child({**self._environment, **secrets})
+                self._child.outbox.put(self._configure)
+                threading.Thread(target=self._read_engine, args=(self._child,), name="engine", daemon=True).start()
+            return self._child
 
     def address(self) -> Address:
         """Return where drivers find the host."""
@@ -102,11 +125,14 @@ class ReplicaHost:
 
     def log_tail(self) -> str:
         """Return the last errors of the engine process, or its last lines."""
-        return self._child.log_tail()
+        return "(its engine waits for a driver)" if self._child is None else self._child.log_tail()
 
     def end(self) -> None:
         """End the engine process and everything it started. Idempotent."""
-        self._child.end_and_forget()
+        with self._starting:
+            self._ended = True
+        if self._child is not None:
+            self._child.end_and_forget()
         self._listener.close()
 
     def shut_down(self) -> None:
@@ -120,43 +146,44 @@ class ReplicaHost:
 
     # -- drivers ----------------------------------------------------------------------------------------------------
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: SealedConnection) -> None:
         """Pass on what a driver says until it is gone."""
-        name: str = wire.receive(connection)
-        driver = _Driver(connection)
+        name, secrets = wire.receive(connection)
+        child = self._start(secrets)
+        driver = _Driver(name, connection)
         with self._lock:
             self._drivers[name] = driver
             for message in self._said:
                 driver.tell(*message)
             if self._is_over():
-                driver.outbox.put(None)  # hangs up
+                driver.outbox.finish()
         try:
             with contextlib.suppress(EOFError, OSError):
                 while True:
                     ids, frames = wire.receive(connection)
                     with self._lock:
                         driver.open.update(ids)
-                    self._child.outbox.put(frames)
+                    child.outbox.put([memoryview(frame) for frame in frames])
         finally:
-            self._part_with(name)
+            self._part_with(child, name)
 
-    def _part_with(self, name: str) -> None:
+    def _part_with(self, child: Child, name: str) -> None:
         with self._lock:
             driver = self._drivers.pop(name)
         if driver.open:
-            self._child.outbox.put(wire.encode(("abort", sorted(driver.open))))
+            child.outbox.put(wire.encode(("abort", sorted(driver.open))))
         driver.outbox.close()
 
     # -- the engine -------------------------------------------------------------------------------------------------
 
-    def _read_engine(self) -> None:
+    def _read_engine(self, child: Child) -> None:
         try:
             with contextlib.suppress(EOFError, OSError):
                 while True:
-                    self._pass_on(*wire.receive(self._child.connection))
+                    self._pass_on(*wire.receive(child.connection))
         finally:
-            self._child.end()
-            self._hear_of_end()
+            child.end()
+            self._hear_of_end(child)
 
     def _pass_on(self, kind: str, *rest: Any) -> None:
         """Give a message of the engine process to those whom it concerns."""
@@ -171,7 +198,7 @@ class ReplicaHost:
 
     def _concerned(self, kind: str, what: Any) -> set[str]:
         if kind == "completions":
-            return self._over(wire.packed_ids(what))
+            return self._over(packed_ids(what))
         if kind == "refused":
             return self._over([what])
         if kind in ("result", "error"):
@@ -194,12 +221,12 @@ class ReplicaHost:
     def _is_over(self) -> bool:
         return any(message[0] in ENDS for message in self._said)
 
-    def _hear_of_end(self) -> None:
+    def _hear_of_end(self, child: Child) -> None:
         """Tell the drivers, unless the engine process did; then hang up."""
         with self._lock:
             if not self._is_over():
                 self._announce("tail", self.log_tail())
-                self._announce("died", f"its engine process ended with exit code {self._child.process.poll()}")
+                self._announce("died", f"its engine process ended with exit code {child.process.poll()}")
             drivers = list(self._drivers.values())
             died = self._said[0][0] == "ready" and ("ended",) not in self._said
         for driver in drivers:

@@ -5,10 +5,10 @@ Forked from a process that has imported vLLM (``fork_server_process.py``), or st
 group. vLLM may import this module again in its own child processes, so its top level stays light. The group never
 outlives the driver: end of file on the socket, or the end of the driver's process, ends it.
 
-Messages in: ``("configure", arguments)``, ``("generate", packed)``, ``("abort", ids)``,
-``("call", number, method, pickle of kwargs)``, ``("shutdown",)``.
+Messages in: ``("configure", pickle of arguments)``, ``("generate", packed)``, ``("abort", ids)``,
+``("call", number, method, parcel of kwargs)``, ``("shutdown",)``.
 Messages out: ``("ready", info)``, ``("failed", text)``, ``("completions", packed)``, ``("refused", id, kind, text)``,
-``("result", number, pickle)``, ``("error", number, kind, text)``, ``("stats", stats)``, ``("died", text)``.
+``("result", number, parcel)``, ``("error", number, kind, text)``, ``("stats", stats)``, ``("died", text)``.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from typing import Any
 
 from torchrl_moe import _compat
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process import packing, wire
 from torchrl_moe.modules.backends.process.parent_watch import Inbox, end_group, end_group_later
+from torchrl_moe.modules.backends.process.plain import Packed
 from torchrl_moe.modules.backends.replica import (
+    Completion,
     PauseMode,
     ProbeReport,
     ReplicaInfo,
     ReplicaStats,
-    Request,
     StageReport,
     SwapReport,
 )
+from torchrl_moe.modules.backends.tokenizer_files import tokenizer_files
 from torchrl_moe.modules.backends.vllm.adapter_versions import AdapterVersions
 from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args
@@ -48,14 +50,31 @@ from torchrl_moe.modules.backends.vllm.stats_feed import Load, StatsFeed
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 
 WATCH_SECONDS = 0.5
+MESSAGE_BYTES = 64 << 20  # beyond which completions go on in another one
+SMALL_BYTES = 1 << 10  # of what is not an array
 SHUTDOWN_SECONDS = 1.0  # that vLLM's own processes get to end
 
 
+def _size(message: tuple[Any, ...]) -> int:
+    """Return about how many bytes a message holds until it is written."""
+    if message[0] == "completion":
+        return SMALL_BYTES + packing.completion_bytes(message[1])
+    return SMALL_BYTES + (sum(array.nbytes for array in message[2]) if message[0] == "result" else 0)
+
+
 def _frame(messages: list[tuple[Any, ...]]) -> list[wire.Frames]:
-    """Put completions that are ready together into one message."""
-    completions = [message[1] for message in messages if message[0] == "completion"]
+    """Put completions that are ready together into one message, or a few that are not too large."""
+    batches: list[list[Completion]] = []
+    size = MESSAGE_BYTES
+    for message in messages:
+        if message[0] == "completion":
+            if size >= MESSAGE_BYTES:
+                batches.append([])
+                size = 0
+            batches[-1].append(message[1])
+            size += _size(message)
     others = [wire.encode(message) for message in messages if message[0] != "completion"]
-    return [*([wire.encode(("completions", wire.pack_completions(completions)))] if completions else []), *others]
+    return [*(wire.encode(("completions", packing.pack_completions(batch))) for batch in batches), *others]
 
 
 class EngineProcess:
@@ -92,22 +111,10 @@ class EngineProcess:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    async def generate(self, packed: wire.Packed) -> None:
-        """Start requests, or refuse them if they hold what cannot be unpickled here; their sender lives on."""
-        (found,) = await asyncio.gather(self._unpack(packed), return_exceptions=True)
-        if not isinstance(found, BaseException):
-            for request in found:
-                self.requests.start(request)
-            return
-        error = ValueError(
-            f"the engine process cannot unpickle the request: {type(found).__name__}: {found}. Pass plain data, or "
-            "objects of classes that it can import: those of the driver's own script are not"
-        )
-        for request_id in wire.packed_ids(packed):
-            self._refuse(request_id, error)
-
-    async def _unpack(self, packed: wire.Packed) -> list[Request]:
-        return wire.unpack_requests(packed)
+    def generate(self, packed: Packed) -> None:
+        """Start requests."""
+        for request in packing.unpack_requests(packed):
+            self.requests.start(request)
 
     def _refuse(self, request_id: str, error: BaseException) -> None:
         if not self._report_death():
@@ -125,22 +132,22 @@ class EngineProcess:
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
-    def call(self, number: int, method: str, kwargs: bytes) -> None:
+    def call(self, number: Any, method: str, kwargs: wire.Parcel) -> None:
         """Start a command; its value or its error is sent when it is done."""
         task = asyncio.get_running_loop().create_task(self._answer(method, kwargs))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(partial(self._send_result, number))
 
-    async def _answer(self, method: str, kwargs: bytes) -> bytes:
-        """Run a command. It is unpickled here, and its value by the caller: a failure concerns only him."""
+    async def _answer(self, method: str, kwargs: wire.Parcel) -> wire.Parcel:
+        """Run a command. It is read here, and its value by the caller: a failure concerns only him."""
         command = getattr(self, f"command_{method}", None)
         if command is None:
             known = sorted(name.removeprefix("command_") for name in dir(self) if name.startswith("command_"))
             raise ValueError(f"an engine process has no command {method!r}; known: {', '.join(known)}")
-        return pickle.dumps(await command(**pickle.loads(kwargs)))
+        return wire.parcel(await command(**wire.open_parcel(kwargs)))
 
-    def _send_result(self, number: int, task: asyncio.Task[bytes]) -> None:
+    def _send_result(self, number: Any, task: asyncio.Task[wire.Parcel]) -> None:
         if task.cancelled():
             return
         error = task.exception()
@@ -162,7 +169,8 @@ class EngineProcess:
         return await self.engine.collective_rpc(method, None, args, kwargs)
 
     async def command_tokenizer(self) -> Any:
-        return _compat.plain_tokenizer(self.engine.get_tokenizer())
+        tokenizer = _compat.plain_tokenizer(self.engine.get_tokenizer())
+        return tokenizer_files(tokenizer, self.engine.model_config.trust_remote_code)
 
     async def command_metadata(self) -> Any:
         return checkpoint_metadata(_checkpoint_folder(self.info.model))
@@ -203,8 +211,8 @@ class EngineProcess:
             self.requests.adapter = adapter
         return report
 
-    async def command_snapshot(self) -> wire.Packed:
-        return wire.pack_completions(await self.requests.snapshot())
+    async def command_snapshot(self) -> Packed:
+        return packing.pack_completions(await self.requests.snapshot())
 
     async def command_probe(self, seconds: float) -> ProbeReport:
         return await self.probe.read(seconds)
@@ -225,6 +233,7 @@ class EngineProcess:
             preemptions=load.preemptions,
             steps=load.steps,
             step_at=load.step_at,
+            weights_version=self.weights.proved_version,
             **self.requests.counts,
         )
 
@@ -237,7 +246,7 @@ class EngineProcess:
         while True:
             kind, *rest = await self._inbox.messages.get()
             if kind == "generate":
-                await self.generate(*rest)
+                self.generate(*rest)
             elif kind == "abort":
                 self.requests.abort(*rest)
             elif kind == "call":
@@ -299,12 +308,16 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Lo
     return engine, info, logger.load
 
 
+async def _start_configured(arguments: bytes) -> tuple[Any, ReplicaInfo, Load]:
+    return await _start_engine(pickle.loads(arguments))
+
+
 async def _main(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:
-    outbox = wire.Outbox(connection, _frame)
+    outbox = wire.Outbox(connection, _frame, _size, reader="the driver")
     inbox = Inbox(connection, driver_is_gone, asyncio.get_running_loop())
     _, arguments = await inbox.messages.get()
     started: tuple[Any, ReplicaInfo, Load] | BaseException
-    (started,) = await asyncio.gather(_start_engine(arguments), return_exceptions=True)
+    (started,) = await asyncio.gather(_start_configured(arguments), return_exceptions=True)
     if isinstance(started, BaseException):
         traceback.print_exception(started)
         outbox.put(("failed", f"{type(started).__name__}: {started}"))

@@ -37,11 +37,19 @@ class SamplingParamsBuilder:
 def _build(spec: Any, guided_options: Any) -> Any:
     from vllm import SamplingParams
     from vllm.platforms import current_platform
-    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+    from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
     if not isinstance(spec, SamplingParams | Mapping | None):
         raise ValueError(f"sampling_params must be vllm.SamplingParams or a mapping, got {type(spec).__name__}")
-    params = spec.clone() if isinstance(spec, SamplingParams) else SamplingParams(**(spec or {}))
+    if isinstance(spec, SamplingParams):
+        params = spec.clone()
+    else:  # as all come that another process sent: objects in it are mappings too
+        fields = dict(spec or {})
+        of_objects = {"structured_outputs": StructuredOutputsParams, "repetition_detection": RepetitionDetectionParams}
+        for name, kind in of_objects.items():
+            if isinstance(fields.get(name), Mapping):
+                fields[name] = kind(**fields[name])
+        params = SamplingParams(**fields)
     if params.seed is not None and current_platform.is_cpu():
         raise ValueError(
             f"SamplingParams(seed={params.seed}): a seed per request kills vLLM's CPU engine when a prompt is "

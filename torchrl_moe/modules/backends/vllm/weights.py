@@ -50,6 +50,7 @@ class EngineWeights:
         self._read_expected = expected
         self._expected: dict[str, Any] | None = None  # until a transport is open
         self.version = 0
+        self.proved_version = 0  # of the last weights that were found good
         self.in_flight: InFlight | None = None
         self._swaps = 0
         self._left_paused = False  # by a swap that failed, not by the user
@@ -340,6 +341,7 @@ class EngineWeights:
         if resume:
             await self.engine.resume_generation()
         if not self._left_paused:
+            self.proved_version = self.version
             self._proved.set()
         if was_in_shadow is not None:
             if error is None and was_in_shadow == self.version:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchrl_moe import _compat
 from torchrl_moe.data.weight_store import Manifest
+from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process.parent_watch import end_with_leader
 from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
 
@@ -81,7 +82,7 @@ class WorkerExtension:
         self.torchrl_moe_saved = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters}
         return len(self.torchrl_moe_saved)
 
-    def torchrl_moe_validate(self, function: bytes) -> bytes:
-        """Return, pickled, what a pickled function of the saved parameters and the model says."""
+    def torchrl_moe_validate(self, function: bytes) -> list[bytes]:
+        """Return, in frames, what a pickled function of the saved parameters and the model says."""
         saved = getattr(self, "torchrl_moe_saved", {})
-        return pickle.dumps(pickle.loads(function)(saved, self.model_runner.get_model()))
+        return [bytes(frame) for frame in wire.encode(pickle.loads(function)(saved, self.model_runner.get_model()))]
