@@ -607,8 +607,8 @@ def test_the_engine_brings_a_restarted_replica_to_the_newest_weights(connect: Co
     sender.update_weights(weights(6))
     sender.update_weights(weights(7))
     engine.restart(1)
-    assert engine._bring is not None
-    engine._bring(1)
+    assert engine.weight_sync is not None
+    engine.weight_sync(1)
     assert (engine.states, engine.versions) == (["SERVING"] * 2, [2, 2])
     assert value_in(engine, 1) == 7.0
     assert engine.fakes[0].asked["swap_weights"] == 2  # the other was left alone
@@ -634,9 +634,9 @@ def test_a_replica_that_cannot_be_brought_says_so(connect: Connect) -> None:
 def test_after_shutdown_the_engine_asks_no_more(connect: Connect) -> None:
     engine = FakeFleet(1)
     sender = connect(engine)
-    assert engine._bring is not None
+    assert engine.weight_sync is not None
     sender.shutdown()
-    assert engine._bring is None
+    assert engine.weight_sync is None
 
 
 def test_the_error_of_a_copy_is_the_trainers_to_hear_and_not_a_restarted_replicas(

@@ -152,13 +152,13 @@ class Dispatcher:
             return
         if self._stopped:
             call.error = EngineError("the service was shut down")
-            self._end(call)
+            call.end()
             return
         waiting = [request for request in call.requests if not request.is_over]
         ids = {request.request.request_id: request for request in waiting}
         if taken := sorted(ids.keys() & self._open.keys()):
             call.error = ValueError(f"request ids are in flight already: {', '.join(taken)}. Use an id once at a time.")
-            self._end(call)
+            call.end()
             return
         call.has_begun = True
         self._open |= ids
@@ -169,7 +169,7 @@ class Dispatcher:
             self._admission.put(request)
         self._admit()
         if not waiting:
-            self._end(call)
+            call.end()
 
     def _cancel(self, call: Call) -> None:
         """Abort what is not finished; the caller has been told, or is not there any more."""
@@ -178,7 +178,7 @@ class Dispatcher:
         if call.has_begun:
             self._end_early(call)
         else:
-            self._end(call)
+            call.end()
 
     def _late(self, call: Call) -> None:
         if call.over:
@@ -197,7 +197,7 @@ class Dispatcher:
         for request in unfinished:
             request.dropped = True
         # if the engines do not answer, the call ends without them; its requests count as theirs until they do
-        call.timer = asyncio.get_running_loop().call_later(ABORT_GRACE_SECONDS, self._end, call)
+        call.timer = asyncio.get_running_loop().call_later(ABORT_GRACE_SECONDS, call.end)
         self._abort(unfinished)
 
     def _finish(
@@ -220,14 +220,7 @@ class Dispatcher:
         if completion is not None and not request.dropped:
             call.tell(completion)
         if not call.unfinished:
-            self._end(call)
-
-    def _end(self, call: Call) -> None:
-        if call.timer is not None:
-            call.timer.cancel()
-        if not call.over:
-            call.over, call.timer = True, None
-            call.on_over()
+            call.end()
 
     # -- places -----------------------------------------------------------------------------------------------------
 

@@ -127,6 +127,14 @@ class Call:
             LOG.exception("the progress of a call cannot be shown any more: %r", error)
             self.finished = lambda _: None
 
+    def end(self) -> None:
+        """Let the caller have what there is, once."""
+        if self.timer is not None:
+            self.timer.cancel()
+        if not self.over:
+            self.over, self.timer = True, None
+            self.on_over()
+
     def partial(self) -> list[Completion]:
         """Return what came of each request, in input order; what was aborted or never begun counts as cut short."""
         return [request.cut_short() if request.outcome is None else request.outcome for request in self.requests]
