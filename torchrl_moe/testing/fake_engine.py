@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -265,9 +265,10 @@ class FakeReplica:
         outputs = [self._output(entry, prompt, index) for index in range(_field(request, "n", 1))]
         tokens = sum(len(output.token_ids) for output in outputs)
         with self._changed:
-            self._counts.update(
-                requests=1, completions=len(outputs), prompt_tokens=len(prompt), generated_tokens=tokens
-            )
+            self._counts["requests"] += 1
+            self._counts["completions"] += len(outputs)
+            self._counts["prompt_tokens"] += len(prompt)
+            self._counts["generated_tokens"] += tokens
         return Completion(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -278,23 +279,24 @@ class FakeReplica:
         )
 
     def _output(self, entry: _Running, prompt: NDArray[np.int64], index: int) -> CompletionOutput:
-        ids = prompt.tolist()
+        tokens: list[int] = []
         log_probs = []
-        prefix = self._hash("token", index, ids)
+        prefix = self._hash("token", index)
+        prefix.update(prompt.tobytes())
         for _ in range(entry.tokens):
             draw = int.from_bytes(prefix.digest(), "little")
-            ids.append(32 + draw % 95)  # printable ASCII
+            tokens.append(32 + draw % 95)  # printable ASCII
             log_probs.append(math.log1p(-(draw >> 11) / (1 << 53)))  # of a uniform number, so never above 0
-            _extend(prefix, ids[-1:])
-        token_ids = np.array(ids[len(prompt) :], np.int64)
+            _extend(prefix, tokens[-1])
+        routed = self.layout is not None and entry.request.return_routed_experts
         return CompletionOutput(
             index=index,
-            token_ids=token_ids,
-            text=bytes(token_ids.tolist()).decode(),
+            token_ids=np.array(tokens, np.int64),
+            text=bytes(tokens).decode(),
             finish_reason="length" if entry.tokens >= _max_tokens(entry.request) else "abort",
-            policy_versions=np.full(len(token_ids), self.version, np.int32),
+            policy_versions=np.array([self.version] * len(tokens), np.int32),
             logprobs=np.array(log_probs, np.float32) if _field(entry.request, "logprobs", None) is not None else None,
-            routed_experts=self._routes(ids) if self.layout and entry.request.return_routed_experts else None,
+            routed_experts=self._routes([*prompt.tolist(), *tokens]) if routed else None,
         )
 
     def _routes(self, ids: Sequence[int]) -> NDArray[np.unsignedinteger[Any]]:
@@ -304,20 +306,18 @@ class FakeReplica:
         rows = np.zeros((len(ids) - 1, layout.num_layers, layout.top_k), dtype)
         prefix = self._hash("route")
         for row, token in zip(rows, ids, strict=False):  # the last token has no row
-            _extend(prefix, [token])
+            _extend(prefix, token)
             rng = _rng(prefix)
             for layer in layout.moe_layers:
                 row[layer] = rng.permutation(layout.num_experts)[: layout.top_k]
         return rows
 
-    def _hash(self, what: str, index: int = 0, ids: Iterable[int] = ()) -> hashlib.blake2b:
-        prefix = hashlib.blake2b(repr((what, self.seed, self.version, index)).encode(), digest_size=8)
-        _extend(prefix, ids)
-        return prefix
+    def _hash(self, what: str, index: int = 0) -> hashlib.blake2b:
+        return hashlib.blake2b(repr((what, self.seed, self.version, index)).encode(), digest_size=8)
 
 
-def _extend(prefix: hashlib.blake2b, ids: Iterable[int]) -> None:
-    prefix.update(np.fromiter(ids, "<i8").tobytes())
+def _extend(prefix: hashlib.blake2b, token: int) -> None:
+    prefix.update(token.to_bytes(8, "little", signed=True))
 
 
 def _rng(prefix: hashlib.blake2b) -> np.random.Generator:
