@@ -107,7 +107,7 @@ class FakeModel:
 
 
 def _feed(prefix: hashlib.blake2b, ids: Iterable[int]) -> None:
-    prefix.update(np.fromiter(ids, "<i8").tobytes())
+    prefix.update(b"".join([token.to_bytes(8, "little", signed=True) for token in ids]))
 
 
 def _rng(prefix: hashlib.blake2b) -> np.random.Generator:

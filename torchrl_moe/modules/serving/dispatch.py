@@ -3,8 +3,8 @@
 All of it happens in one thread, the service's event loop. A request is in one place at a time: it waits for its turn
 (admission), for a replica (parked) or for a replica's answer (with a lease); nothing runs for it meanwhile. A change of
 the replica table concerns only requests that no replica took and that the changed ones may take, or that wait for these
-in vain; of each kind only the first is tried until one is taken. What becomes of a group concerns only its own, and an
-answer only its request. So n requests cost n wake-ups, however they end.
+in vain; of each kind only the first is tried until one is taken. What becomes of a group concerns only its own, an answer
+only its request. So n requests cost n wake-ups, however they end.
 
 A killed replica delivers nothing: its requests begin again, from their prompts, on a replica that the balancer picks.
 """
