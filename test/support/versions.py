@@ -41,7 +41,7 @@ class Versions:
         self.transport = kinds[transport](folder)
         for replica in self.replicas:
             self.transport.open(replica, SECONDS)
-        self.held = engine.replica_table[0].version
+        self.held = self.replicas[0].weights_version(SECONDS)
         self.now = self.held
         self.weights: dict[int, dict[str, Tensor]] = {}
         self.keep(self.now)

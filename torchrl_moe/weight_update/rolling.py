@@ -140,8 +140,9 @@ class RollingSwap:
             bar.update()
             return outcome
 
+        there = [index for index in indices if not self._table[index].removed]
         with bar, ThreadPoolExecutor(self._swapping.rolling, thread_name_prefix="weight-swap") as pool:
-            return list(pool.map(bring, indices))
+            return list(pool.map(bring, there))
 
     def _bring(self, index: int, published: Published, staged: Staged | None) -> ReplicaSync:
         """Bring one replica to a version, or say why it was not; until it is swapped, its old version goes on."""
@@ -182,10 +183,15 @@ class RollingSwap:
             error=error,
         )
 
+    @property
+    def _members(self) -> int:
+        """How many replicas the service counts on: not those that are only being added, or on their way out."""
+        return sum(not (entry.joining or entry.leaving) for entry in self._table)
+
     @contextmanager
     def _turn(self, index: int) -> Iterator[None]:
         """Wait until the replica may be away: one always may, more while enough others serve."""
-        changed, floor = self._table.changed, self._swapping.must_serve(len(self._table))
+        changed, floor = self._table.changed, self._swapping.must_serve(self._members)
 
         def may_go() -> bool:
             serving = {e.index for e in self._table if e.state is ReplicaState.SERVING} - self._away
@@ -287,7 +293,7 @@ class RollingSwap:
         Raises:
             WeightSyncError: they are fewer than ``min_serving``.
         """
-        needed = self._swapping.must_hold(len(self._table))
+        needed = self._swapping.must_hold(self._members)
         holding = sum(entry.state in SYNCABLE and entry.version == report.version for entry in self._table)
         if report.failed and holding < needed:
             raise WeightSyncError(

@@ -116,7 +116,14 @@ OWN_USES: dict[str, Callable[[AsyncVLLM], Any]] = {  # those of every service: t
 
 def test_every_public_name_of_its_own_is_tried_below() -> None:
     names = {name for name in vars(AsyncVLLM) if not name.startswith("_")}
-    assert names == OWN_USES.keys() | {"start", "launch", "from_pretrained", "connect", "disconnect"}
+    assert names == OWN_USES.keys() | {
+        "start",
+        "launch",
+        "from_pretrained",
+        "connect",
+        "disconnect",
+        "shutdown_service",
+    }
 
 
 @pytest.mark.parametrize("name", OWN_USES)

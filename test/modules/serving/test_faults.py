@@ -150,10 +150,10 @@ DRIVER = """
     engine = AsyncVLLM.from_pretrained(
         sys.argv[1], enforce_eager=True, kv_cache_memory_bytes=1 << 28, max_model_len=2048, dtype="float32"
     )
-    prompts, params = [[65 + i] for i in range(50)], {"max_tokens": 2000, "ignore_eos": True}
+    prompts, params = [[65 + i % 60] for i in range(500)], {"max_tokens": 2000, "ignore_eos": True}
 
     def say_when_asked():
-        while engine.get_num_unfinished_requests() != [50]:
+        while engine.get_num_unfinished_requests() != [500]:
             time.sleep(0.01)
         print("asked", flush=True)
 

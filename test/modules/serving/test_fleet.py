@@ -6,11 +6,12 @@ import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from support.services import HOUR, ask, slow_if, until_running
+from support.services import HOUR, QUICK, ask, slow_if, until_running
 from support.waiting import in_thread, until
 from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.serving.candidates import Recovery
@@ -405,3 +406,89 @@ def test_what_cannot_be_removed_is_said(fleet: Any) -> None:
         service.remove_replica(0)
     with pytest.raises(ValueError, match="at least one replica"):
         service.remove_replica(1)
+
+
+def test_of_two_who_remove_the_last_two_replicas_one_is_refused(fleet: Any) -> None:
+    service = fleet(2, lambda index, _: FakeReplica(index, token_seconds=HOUR))
+    calls = [in_thread(lambda i=i: ask(service, actor_index=i, request_ids=f"{i}")) for i in range(2)]
+    until(lambda: [entry.inflight for entry in service.replica_table] == [1, 1])
+    removing = in_thread(lambda: service.remove_replica(0))
+    until(lambda: service.replica_table[0].leaving)
+    with pytest.raises(ValueError, match="at least one replica"):
+        service.remove_replica(1)
+    with pytest.raises(ValueError, match="removed already"):
+        service.remove_replica(0)
+    service.abort(["0", "1"])
+    removing.result(60.0)
+    assert [call.result(60.0).aborted for call in calls] == [True, True]
+    assert service.num_replicas == 1
+
+
+def test_two_who_add_at_once_get_replicas_of_their_own(fleet: Any) -> None:
+    service = fleet(1, lambda index, _: FakeReplica(index, start_seconds=0.2 if index else 0.0))
+    adding = [in_thread(lambda: service.add_replicas(2)) for _ in range(2)]
+    assert sorted(index for call in adding for index in call.result(60.0)) == [1, 2, 3, 4]
+    assert [(entry.index, entry.replica.index) for entry in service.replica_table] == [(i, i) for i in range(5)]
+
+
+def test_a_replica_takes_nothing_new_while_it_is_drained_whatever_an_update_does(fleet: Any) -> None:
+    service = fleet(2, lambda index, _: FakeReplica(index, token_seconds=HOUR))
+    call = in_thread(lambda: ask(service, actor_index=1, request_ids="x"))
+    until(lambda: service.replica_table[1].inflight == 1)
+    removing = in_thread(lambda: service.remove_replica(1))
+    until(lambda: service.replica_table[1].leaving)
+    for state in (ReplicaState.SYNCING, ReplicaState.SERVING):
+        service.replica_table.set_state(1, state)
+    assert {service.load_balancer.acquire().index for _ in range(4)} == {0}
+    with pytest.raises(NoReplicaError, match="replica 1 is being removed"):
+        ask(service, actor_index=1, timeout_seconds=0.1)
+    for entry in service.replica_table:
+        while entry.inflight > (entry.index == 1):
+            service.replica_table.give_back(entry.index)
+    service.abort("x")
+    assert call.result(60.0).aborted
+    removing.result(60.0)
+
+
+def test_an_interrupted_removal_is_taken_back(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = fleet(2)
+
+    def interrupted(*arguments: Any) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(service._fleet, "_is_idle", interrupted)
+        service.remove_replica(1)
+    assert ask(service, actor_index=1).metrics.replica == 1
+    service.kill(1)
+    until(lambda: service.restarts == [0, 1] and service.states[1] == "SERVING")
+
+
+def test_a_shutdown_ends_those_that_are_being_added(fleet: Any) -> None:
+    service = fleet(1, lambda index, _: FakeReplica(index, start_seconds=HOUR if index else 0.0))
+    adding = in_thread(lambda: service.add_replicas(2, timeout_seconds=HOUR))
+    until(lambda: service.num_replicas == 3)
+    service.shutdown()
+    with pytest.raises(EngineError):
+        adding.result(60.0)
+    assert not any(line[0].is_alive() for line in service.made)
+
+
+def test_removals_do_not_count_as_deaths_under_a_request(fleet: Any) -> None:
+    service = fleet(
+        2, lambda index, _: FakeReplica(index, token_seconds=HOUR if index else 0.0), replace(QUICK, attempts=1)
+    )
+    service.replica_table.touch(0)
+    call = in_thread(lambda: ask(service))
+    until(lambda: service.replica_table[1].inflight == 1)
+    service.remove_replica(1, drain=False)
+    assert call.result(60.0).metrics.replica == 0
+
+
+def test_without_a_supervisor_nobody_waits_for_an_added_replica_that_died(serve: Any) -> None:
+    engine = serve(1)
+    engine.add_replicas()
+    for replica in engine.replicas:
+        replica.die()
+    with pytest.raises(NoReplicaError):
+        ask(engine)

@@ -47,6 +47,7 @@ def test_those_of_the_same_needs_wait_behind_the_one_that_was_tried() -> None:
     assert (yard.parked.join(second), yard.parked.join(other)) == (True, False)
     assert second.refusal is first.refusal
     assert yard.parked.alike(second) == [first, second]
+    assert (yard.parked.next_alike(second), yard.parked.next_alike(other)) == ([first], [])
     assert (len(yard.parked), yard.parked.alike(other)) == (2, [])
     later = yard.park()  # it was tried for all of them
     assert yard.parked.alike(first) == [later, first, second]

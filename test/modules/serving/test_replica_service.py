@@ -48,6 +48,7 @@ def test_stats_are_flat_and_true(serve: Callable[..., Any]) -> None:
         "preemptions": 0,
         "steps": 0,
         "step_at": 0.0,
+        "weights_version": 0,
         "hit_rate": 0.0,
     }
     assert second == {

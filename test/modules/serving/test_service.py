@@ -822,3 +822,8 @@ def test_under_deaths_stalls_and_aborts_every_request_comes_back_once_with_its_o
             stop.set()
         disturber.result(60.0)
     assert sum(service.restarts) >= 1
+
+
+def test_the_id_of_one_request_is_text_too(serve: Any) -> None:
+    with pytest.raises(TypeError, match="request_ids"):
+        asyncio.run(serve().agenerate("hi", request_id=7))

@@ -506,6 +506,17 @@ def test_a_replica_that_cannot_be_asked_whether_it_lives_keeps_no_other_from_com
     until(lambda: [row["supervisor_error"] for row in service.stats()] == [None] * 3)
 
 
+def test_one_that_cannot_be_probed_keeps_no_other_from_being_probed(fleet: Any) -> None:
+    service = fleet(2)
+
+    def broken(core_seconds: float) -> Any:
+        raise OSError("too many open files")
+
+    service.made[0][0].probe = broken
+    service.made[1][0].stall()
+    until_serving(service, [1, 1])  # the one that cannot even be asked gave no sign of life either
+
+
 def test_it_outlives_an_error_says_so_and_goes_on(fleet: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     service = fleet()
     start = threading.Thread.start

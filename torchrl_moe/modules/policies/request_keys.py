@@ -72,4 +72,4 @@ def _plain(value: Any, key: str, sample: int) -> Any:
             f"sample {sample}: {key!r} is {value!r}; give each sample one value: a tensor [B] or [B, 1], or a list or "
             "NonTensorStack of B entries"
         )
-    return value
+    return value.item() if isinstance(value, np.generic) else value

@@ -59,13 +59,15 @@ class TableEntry:
     breaker: Breaker = field(default_factory=lambda: Breaker(FaultPolicy()))
     recovery: Recovery = Recovery.NOBODY
     restarts: int = 0
-    removed: bool = False  # for good, by the user: it is DEAD, and not listed any more
+    leaving: bool = False  # the user wants it to go: it takes nothing new, and is not restarted
+    joining: bool = False  # it was added, and has not served yet
+    removed: bool = False  # for good: it is DEAD, and not listed any more
     last_error: str | None = None  # the last that went wrong with it
 
     @property
     def may_take(self) -> bool:
         """Whether it takes new requests."""
-        return self.state is ReplicaState.SERVING and not self.breaker.barred
+        return self.state is ReplicaState.SERVING and not self.breaker.barred and not self.leaving
 
     @property
     def load(self) -> int:

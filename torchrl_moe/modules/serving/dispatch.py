@@ -3,8 +3,8 @@
 All of it happens in one thread, the service's event loop. A request is in one place at a time: it waits for its turn
 (admission), for a replica (parked) or for a replica's answer (with a lease); nothing runs for it meanwhile. A change of
 the replica table concerns only requests that no replica took and that the changed ones may take, or that wait for these
-in vain; of each kind only the first is tried until one is taken. What becomes of a group concerns only its own, an answer
-only its request. So n requests cost n wake-ups, however they end.
+in vain; of each kind only the first is tried until one is taken. What becomes of a group concerns only its own, and an
+answer only its request. So n requests cost n wake-ups, however they end.
 
 A killed replica delivers nothing: its requests begin again, from their prompts, on a replica that the balancer picks.
 """
@@ -131,11 +131,8 @@ class Dispatcher:
 
     def set_limit(self, limit: int) -> None:
         """Change how many requests the engines have at a time."""
-        self._loop.call(self._set_limit, limit)
-
-    def _set_limit(self, limit: int) -> None:
         self._admission.limit = limit
-        self._admit_soon()
+        self._loop.call(self._admit_soon)
 
     def stop(self) -> None:
         """End the loop, and with an error what is still in flight; the replicas must have been shut down."""
@@ -167,7 +164,7 @@ class Dispatcher:
             call.timer = asyncio.get_running_loop().call_later(left, self._late, call)
         for request in waiting:
             self._admission.put(request)
-        self._admit()
+        self._admit_now()
         if not waiting:
             call.end()
 
@@ -212,7 +209,7 @@ class Dispatcher:
         self._leave(request)  # before its call ends: then all counts are right
         if request.is_first:
             request.is_first = False
-            self._try(self._parked.alike(request)[:1])
+            self._try(self._parked.next_alike(request))
         call = request.call
         if call.over:
             return
@@ -234,6 +231,10 @@ class Dispatcher:
             request.has_place = True
             self._place(request)
         self._admit_soon()
+
+    def _admit_now(self) -> None:
+        if not self._admitting:  # else in the next turn: more at once would hold others up
+            self._admit()
 
     def _admit_soon(self) -> None:
         if not self._admitting:
@@ -307,7 +308,7 @@ class Dispatcher:
     def _retry(self) -> None:
         self._retrying = False
         self._try(self._parked.concerned())
-        self._admit()
+        self._admit_now()
 
     def _try(self, requests: Sequence[InFlight], are_first: bool = True) -> None:
         """Have requests that waited for a replica wait for a place again, in their old turns.
@@ -354,7 +355,7 @@ class Dispatcher:
         lease.release(refused)
         if isinstance(error, ReplicaDiedError):
             self._table.mark_dead(lease.index, str(error), lease.replica)
-            request.died(error)
+            request.died(error, counts=not self._table[lease.index].leaving)
             if request.aborted:
                 self._finish(request, request.cut_short())
             elif request.deaths >= self._attempts:
@@ -362,9 +363,9 @@ class Dispatcher:
             else:
                 self._retried()
         elif refused:
-            refusal_ = RequestRefusedError(f"request {request.position} was refused: {error}")
-            refusal_.__cause__ = error
-            self._finish(request, error=refusal_)
+            refused_by = RequestRefusedError(f"request {request.position} was refused: {error}")
+            refused_by.__cause__ = error
+            self._finish(request, error=refused_by)
         else:
             if isinstance(error, EngineError):
                 self._table.fail(lease.index, str(error))

@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, TypeVar
 
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
@@ -40,7 +40,7 @@ class Fleet:
 
     Attributes:
         table: what is known of each.
-        infos: what each said of itself as it first served.
+        infos: what those that it began with said of themselves.
         bring: brings a replica that is STARTING to the newest weights and to SERVING; ``None``: nobody does.
     """
 
@@ -59,6 +59,7 @@ class Fleet:
         self._make_replica = make_replica
         self._paused = False  # by the user
         self._pausing = threading.Lock()
+        self._adding = threading.Lock()
         self._supervisor = Supervisor(
             self.table, faults, loop, make_replica, lambda: self.bring, self._pause_as_the_others
         )
@@ -134,18 +135,33 @@ class Fleet:
         if self._make_replica is None:
             raise RuntimeError("add_replicas: this service cannot make replicas; it was given those that it has")
         deadline = time.monotonic() + seconds
-        make = self._make_replica
-        entries = self.table.add([make(self.table.next_index + number) for number in range(count)])
+        entries: list[TableEntry] = []
         try:
-            for entry in entries:
-                entry.replica.start()
+            for _ in range(count):
+                entries.append(self._add_one(self._make_replica))
             with ThreadPoolExecutor(max_workers=count) as pool:
-                list(pool.map(lambda entry: self._supervisor.admit(entry, deadline), entries))
+                waits = [pool.submit(self._supervisor.admit, entry, deadline) for entry in entries]
+                try:
+                    for wait in as_completed(waits):
+                        wait.result()
+                except BaseException:
+                    self._take_away(entries)  # which ends the other waits
+                    raise
         except BaseException:
-            for entry in entries:
-                self._take_away(entry)
+            self._take_away(entries)
             raise
         return [entry.index for entry in entries]
+
+    def _add_one(self, make: Callable[[int], Replica]) -> TableEntry:
+        """List a replica and start it. One at a time: each gets an index, and devices, of its own."""
+        with self._adding:
+            (entry,) = self.table.add([make(self.table.next_index)])
+        try:
+            self._supervisor.begin(entry)
+        except BaseException:
+            self._take_away([entry])
+            raise
+        return entry
 
     def remove(self, index: int, drain: bool, seconds: float) -> None:
         """End a replica for good, and forget it.
@@ -153,41 +169,46 @@ class Fleet:
         Args:
             index: of the replica.
             drain: whether its requests may finish first; otherwise they begin again on the others.
-            seconds: that they have for that.
+            seconds: that they have for that, and an update of its weights that is on.
 
         Raises:
             ValueError: it is the only one, or was removed already.
             EngineError: its requests did not finish in time; it serves on.
         """
         entry = self.table[index]
-        with self.table.changed:
-            if entry.removed:
+        with self.table.lock:
+            if entry.leaving:
                 raise ValueError(f"remove_replica: replica {index} was removed already")
-            if len(self.table) == 1:
+            if all(one is entry or one.leaving for one in self.table):
                 raise ValueError("remove_replica: a service needs at least one replica: use shutdown()")
-            recovery = entry.recovery
-            self.table.set_recovery(index, Recovery.NOBODY)  # from here on nobody restarts it
-            self.table.changed.wait_for(lambda: entry.state is not ReplicaState.SYNCING)
-            if drain and not self._drain(entry, seconds):
-                self.table.set_recovery(index, recovery)
+            self.table.set_leaving(index, True)
+        try:
+            if drain and not self._is_idle(entry, seconds):
                 raise EngineError(
                     f"remove_replica: {entry.inflight} requests of replica {index} were not finished within "
                     f"{seconds:g} s; it serves on. Wait longer, or have them begin elsewhere: drain=False"
                 )
-        self._take_away(entry)
+        except BaseException:  # Ctrl-C, too
+            self.table.set_leaving(index, False)
+            raise
+        self._take_away([entry])
 
-    def _drain(self, entry: TableEntry, seconds: float) -> bool:
-        """Let a replica finish what it has; whether it did. The caller holds the lock."""
-        if entry.state is ReplicaState.SERVING:
-            self.table.set_state(entry.index, ReplicaState.DRAINING)
-        done = self.table.changed.wait_for(lambda: entry.inflight == 0 or entry.state in GONE, seconds)
-        if not done and entry.state is ReplicaState.DRAINING:
-            self.table.set_state(entry.index, ReplicaState.SERVING)
-        return done
+    def _is_idle(self, entry: TableEntry, seconds: float) -> bool:
+        """Wait until a replica has no request, nor an update; false if that takes longer."""
+        with self.table.changed:
+            return self.table.changed.wait_for(
+                lambda: (entry.inflight == 0 and entry.state is not ReplicaState.SYNCING) or entry.state in GONE,
+                seconds,
+            )
 
-    def _take_away(self, entry: TableEntry) -> None:
-        self.table.remove(entry.index)
-        entry.replica.shutdown()
+    def _take_away(self, entries: Sequence[TableEntry]) -> None:
+        """End replicas for good. They are listed until their processes have ended: then others get their devices."""
+        for entry in entries:
+            self._supervisor.let_go(entry)
+        with ThreadPoolExecutor(max_workers=max(len(entries), 1)) as pool:
+            list(pool.map(lambda entry: entry.replica.shutdown(), entries))
+        for entry in entries:
+            self.table.remove(entry.index)
 
     # -- commands to all --------------------------------------------------------------------------------------------
 

@@ -51,10 +51,10 @@ class InFlight:
         """Whether it has its whole answer."""
         return self.outcome is not None and not self.outcome.aborted
 
-    def died(self, error: ReplicaDiedError) -> None:
-        """Note that a replica died under it."""
+    def died(self, error: ReplicaDiedError, counts: bool = True) -> None:
+        """Note that a replica died under it, or was removed, which does not count."""
         self.death, self.refusal = error, None
-        self.deaths += 1
+        self.deaths += counts
 
     def given_up(self) -> ReplicaDiedError:
         """Return what to raise once too many have."""

@@ -86,6 +86,7 @@ OF_THE_ENGINE: tuple[ReplicaMetric, ...] = (
     _of("preemptions", "counter", "preemptions", "Requests that lost their KV blocks and were recomputed."),
     _of("steps", "counter", "steps", "Steps of the engine."),
     _of("step_at", "gauge", "last_step_timestamp_seconds", "When the engine last ended a step."),
+    _of("weights_version", "gauge", "", ""),
     _of("hit_rate", "gauge", "", ""),
 )
 """What an engine says of itself: read from its :class:`ReplicaStats`."""

@@ -73,6 +73,11 @@ class Parked:
         kind = self._kinds.get(needs(request)) if self._kinds else None
         return [] if kind is None else list(kind.requests)
 
+    def next_alike(self, request: InFlight) -> list[InFlight]:
+        """Return the first of those that have the needs of a request, if there is one."""
+        kind = self._kinds.get(needs(request))
+        return [] if kind is None else [kind.first]
+
     def remove(self, request: InFlight) -> bool:
         """Take a request out; whether it waited."""
         key = needs(request)

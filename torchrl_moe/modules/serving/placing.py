@@ -67,6 +67,8 @@ def _pinned(request: InFlight) -> int | None:
 
 
 def _comes(entry: TableEntry, has_deadline: bool) -> bool:
+    if entry.leaving:
+        return False
     if entry.state is ReplicaState.SERVING:
         return entry.breaker.barred
     if entry.state in GONE:

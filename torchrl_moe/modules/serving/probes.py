@@ -137,7 +137,11 @@ class Probes:
     def _ask(self, probe: _Probe) -> None:
         """Ask a replica how it is; the core gets half of the time, so that its owner's answer still arrives."""
         probe.due = self._clock() + self._policy.probe
-        probe.answer = probe.replica.probe(self._policy.probe / 2)
+        try:
+            probe.answer = probe.replica.probe(self._policy.probe / 2)
+        except Exception as error:  # noqa: BLE001  one that cannot even be asked is silent, and the others are asked too
+            probe.answer = Future()
+            probe.answer.set_exception(EngineError(str(error)))
 
 
 def _read(answer: Future[ProbeReport]) -> ProbeReport | None:

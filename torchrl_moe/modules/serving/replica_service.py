@@ -45,7 +45,7 @@ class ReplicaService:
 
     Attributes:
         replica_table: what is known of each replica.
-        infos: what each replica said of itself as it first served.
+        infos: what the replicas that it began with said of themselves.
         metrics: what became of the requests, and how long they took; ``metrics.summary()`` can be logged as it is.
     """
 
@@ -129,7 +129,7 @@ class ReplicaService:
         Args:
             index: of the replica.
             drain: whether its requests may finish first; otherwise they begin again on the others.
-            timeout_seconds: that they have for that.
+            timeout_seconds: that they have for that, and an update of its weights that is on.
 
         Raises:
             IndexError: there is no such replica.
@@ -250,16 +250,16 @@ class ReplicaService:
     def stats(self, timeout_seconds: float = STATS_SECONDS) -> list[dict[str, Any]]:
         """Return one flat dictionary per replica: state, version, and its engine's stats of this moment.
 
-        All are asked at the same time; one that does not answer shows what it last sent by itself, and a dead one
-        shows no stats of an engine. ``supervisor_error`` is ``None`` while
-        deaths and stalls are noticed. Counts are since its engine started; see
-        :class:`~torchrl_moe.modules.backends.replica.ReplicaStats`.
+        All are asked at the same time; one that does not answer shows what it last sent by itself, and a dead one shows
+        no stats of an engine. ``supervisor_error`` is ``None`` while deaths and stalls are noticed. Counts are since
+        its engine started; see :class:`~torchrl_moe.modules.backends.replica.ReplicaStats`.
         """
         self._check_running("stats")
         self._fleet.note_deaths()
-        with ThreadPoolExecutor(min(self.num_replicas, MOST_THREADS)) as pool:
-            stats = pool.map(lambda entry: _ask(entry, timeout_seconds), self.replica_table)
-            rows = [replica_row(entry, own) for entry, own in zip(self.replica_table, stats, strict=True)]
+        entries = list(self.replica_table)
+        with ThreadPoolExecutor(min(len(entries), MOST_THREADS)) as pool:
+            stats = pool.map(lambda entry: _ask(entry, timeout_seconds), entries)
+            rows = [replica_row(entry, own) for entry, own in zip(entries, stats, strict=True)]
         return [{**row, "supervisor_error": self._fleet.supervisor_error} for row in rows]
 
     def to_pandas(self) -> Any:

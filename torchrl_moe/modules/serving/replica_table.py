@@ -84,13 +84,22 @@ class ReplicaTable:
     def add(self, replicas: Sequence[Any]) -> list[TableEntry]:
         """List more replicas, which are STARTING."""
         with self.lock:
-            return self._append(replicas, ReplicaState.STARTING)
+            new = self._append(replicas, ReplicaState.STARTING)
+            for entry in new:
+                entry.joining = True
+            return new
+
+    def set_leaving(self, index: int, leaving: bool) -> None:
+        """Note that a replica is to go, or is not after all."""
+        with self.lock:
+            self[index].leaving = leaving
+            self._tell([self[index]])
 
     def remove(self, index: int) -> None:
         """List a replica no more. Its entry stays for those that hold it, or its index, and is DEAD for good."""
         with self.lock:
             entry = self[index]
-            entry.removed, entry.recovery = True, Recovery.NOBODY
+            entry.removed, entry.leaving, entry.recovery = True, True, Recovery.NOBODY
             self._listed = [one for one in self._listed if one is not entry]
             entry.last_error = "it was removed"
             if entry.state is ReplicaState.DEAD:
@@ -106,6 +115,7 @@ class ReplicaTable:
             entry = self[index]
             check_transition(entry.state, state)
             entry.state = state
+            entry.joining &= state is not ReplicaState.SERVING
             if entry.recovery is Recovery.UPDATE and state is not ReplicaState.STARTING:
                 entry.recovery = Recovery.SUPERVISOR
             if state in (ReplicaState.STARTING, ReplicaState.DEAD):
@@ -175,11 +185,11 @@ class ReplicaTable:
         """Put a new replica, of the checkpoint's weights, in the place of one that died or is quarantined.
 
         Returns:
-            Whether it has that place; false if it was removed.
+            Whether it has that place; false if the user wants it to go.
         """
         with self.lock:
             entry = self[index]
-            if entry.removed:
+            if entry.leaving:
                 return False
             entry.replica, entry.version = replica, 0
             entry.restarts += 1
@@ -213,7 +223,7 @@ class ReplicaTable:
     def cool(self) -> None:
         """Let those breakers be tried that were open for long enough."""
         with self.lock:
-            opened = [entry for entry in self._entries if entry.breaker.state is BreakerState.OPEN]
+            opened = [entry for entry in self._listed if entry.breaker.state is BreakerState.OPEN]
             for entry in opened:
                 entry.breaker.cool()
             if cooled := [entry for entry in opened if entry.breaker.state is not BreakerState.OPEN]:
@@ -221,7 +231,7 @@ class ReplicaTable:
 
     def _try_the_barred(self) -> list[TableEntry]:
         """Half-open the breakers that are open if nobody else serves: a bad replica is better than none."""
-        serving = [entry for entry in self._entries if entry.state is ReplicaState.SERVING]
+        serving = [entry for entry in self._listed if entry.state is ReplicaState.SERVING]
         if not all(entry.breaker.state is BreakerState.OPEN for entry in serving):
             return []
         for entry in serving:
@@ -254,7 +264,7 @@ class ReplicaTable:
         """
         versions = self._versions
         if versions is None:
-            self._versions = versions = sorted({entry.version for entry in self._entries if entry.may_take})
+            self._versions = versions = sorted({entry.version for entry in self._listed if entry.may_take})
         first = 0 if oldest is None else bisect_left(versions, oldest)
         last = len(versions) if newest is None else bisect_right(versions, newest)
         key = (versions[first], versions[last - 1]) if first < last else None
@@ -262,7 +272,7 @@ class ReplicaTable:
         if view is None:
             self._views[key] = view = Candidates(
                 entry
-                for entry in self._entries
+                for entry in self._listed
                 if entry.may_take and key is not None and key[0] <= entry.version <= key[1]
             )
         return view
@@ -336,7 +346,7 @@ class ReplicaTable:
 
     def read_stats(self) -> None:
         """Take what replicas have sent of themselves since the last time. The caller holds the lock."""
-        for entry in self._entries:
+        for entry in self._listed:
             stats = getattr(entry.replica, "last_stats", None)
             if stats is not None and stats is not entry.stats:
                 entry.stats = stats
@@ -354,9 +364,9 @@ class ReplicaTable:
 
     def __repr__(self) -> str:
         """Return a line for few replicas; of many, how many are in which state, and the first: errors keep it."""
-        shown = ", ".join(map(repr, self._entries[:SHOWN]))
+        shown = ", ".join(map(repr, self._listed[:SHOWN]))
         if len(self) <= SHOWN:
             return f"ReplicaTable({shown})"
-        states = Counter(entry.state.name for entry in self._entries)
+        states = Counter(entry.state.name for entry in self._listed)
         counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
         return f"ReplicaTable({counts}: {shown} and {len(self) - SHOWN} more)"

@@ -219,10 +219,11 @@ class GenerationService(ReplicaService):
         if not batch.single:
             raise ValueError(f"agenerate takes one prompt, got a list of {len(batch.prompts)}: await one call for each")
         (item,), (turn,) = batch.prompts, integers(priority, 1, "priority")
+        (name,) = one_each(request_id, 1, "request_ids") or [self._new_id()]
         params = self.sampling_params if sampling_params is None else sampling_params
         request = make_request(
             item,
-            request_id=request_id or self._new_id(),
+            request_id=name,
             priority=turn,
             **common_fields(params, lora_request, None, guided_options_request, return_routed_experts),
         )

@@ -66,19 +66,23 @@ class Supervisor:
         self._get_bring = get_bring
         self._as_the_others = as_the_others
         self._health = Probes(table, policy)
-        self._begun: defaultdict[int, deque[float]] = defaultdict(deque)  # times of restarts
+        self._restarted_at: defaultdict[int, deque[float]] = defaultdict(deque)  # times of restarts
         self._lacks: dict[int, int] = {}  # the latest version as a replica began to wait for the next
         self._renewing: dict[int, threading.Thread] = {}
-        self._lock = threading.Lock()  # under which replicas and threads are started: none once it has stopped
+        self._lock = threading.Lock()  # under which threads are started: none once it has stopped
+        self._starting = threading.Lock()  # under which replicas are
         self._stopped = threading.Event()
         self._loop = loop
         self._bell = asyncio.Event()
-        self._silent: dict[Any, float] = {}  # replicas that died and have not said why: since when
+        # replicas that died and have not said why: since when
+        self._silent: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+        self._watches = False
         self.error: str | None = None
         """Why it could not look at the replicas the last time; ``None`` if it could."""
 
     def start(self) -> None:
         """Begin to watch."""
+        self._watches = True
         for entry in self._table:
             self._take_on(entry)
         self._table.add_listener(self._ring, doubts=True)
@@ -92,8 +96,26 @@ class Supervisor:
 
     def _take_on(self, entry: TableEntry) -> None:
         """Restart a replica from now on when it dies, if any is ever restarted."""
-        if self._make_replica is not None:
+        if self._watches and self._make_replica is not None:
             self._set_recovery(entry, Recovery.SUPERVISOR)
+
+    def begin(self, entry: TableEntry) -> None:
+        """Start a replica that was added.
+
+        Raises:
+            EngineError: nothing starts any more.
+        """
+        with self._starting:
+            if self._stopped.is_set():
+                raise EngineError("the service was shut down")
+            entry.replica.start()
+
+    def let_go(self, entry: TableEntry) -> None:
+        """Start no replica any more in the place of one that the user wants to go, and that is dead from now on."""
+        with self._starting:
+            self._table.set_leaving(entry.index, True)
+        self._table.set_recovery(entry.index, Recovery.NOBODY)
+        self._table.mark_dead(entry.index, "it was removed")
 
     def admit(self, entry: TableEntry, deadline: float) -> None:
         """Wait until a replica that was added, and started, serves like the others, or waits for the next update.
@@ -113,7 +135,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """Start no replica any more; those that were started are in the replica table."""
-        with self._lock:
+        with self._starting, self._lock:
             self._stopped.set()
         self._ring()
         self._table.remove_listener(self._ring)
@@ -144,8 +166,6 @@ class Supervisor:
         Raises:
             EngineError: a replica could not be asked whether it lives; what concerns the others was done.
         """
-        for entry in self._table:
-            self._hear_version(entry)
         failed = [error for entry in self._table if (error := self._note_death(entry)) is not None]
         for stalled in self._health.look():
             self._table.mark_dead(
@@ -154,7 +174,7 @@ class Supervisor:
             self._in_background(self._renew, self._table[stalled.index])
         self._table.cool()
         for entry in self._table:
-            if entry.state in GONE and entry.recovery is Recovery.SUPERVISOR:
+            if entry.state in GONE and entry.recovery is Recovery.SUPERVISOR and not entry.leaving:
                 if self._make_replica is None:  # the replica is its maker's, to end and to restart
                     self._table.set_recovery(entry.index, Recovery.NOBODY)
                 elif entry.replica.was_ended:
@@ -171,6 +191,7 @@ class Supervisor:
         replica, state = entry.replica, entry.state
         started = state is not ReplicaState.STARTING or entry.recovery is Recovery.UPDATE
         try:
+            self._hear_version(entry)
             if started and state is not ReplicaState.DEAD and not replica.is_alive() and self._has_said_why(replica):
                 self._table.mark_dead(entry.index, replica.death, replica)
         except Exception as error:  # noqa: BLE001  it is raised once all were looked at
@@ -226,7 +247,7 @@ class Supervisor:
             return
         try:
             entry.replica.shutdown()  # its memory is free before another one asks for it
-            while entry.recovery is Recovery.SUPERVISOR and self._wait_for_turn(entry):
+            while entry.recovery is Recovery.SUPERVISOR and not entry.leaving and self._wait_for_turn(entry):
                 if self._restart(entry):
                     return
         except BaseException as error:
@@ -235,7 +256,7 @@ class Supervisor:
 
     def _wait_for_turn(self, entry: TableEntry) -> bool:
         """Wait as the policy says; false if it is to be restarted no more."""
-        begun, policy = self._begun[entry.index], self._policy
+        begun, policy = self._restarted_at[entry.index], self._policy
         while begun and time.monotonic() - begun[0] > policy.restart_window:
             begun.popleft()
         if len(begun) < policy.max_restarts:
@@ -259,19 +280,19 @@ class Supervisor:
             return True
         replica = self._make_replica(entry.index)
         try:
-            with self._lock:
-                if self._stopped.is_set():
+            with self._starting:
+                if self._stopped.is_set() or not self._table.replace(entry.index, replica):
                     replica.shutdown()  # it was not started, and is in nobody's hands
                     return True
-                self._begun[entry.index].append(time.monotonic())
-                if not self._table.replace(entry.index, replica):
-                    return True
+                self._restarted_at[entry.index].append(time.monotonic())
                 replica.start()
             replica.wait_ready(self._policy.start)
             self._join(entry, replica)
         except (EngineError, OSError) as error:
             self._table.mark_dead(entry.index, str(error), replica)
-            if not self._stopped.is_set():  # else the service ends it, or leaves it to its other drivers
+            if (
+                entry.leaving or not self._stopped.is_set()
+            ):  # else the service ends it, or leaves it to its other drivers
                 replica.shutdown()
             return False
         return True

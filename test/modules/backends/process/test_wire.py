@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from support.waiting import until
+from support.waiting import HOUR, until
 from torchrl_moe.modules.backends.process import wire
 
 
@@ -198,7 +198,7 @@ def test_an_outbox_whose_reader_is_gone_ends_quietly(
 def test_a_reader_that_has_stopped_is_dropped_at_the_bound_and_both_sides_hear_of_it(
     ends: tuple[Connection, Connection], caplog: pytest.LogCaptureFixture
 ) -> None:
-    outbox = wire.Outbox(ends[0], limit=1000, reader="driver seven")
+    outbox = wire.Outbox(ends[0], limit=1000, stuck_seconds=0, reader="driver seven")
     first, second = np.zeros(1 << 20, np.uint8), np.zeros(600, np.uint8)
     outbox.put(wire.encode(first))  # any size will do if nothing waits; the thread now writes it in vain
     assert not outbox.overflowed
@@ -210,17 +210,27 @@ def test_a_reader_that_has_stopped_is_dropped_at_the_bound_and_both_sides_hear_o
     with pytest.raises(EOFError):  # the other had not read all of the first
         wire.receive(ends[1])
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert line.startswith("driver seven has stopped reading: 1048")
+    assert line.startswith("driver seven does not keep up: 1048")
     until(lambda: not outbox._thread.is_alive())
 
 
 def test_a_slow_reader_is_not_dropped_for_what_it_has_read(ends: tuple[Connection, Connection]) -> None:
-    outbox = wire.Outbox(ends[0], limit=3000)
+    outbox = wire.Outbox(ends[0], limit=3000, stuck_seconds=0)
     for number in range(100):  # 100 times 1 KB, of which two may wait
         outbox.put([bytes(wire.COUNT_BYTES) + wire.encode(number)[0][wire.COUNT_BYTES :] + bytes(0), *[]])
         assert wire.receive(ends[1]) == number
     assert not outbox.overflowed
     outbox.close()
+
+
+def test_a_reader_that_reads_may_be_eight_times_as_late(ends: tuple[Connection, Connection]) -> None:
+    outbox = wire.Outbox(ends[0], limit=1 << 20, stuck_seconds=HOUR)
+    big = np.zeros(1 << 20, np.uint8)
+    for _ in range(7):
+        outbox.put(wire.encode(big))
+    assert not outbox.overflowed
+    outbox.put(wire.encode(big))
+    assert outbox.overflowed
 
 
 def test_what_is_put_after_the_end_is_not_kept(ends: tuple[Connection, Connection]) -> None:

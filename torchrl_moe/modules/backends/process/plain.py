@@ -85,6 +85,8 @@ def _sequence(word: str) -> Callable[[Any], list[Any]]:
 
 def _mapping(value: Mapping[Any, Any]) -> dict[Any, Any]:
     for key in value:
+        if isinstance(key, int):
+            _integer(key)
         if not isinstance(key, KEYS):
             raise ValueError(f"a mapping with the key {_shown(key)} has no plain form: keys are numbers or text")
     return {(key.value if isinstance(key, Enum) else key): _to_plain(item) for key, item in value.items()}

@@ -284,7 +284,7 @@ class EngineReplica(Commands, Generic[LinkT]):
         if self._death is None:
             stuck = self._started().outbox.overflowed
             self._fail_all(
-                f"replica {self.index} " + ("has stopped reading what it was sent" if stuck else self._ending())
+                f"replica {self.index} " + ("did not keep up with what it was sent" if stuck else self._ending())
             )
 
 

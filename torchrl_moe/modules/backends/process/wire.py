@@ -13,6 +13,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -44,6 +45,8 @@ Parcel: TypeAlias = "list[NDArray[np.uint8]]"
 
 MOST_FRAME_BYTES = 1 << 32
 MOST_WAITING_BYTES = 1 << 30
+STUCK_SECONDS = 30.0
+FAR_TOO_MUCH = 8  # times what may wait
 ARRAY = 1  # msgpack's number of what is ours
 COUNT_BYTES = 4
 INLINE_BYTES = 1 << 10  # an array that is smaller lies in the head: a frame of its own costs more
@@ -151,7 +154,9 @@ class Outbox:
         connection: where to.
         frame: turns what :meth:`put` got since the last write, one item or more, into messages.
         size: how many bytes of memory an item holds; by default it is a message, of frames.
-        limit: how many bytes may wait, beside one item of any size.
+        limit: how many bytes may wait, beside one item of any size, for a reader that has read nothing for
+            ``stuck_seconds``; eight times as many for one that reads, however slowly.
+        stuck_seconds: see above.
         reader: who reads, for the log.
     """
 
@@ -161,6 +166,7 @@ class Outbox:
         frame: Callable[[list[Any]], list[Frames]] = list,
         size: Callable[[Any], int] | None = None,
         limit: int = MOST_WAITING_BYTES,
+        stuck_seconds: float = STUCK_SECONDS,
         reader: str = "the other side",
     ) -> None:
         self._connection = connection
@@ -171,6 +177,8 @@ class Outbox:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.RLock()  # a finalizer may put last words while this thread puts others
         self._waiting = 0  # bytes
+        self._stuck_seconds = stuck_seconds
+        self._read_at = time.monotonic()  # when the reader last took something
         self._over = False
         self.overflowed = False
         """Whether the reader let too much gather."""
@@ -180,21 +188,28 @@ class Outbox:
     def put(self, item: Any) -> None:
         """Have an item written; never waits. Once the reader has let too much gather, what is put is dropped.
 
-        And so is what comes after the end."""
+        And so is what comes after the end.
+        """
         size = self._size(item)
         with self._lock:
             if self._over:
                 return
-            if not self._waiting or self._waiting + size <= self._limit:
+            if not self._waiting:
+                self._read_at = time.monotonic()
+            if not self._waiting or self._waiting + size <= self._allowed():
                 self._waiting += size
                 self._queue.put((item, size))
                 return
             self._over = self.overflowed = True
         LOG.warning(
-            "%s has stopped reading: %d bytes wait for it, and the connection is ended", self._reader, self._waiting
+            "%s does not keep up: %d bytes wait for it, and the connection is ended", self._reader, self._waiting
         )
         self._queue.put(None)
         hang_up(self._connection)  # the thread may be writing
+
+    def _allowed(self) -> int:
+        is_stuck = time.monotonic() - self._read_at >= self._stuck_seconds
+        return self._limit if is_stuck else FAR_TOO_MUCH * self._limit
 
     def finish(self) -> None:
         """Have it hang up once what was put so far is written; never waits."""
@@ -228,6 +243,7 @@ class Outbox:
             for frames in self._frame([item for item, _ in entries]) if entries else ():
                 for part in frames:
                     self._connection.send_bytes(part)
+                    self._read_at = time.monotonic()
             with self._lock:
                 self._waiting -= sum(size for _, size in entries)
 

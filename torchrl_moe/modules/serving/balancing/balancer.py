@@ -117,6 +117,8 @@ class LoadBalancer:
         """
         with self.replica_table.lock:
             entry = self.replica_table[index]
+            if entry.leaving and not entry.removed:
+                raise NoReplicaError(f"replica {index} is being removed; leave actor_index out")
             if entry.state is not ReplicaState.SERVING:
                 raise NoReplicaError(f"replica {index} is {entry.state.name}, not SERVING; leave actor_index out")
             if min_version is not None and entry.version < min_version:
