@@ -154,11 +154,7 @@ def nothing_yet(request: Request) -> Completion:
         for index in range(request.param("n") or 1)
     ]
     return Completion(
-        request_id=request.request_id,
-        prompt=request.prompt,
-        prompt_token_ids=ids,
-        num_cached_tokens=0,
-        outputs=outputs,
+        request_id=request.request_id, prompt=request.prompt, prompt_token_ids=ids, num_cached_tokens=0, outputs=outputs
     )
 
 

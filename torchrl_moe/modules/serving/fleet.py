@@ -19,7 +19,7 @@ from torchrl_moe.modules.serving.event_loop import EventLoop
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.replica_table import ReplicaTable, TableEntry
 from torchrl_moe.modules.serving.states import GONE, ReplicaState
-from torchrl_moe.modules.serving.supervisor import Bring, Supervisor, last_words
+from torchrl_moe.modules.serving.supervisor import WORDS_SECONDS, Bring, Supervisor
 
 __all__ = ["CALL_SECONDS", "SILENT", "Fleet"]
 
@@ -116,7 +116,7 @@ class Fleet:
         for entry in self.table:
             replica = entry.replica
             if entry.state not in SILENT and not replica.is_alive():
-                self.table.mark_dead(entry.index, last_words(replica), replica)
+                self.table.mark_dead(entry.index, _last_words(replica), replica)
 
     # -- more and fewer replicas ------------------------------------------------------------------------------------
 
@@ -288,3 +288,12 @@ class Fleet:
     def _forget_prefixes(self) -> None:
         for entry in self.table:
             self.table.forget_prefixes(entry.index)
+
+
+def _last_words(replica: Any) -> str | None:
+    """Return why a replica died; ``None`` if it has not said so after a second."""
+    deadline = time.monotonic() + WORDS_SECONDS
+    while replica.death is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    words: str | None = replica.death
+    return words

@@ -23,12 +23,12 @@ from torchrl_moe.modules.serving.probes import Probes
 from torchrl_moe.modules.serving.replica_table import ReplicaTable, TableEntry
 from torchrl_moe.modules.serving.states import GONE, ReplicaState
 
-__all__ = ["Bring", "Supervisor", "last_words"]
+__all__ = ["WORDS_SECONDS", "Bring", "Supervisor"]
 
 LOG = logging.getLogger(__name__)
 TICK_SECONDS = 0.5
 GATHER_SECONDS = 0.02  # so that many changes at once are looked at once
-WORDS_SECONDS = 1.0
+WORDS_SECONDS = 1.0  # that a replica which died has to say why
 JOIN_SECONDS = 5.0
 PEER_SECONDS = 5.0
 
@@ -383,15 +383,6 @@ def _version_of(replica: Any) -> int:
     with contextlib.suppress(EngineError, ValueError, RuntimeError, OSError):
         return int(replica.weights_version(PEER_SECONDS))
     return 0
-
-
-def last_words(replica: Any) -> str | None:
-    """Return why a replica died; ``None`` if it has not said so after a second."""
-    deadline = time.monotonic() + WORDS_SECONDS
-    while replica.death is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    words: str | None = replica.death
-    return words
 
 
 async def _watch(reference: weakref.ref[Supervisor], bell: asyncio.Event, stopped: threading.Event) -> None:
