@@ -64,14 +64,19 @@ def serve() -> Iterator[Callable[..., LoadBalancer]]:
 
 @pytest.fixture
 def interrupt() -> Iterator[Callable[[float], None]]:
-    """Sends this thread a Ctrl-C after some seconds."""
+    """Sends this thread a Ctrl-C after some seconds, or when something has happened."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timers: list[threading.Timer] = []
 
-    def after(seconds: float) -> None:
+    def after(seconds: float, happened: Callable[[], bool] = lambda: True) -> None:
         main = threading.main_thread().ident
         assert main is not None
-        timers.append(threading.Timer(seconds, signal.pthread_kill, [main, signal.SIGINT]))
+
+        def send() -> None:
+            until(happened)
+            signal.pthread_kill(main, signal.SIGINT)
+
+        timers.append(threading.Timer(seconds, send))
         timers[-1].start()
 
     yield after
@@ -503,7 +508,7 @@ def test_what_late_requests_had_so_far_is_kept_in_input_order(serve: Any) -> Non
 
 def test_ctrl_c_while_waiting_aborts_all_and_brings_what_there_is(serve: Any, interrupt: Any) -> None:
     lb = serve(2, token_seconds=slow_if("b", "c"))
-    interrupt(0.1)
+    interrupt(0.0, lambda: [entry.inflight for entry in lb.replica_table] == [1, 1] and in_use(lb) == ["b", "c"])
     with pytest.raises(KeyboardInterrupt) as caught:
         run(lb, "abc")
     assert whole(caught.value) == ["a", None, None]
@@ -584,12 +589,12 @@ def test_a_task_cancelled_while_it_waits_for_a_replica_sends_nothing_later(serve
 
     async def main() -> None:
         task = asyncio.create_task(run_async(lb))
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(until, lambda: parked(lb) == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         lb.replica_table.set_state(0, ReplicaState.SERVING)
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(let_pass, lb)
 
     started = time.monotonic()
     asyncio.run(main())

@@ -7,6 +7,8 @@ import gc
 import threading
 import weakref
 
+import pytest
+
 from support.waiting import PATIENCE, until
 from torchrl_moe.modules.serving.event_loop import EventLoop, wake
 
@@ -70,3 +72,35 @@ def test_a_wait_in_another_loop_is_ended_once_and_a_closed_loop_is_left_alone() 
     closed.close()
     wake(closed, waiting)
     assert not waiting.done()
+
+
+def test_a_ctrl_c_as_its_thread_starts_leaves_a_loop_that_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, heard = EventLoop("interrupted"), threading.Event()
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", interrupted)
+        loop.call(heard.set)
+    assert loop.call(heard.set)
+    assert heard.wait(PATIENCE)
+    loop.stop()
+    loop.join(PATIENCE)
+    assert not loop.call(heard.set)
+
+
+def test_a_thread_that_cannot_start_is_tried_again_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, heard = EventLoop("refused"), threading.Event()
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread"):
+        patch.setattr(threading.Thread, "start", refused)
+        loop.call(heard.set)
+    assert loop.call(heard.set)
+    assert heard.wait(PATIENCE)
+    loop.stop()

@@ -3,8 +3,8 @@
 All of it happens in one thread, the service's event loop. A request is in one place at a time: it waits for its turn
 (admission), for a replica (parked) or for a replica's answer (with a lease); nothing runs for it meanwhile. A change of
 the replica table concerns only requests that no replica took and that the changed ones may take, or that wait for these
-in vain; of each kind only the first is tried until one is taken. What becomes of a group concerns only its own, an answer
-only its request. So n requests cost n wake-ups, however they end.
+in vain; of each kind only the first is tried until one is taken. What becomes of a group concerns only its own, and an
+answer only its request. So n requests cost n wake-ups, however they end.
 
 A killed replica delivers nothing: its requests begin again, from their prompts, on a replica that the balancer picks.
 """
@@ -374,16 +374,19 @@ class Dispatcher:
         names: dict[Any, list[str]] = {}
         for request in requests:
             request.aborted = True
-            if request.lease is not None:
-                names.setdefault(request.lease.replica, []).append(request.request.request_id)
-            elif self._withdraw(request):
+            if self._withdraw(request):
+                lease, request.lease = request.lease, None
+                if lease is not None:
+                    lease.release(None)
                 self._finish(request, request.cut_short())
+            elif request.lease is not None:
+                names.setdefault(request.lease.replica, []).append(request.request.request_id)
         for replica, ids in names.items():
             abort_on(replica, ids)
 
     def _withdraw(self, request: InFlight) -> bool:
-        """Take out a request that waits for a place or for a replica; false if it is on its way between the two."""
-        return self._admission.remove(request) or self._parked.remove(request)
+        """Take out a request that no replica was asked for yet, wherever it waits; false if one was."""
+        return any(place.remove(request) for place in (self._admission, self._parked, self._submissions))
 
     def _stop(self) -> None:
         self._stopped = True

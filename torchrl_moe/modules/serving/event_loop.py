@@ -34,8 +34,12 @@ class EventLoop:
                 return False
             if self._thread is None:
                 self._thread = threading.Thread(target=state.run, name=self._name, daemon=True)
-                self._thread.start()
-                state.runs = True
+                state.runs = True  # before it does: a Ctrl-C may come while it starts
+                try:
+                    self._thread.start()
+                except RuntimeError:  # there are too many threads; the next call tries again
+                    self._thread, state.runs = None, False
+                    raise
             state.loop.call_soon_threadsafe(function, *arguments)
             return True
 
