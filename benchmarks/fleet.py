@@ -2,7 +2,7 @@
 
 The replicas are in this process and answer as they are asked: with an answer that is ready, so that the service is what
 is measured, or as fakes that make tokens up. What they cost is measured in the same run, by handing them the same
-requests without a service between. Lag is how late a task of the service's own loop is that wants to run each millisecond; the
+requests without a service between. Lag is how late a task of the service's own loop is due each millisecond; the
 garbage collector is on, and its share is a row. Memory is measured in fresh processes.
 """
 
