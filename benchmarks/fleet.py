@@ -1,8 +1,9 @@
 """What the service itself costs on a fleet: seconds, loop lag, memory of calls that wait, CPU per request.
 
-The replicas are fakes in this process, which answer as they are asked. What they cost is measured in the same run, by
-handing them the same requests without a service between. Lag is how late a task of the service's own loop is that wants
-to run each millisecond; the garbage collector is on, and its share is a row. Memory is measured in fresh processes.
+The replicas are in this process and answer as they are asked: with an answer that is ready, so that the service is what
+is measured, or as fakes that make tokens up. What they cost is measured in the same run, by handing them the same
+requests without a service between. Lag is how late a task of the service's own loop is due each millisecond; the
+garbage collector is on, and its share is a row. Memory is measured in fresh processes.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import psutil
 
 from benchmarks.report import Row, finish, median_range
-from torchrl_moe.modules.backends.replica import Request
+from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -43,6 +45,32 @@ def forget(engine: FakeAsyncVLLM) -> None:
     for replica in engine.replicas:
         replica.submitted.clear()
     gc.collect()
+
+
+def answer_at_once(engine: FakeAsyncVLLM) -> None:
+    """Have the fakes make nothing up."""
+    (made,) = engine.replicas[0].submit([Request(request_id="", sampling_params=PARAMS, prompt="a")])
+    outputs = made.result().outputs
+
+    def submit(requests: Sequence[Request]) -> list[Future[Completion]]:
+        futures: list[Future[Completion]] = []
+        for request in requests:
+            ids = request.prompt_token_ids
+            assert ids is not None
+            futures.append(Future())
+            futures[-1].set_result(
+                Completion(
+                    request_id=request.request_id,
+                    prompt=None,
+                    prompt_token_ids=ids,  # type: ignore[arg-type]
+                    num_cached_tokens=0,
+                    outputs=outputs,
+                )
+            )
+        return futures
+
+    for replica in engine.replicas:
+        replica.submit = submit  # type: ignore[method-assign]
 
 
 class Heart:
@@ -90,8 +118,8 @@ class Collections:
             self.seconds += now - self._began
 
 
-def speed() -> list[Row]:
-    """Many prompts over many replicas."""
+def speed(are_ready: bool) -> list[Row]:
+    """Many prompts over many replicas, whose answers are ready or are made up."""
     prompts, collections = prompts_of(PROMPTS), Collections()
     requests = [
         Request(request_id=str(i), sampling_params=PARAMS, prompt_token_ids=np.array(prompt, np.int32))
@@ -99,6 +127,8 @@ def speed() -> list[Row]:
     ]
     direct, through, cpu, paused, late = [], [], [], [], []
     with FakeAsyncVLLM(REPLICAS, layout=None) as engine:
+        if are_ready:
+            answer_at_once(engine)
         for _ in range(ROUNDS):
             forget(engine)
             began = time.perf_counter()
@@ -117,7 +147,7 @@ def speed() -> list[Row]:
             paused.append(collections.seconds - before)
             late.append(heart.late)
             del completions
-    name = f"{PROMPTS} prompts over {REPLICAS} fake replicas"
+    name = f"{PROMPTS} prompts, {REPLICAS} {'replicas with an answer ready' if are_ready else 'fake replicas'}"
     p99 = [float(np.quantile(run, 0.99)) for run in late]
     return [
         Row(
@@ -127,7 +157,7 @@ def speed() -> list[Row]:
             met=statistics.median(through) <= SECONDS,
         ),
         Row(claim=f"{name}, through generate, CPU s", value=median_range(cpu)),
-        Row(claim=f"{name}, handed to the fakes without a service, s", value=median_range(direct)),
+        Row(claim=f"{name}, handed over without a service, s", value=median_range(direct)),
         Row(
             claim=f"{name}, through generate / without a service",
             value=median_range([a / b for a, b in zip(through, direct, strict=True)]),
@@ -250,8 +280,8 @@ def growth() -> list[Row]:
 
 
 def main() -> None:
-    """Measure the three."""
-    rows = [*memory(), *speed(), *growth()]
+    """Measure all."""
+    rows = [*memory(), *speed(are_ready=True), *speed(are_ready=False), *growth()]
     finish("fleet", [*rows, Row(claim="load of the machine, one minute", value=f"{os.getloadavg()[0]:.1f}")])
 
 

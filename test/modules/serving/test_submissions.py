@@ -8,8 +8,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import pytest
-
 from support.requests import waiting_request
 from support.waiting import PATIENCE
 from torchrl_moe.modules.backends.replica import Completion, Request
@@ -159,15 +157,16 @@ def test_an_error_at_the_hand_over_is_what_comes_of_the_message_and_takes_it_bac
     assert (bad.aborted, good.messages) == (["r", "r"], [1])
 
 
-@pytest.mark.parametrize("aborted", [True, False])
-def test_what_was_aborted_on_its_way_is_aborted_again_once_it_is_there(aborted: bool) -> None:
-    replica = Slow()
+def test_what_is_taken_back_in_time_is_not_handed_over() -> None:
+    replica, other = Slow(), Slow()
 
-    async def work(submissions: Submissions) -> None:
-        request = waiting_request()
-        put_request(submissions, replica, request)
-        request.aborted = aborted
+    async def work(submissions: Submissions) -> list[bool]:
+        first, second, third = waiting_request(), waiting_request(), waiting_request()
+        for request, to in ((first, replica), (second, replica), (third, other)):
+            put_request(submissions, to, request)
+        removed = [submissions.remove(request) for request in (first, first, third, waiting_request())]
         await at_the_end_of_the_turn()
+        return [*removed, submissions.remove(second)]
 
-    in_loop(work)
-    assert (replica.messages, replica.aborted) == ([1], ["r"] if aborted else [])
+    assert in_loop(work)[0] == [True, False, True, False, False]
+    assert (replica.messages, other.messages) == ([1], [])

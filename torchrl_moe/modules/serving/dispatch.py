@@ -381,16 +381,19 @@ class Dispatcher:
         names: dict[Any, list[str]] = {}
         for request in requests:
             request.aborted = True
-            if request.lease is not None:
-                names.setdefault(request.lease.replica, []).append(request.request.request_id)
-            elif self._withdraw(request):
+            if self._withdraw(request):
+                lease, request.lease = request.lease, None
+                if lease is not None:
+                    lease.release(None)
                 self._finish(request, request.cut_short())
+            elif request.lease is not None:
+                names.setdefault(request.lease.replica, []).append(request.request.request_id)
         for replica, ids in names.items():
             abort_on(replica, ids)
 
     def _withdraw(self, request: InFlight) -> bool:
-        """Take out a request that waits for a place or for a replica; false if it is on its way between the two."""
-        return self._admission.remove(request) or self._parked.remove(request)
+        """Take out a request that no replica was asked for yet, wherever it waits; false if one was."""
+        return any(place.remove(request) for place in (self._admission, self._parked, self._submissions))
 
     def _stop(self) -> None:
         self._stopped = True

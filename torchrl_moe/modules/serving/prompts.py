@@ -86,6 +86,8 @@ def _is_one(source: Any) -> bool:
 
 
 def _prompt(item: Any, name: str) -> Prompt:
+    if isinstance(item, list):  # the usual one, and the dearest to ask what else it might be
+        return _ids(item, name)
     if isinstance(item, Mapping):
         keys = [key for key in ("prompt_token_ids", "prompt") if item.get(key) is not None]
         if not keys:
@@ -97,15 +99,20 @@ def _prompt(item: Any, name: str) -> Prompt:
         return item
     if not hasattr(item, "ndim") and not isinstance(item, Sequence):
         raise TypeError(f"{name} must be text or token ids, got {type(item).__name__}")
+    return _ids(item, name)
+
+
+def _ids(item: Any, name: str) -> NDArray[np.int32]:
     ids = _array(item, name)
     if ids.size == 0:
         raise ValueError(f"{name} is an empty prompt")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise TypeError(f"{name} must be a flat list of integer token ids, got shape {ids.shape} of {ids.dtype}")
-    if ids.min() < 0:
-        raise ValueError(f"{name} holds the negative token id {ids.min()}; take padding out first")
-    if ids.max() > LARGEST_ID:
-        raise ValueError(f"{name} holds the token id {ids.max()}; the largest possible one is {LARGEST_ID}")
+    least, most = np.minimum.reduce(ids), np.maximum.reduce(ids)
+    if least < 0:
+        raise ValueError(f"{name} holds the negative token id {least}; take padding out first")
+    if most > LARGEST_ID:
+        raise ValueError(f"{name} holds the token id {most}; the largest possible one is {LARGEST_ID}")
     return ids.astype(np.int32)
 
 

@@ -30,7 +30,7 @@ class Submissions:
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
-        self._outgoing: dict[Any, list[tuple[InFlight, Ended]]] = {}  # by replica
+        self._outgoing: dict[Any, dict[InFlight, Ended]] = {}  # by replica
         self._lock = threading.Lock()
         self._back: list[tuple[InFlight, Ended, Future[Completion]]] = []  # other threads add to it
 
@@ -44,16 +44,19 @@ class Submissions:
         assert request.lease is not None
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._hand_over)
-        self._outgoing.setdefault(request.lease.replica, []).append((request, ended))
+        self._outgoing.setdefault(request.lease.replica, {})[request] = ended
+
+    def remove(self, request: InFlight) -> bool:
+        """Take a request back that was not handed over yet; whether it was not. Nobody is told how it ended."""
+        outgoing = {} if request.lease is None else self._outgoing.get(request.lease.replica, {})
+        return outgoing.pop(request, None) is not None
 
     def _hand_over(self) -> None:
         outgoing, self._outgoing = self._outgoing, {}
-        for replica, pairs in outgoing.items():
-            futures = _submit(replica, [request.request for request, _ in pairs])
-            for (request, ended), future in zip(pairs, futures, strict=True):
+        for replica, requests in outgoing.items():
+            futures = _submit(replica, [request.request for request in requests]) if requests else ()
+            for (request, ended), future in zip(requests.items(), futures, strict=True):
                 future.add_done_callback(partial(self._take_back, request, ended))
-            if cut := [request.request.request_id for request, _ in pairs if request.aborted]:
-                abort_on(replica, cut)  # again: the first abort may have come before its request
 
     def _take_back(self, request: InFlight, ended: Ended, future: Future[Completion]) -> None:
         """Note the end of a request, in whatever thread brings it."""
