@@ -170,9 +170,7 @@ class Dispatcher:
 
     def _cancel(self, call: Call) -> None:
         """Abort what is not finished; the caller has been told, or is not there any more."""
-        if call.over:
-            return
-        if call.has_begun:
+        if call.has_begun and not call.over:
             self._end_early(call)
         else:
             call.end()
