@@ -144,16 +144,17 @@ def test_killed_and_stopped_processes_lose_no_request(engine: AsyncVLLM) -> None
 
 
 DRIVER = """
-    import os, sys, threading, time
+    import os, signal, sys, threading, time
     from torchrl_moe.modules import AsyncVLLM
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background
     engine = AsyncVLLM.from_pretrained(
         sys.argv[1], enforce_eager=True, kv_cache_memory_bytes=1 << 28, max_model_len=2048, dtype="float32"
     )
-    prompts, params = [[65 + i % 60] for i in range(500)], {"max_tokens": 2000, "ignore_eos": True}
+    prompts, params = [[65 + i % 60] for i in range(100)], {"max_tokens": 2000, "ignore_eos": True}
 
     def say_when_asked():
-        while engine.get_num_unfinished_requests() != [500]:
+        while engine.get_num_unfinished_requests() != [100]:
             time.sleep(0.01)
         print("asked", flush=True)
 
