@@ -91,7 +91,12 @@ def processes_of(owner: psutil.Process) -> dict[str, psutil.Process]:
 
 def owners() -> list[psutil.Process]:
     """Return the processes that own a replica's engine, in the order of their start."""
-    found = [p for p in psutil.Process().children() if "engine_process" in " ".join(p.cmdline())]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            words = " ".join(process.cmdline())
+            if "torchrl_moe::Replica" in words or "engine_process" in words:  # forked, or started by itself
+                found.append(process)
     return sorted(found, key=lambda process: process.create_time())
 
 
