@@ -128,7 +128,7 @@ def work(peer: str, case: Case) -> Measured:
     forward(loss, make_batch(Case(vocabulary=case.vocabulary, lengths=(8, 6), prompt=2))).backward()
     model.zero_grad()
     td = make_batch(case)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident("VmRSS")
     total = forward(loss, td)
     total.backward()

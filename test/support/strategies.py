@@ -9,7 +9,7 @@ from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
 
 
 class Says(Strategy):
-    """Remembers what it was asked, and the replicas it was told of.
+    """Remembers what it was asked, and the placements it learned.
 
     Args:
         answer: always the same, or a function that gives it.

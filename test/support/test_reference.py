@@ -49,7 +49,7 @@ def test_a_sequence_goes_the_way_of_the_engine_at_a_tie_and_nowhere_else(family:
         theirs[:, layer] = rows
     theirs[:, 2] = swapped
     sided, followed = reference(ids, routes=theirs)
-    reference.model(ids[None, :7])  # whoever else runs the model sides with nobody
+    reference.model(ids[None, :7])  # another caller of the model takes no side
     assert torch.equal(followed[2].sort(-1).values, swapped.sort(-1).values)
     first = int(tied.nonzero()[0])
     torch.testing.assert_close(sided[1 : first + 1], log_probs[1 : first + 1], atol=1e-5, rtol=0)

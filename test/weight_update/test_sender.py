@@ -255,7 +255,7 @@ def test_a_replica_that_dies_while_the_engine_is_taken_is_its_own_affair(
     report = sender.update_weights(weights(2))
     assert report.failed == ({dies: "ReplicaDiedError: the process ended"} if command == "init_weights" else {})
     engine.fakes[dies].fail.clear()
-    sender.apply(report.version, replicas=[dies])  # it is told of the store by now
+    sender.apply(report.version, replicas=[dies])  # it knows the store by now
     assert [value_in(engine, index) for index in range(3)] == [2.0] * 3
 
 

@@ -136,7 +136,7 @@ class Run:
         self.tokenizer.save_pretrained(start)
         console.print(f"starting {settings.engine.num_replicas} vLLM replica(s)")
         arguments = {key: value for key, value in settings.engine.items() if key != "num_replicas"}
-        arguments["seed"] = settings.seed + self.first_step  # a run that goes on draws anew
+        arguments["seed"] = settings.seed + self.first_step  # a resumed run draws other numbers
         return AsyncVLLM.from_pretrained(start, settings.engine.num_replicas, enforce_eager=True, **arguments)
 
     def _end_engine(self) -> None:

@@ -87,7 +87,7 @@ def test_known_ids_of_the_whole_text_are_kept() -> None:
 
 
 def test_an_earlier_turn_is_kept_and_the_rest_is_encoded() -> None:
-    # the answer was a byte that is no UTF-8: encoding its text anew would give three other ids
+    # the answer was a byte that is no UTF-8: encoding its text again would give three other ids
     assert known("a\ufffd!", prompt=[97], response=[200], full=[97, 200]) == ([97, 200, 33], "a\ufffd!")
 
 

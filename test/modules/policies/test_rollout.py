@@ -298,7 +298,7 @@ def test_three_turns() -> None:
 @pytest.mark.parametrize(
     "prompt",
     [
-        [10, 11, 13, 30],  # rendered anew
+        [10, 11, 13, 30],  # rendered again
         [10, 11],  # the same request once more
         [11, 12, 30],  # cut at the front
     ],

@@ -175,7 +175,7 @@ def fake() -> Iterator[FakeAsyncVLLM]:
 
 
 def engine_routes(engine: FakeAsyncVLLM, ids: Tensor) -> Tensor:
-    """What the fake engine says of these tokens when it is asked anew, MoE layers only."""
+    """What the fake engine says of these tokens when it is asked again, MoE layers only."""
     completion = engine.generate(prompt_token_ids=ids[:-1].tolist(), sampling_params={"max_tokens": 1}, use_tqdm=False)
     return torch.from_numpy(completion.outputs[0].routed_experts.astype("int8"))[:, 1:]
 
@@ -323,7 +323,7 @@ def test_both_turns_of_a_dialogue_are_those_of_one_forward(
     items = list(buffer[:].unbind(0))
     assert len(items) == 2 * ENVS * 2
     assert_forward_agrees(items, reference_of(shelf.folder("qwen3_moe")))
-    if prefer_tokens:  # else answers that are no UTF-8 are encoded anew, as other tokens, and keep nothing
+    if prefer_tokens:  # else answers that are no UTF-8 are encoded again, as other tokens, and keep nothing
         second = [item for item in items if item["step_count"].item() == 1]
         assert len(second) == 2 * ENVS
         assert all((item["policy_versions", "full"] >= 0).sum() > len(item["tokens", "response"]) for item in second)

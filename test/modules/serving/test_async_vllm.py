@@ -1011,7 +1011,7 @@ def processes_in(folder: Path) -> set[str]:
 
 @pytest.fixture
 def marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Engine processes that start now are told by the folder they work in, whoever adopts them; none stays."""
+    """Engine processes that start now are known by the folder they work in, whatever adopts them; none stays."""
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     until(lambda: processes_in(tmp_path) == set())

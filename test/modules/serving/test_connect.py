@@ -111,7 +111,7 @@ def test_a_replica_with_older_weights_than_another_serves_once_it_has_the_newest
         assert states(guest) == ["SERVING", "STARTING"]
         answers = guest.generate([[i] for i in range(1, 9)], use_tqdm=False)
         assert {answer.metrics.replica for answer in answers} == {0}
-        guest.replica_table[1].replica.version = 57  # its maker, or whoever publishes, has brought it
+        guest.replica_table[1].replica.version = 57  # its maker, or another driver, has brought it
         until(lambda: states(guest) == ["SERVING", "SERVING"])
         assert [entry.version for entry in guest.replica_table] == [57, 57]
         late = guest.replica_table[1].replica

@@ -1,4 +1,4 @@
-"""A lease gives its place back once, whoever releases it and however often."""
+"""A lease gives its place back once, however often it is released."""
 
 from __future__ import annotations
 

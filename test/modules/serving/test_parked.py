@@ -83,7 +83,7 @@ def test_a_change_concerns_those_that_wait_for_the_replica_and_those_that_it_may
     yard.table.set_state(3, ReplicaState.QUARANTINED)
     assert yard.parked.concerned() == [named]
     assert yard.parked.concerned() == []  # once
-    yard.table.note_version(9)  # whoever is restarted comes with that
+    yard.table.note_version(9)  # a replica that restarts comes with that
     assert yard.parked.concerned() == [named, other, new, pinned]
     yard.serve(2, 2)
     assert yard.parked.concerned() == [pinned]

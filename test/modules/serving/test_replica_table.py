@@ -140,7 +140,7 @@ def test_a_lost_cache_has_another_number() -> None:
 
     table.set_state(1, ReplicaState.DRAINING)
     assert not lost()
-    table.set_version(1, 0)  # loaded anew, whatever it is called
+    table.set_version(1, 0)  # loaded again, whatever its number
     assert lost()
     table.forget_prefixes(1)
     assert lost()

@@ -1,4 +1,4 @@
-"""A kind of engine, as those who start its processes know it; ``backends/vllm/kind.py`` is vLLM's.
+"""A kind of engine, as the code that starts its processes knows it; ``backends/vllm/kind.py`` is vLLM's.
 
 Where an engine runs (``backends/process``, ``backends/ray``) and which engine that is are two things: the former know
 an engine by its kind alone, and import nothing of it.

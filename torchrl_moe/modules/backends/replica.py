@@ -62,7 +62,7 @@ class Request:
     resume: Completion | None = None
 
     def param(self, name: str) -> Any:
-        """Return a sampling parameter as the user gave it; ``None`` if he did not."""
+        """Return a sampling parameter as the user gave it; ``None`` if it was not given."""
         params = self.sampling_params
         return params.get(name) if isinstance(params, Mapping) else getattr(params, name, None)
 
@@ -183,7 +183,7 @@ class ReplicaStats:
         waiting: requests in the engine's queue.
         cache_usage: share of KV blocks in use, 0 to 1.
         tokens_per_second: generated during the last second.
-        requests: finished, aborted ones included; the next five are of these.
+        requests: finished, aborted ones included; the next five fields count only finished requests.
         completions: answers.
         prompt_tokens: of their prompts.
         cached_tokens: those of them that the prefix cache had.
@@ -194,7 +194,7 @@ class ReplicaStats:
         preemptions: times that a request lost its KV blocks to others and must be recomputed.
         steps: of the engine.
         step_at: when the last one ended, in seconds since the epoch; 0 before the first.
-        weights_version: of the weights that the engine serves, whoever brought them; 0 for the checkpoint's.
+        weights_version: of the weights that the engine serves, from any driver; 0 for the checkpoint's.
     """
 
     running: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from torchrl_moe.modules.serving.states import ReplicaState
 
 __all__ = ["ProbeHistory", "Probes", "Stalled"]
 
+LOG = logging.getLogger(__name__)
 PROBED = frozenset({ReplicaState.SERVING, ReplicaState.DRAINING})  # others are busy with something else
 BUSY_SHARE = 0.05  # of one core, by which a process counts as computing
 
@@ -139,7 +141,8 @@ class Probes:
         probe.due = self._clock() + self._policy.probe
         try:
             probe.answer = probe.replica.probe(self._policy.probe / 2)
-        except Exception as error:  # noqa: BLE001  one that cannot even be asked is silent, and the others are asked too
+        except Exception as error:  # one that cannot even be asked is silent, and the others are asked too
+            LOG.exception("a replica could not be probed: %r", error)
             probe.answer = Future()
             probe.answer.set_exception(EngineError(str(error)))
 

@@ -153,7 +153,7 @@ class ReplicaTable:
         with self.lock:
             if version > self.latest_version:
                 self.latest_version = version
-                self._tell(self._entries)  # who is restarted comes with another version than was thought
+                self._tell(self._entries)  # a replica that restarts comes with another version than assumed
 
     def forget_prefixes(self, index: int) -> None:
         """Note that a replica has lost its cached prefixes."""
@@ -197,7 +197,7 @@ class ReplicaTable:
             return True
 
     def set_recovery(self, index: int, recovery: Recovery) -> None:
-        """Note who brings a replica back; those that wait for it are told."""
+        """Note what brings a replica back, and notify the calls that wait for it."""
         with self.lock:
             self[index].recovery = recovery
             self._tell([self[index]])
@@ -238,7 +238,7 @@ class ReplicaTable:
             entry.breaker.try_now()
         return serving
 
-    # -- who wants to know ------------------------------------------------------------------------------------------
+    # -- listeners --------------------------------------------------------------------------------------------------
 
     def add_listener(self, listener: Callable[[], None], doubts: bool = False) -> None:
         """Call ``listener`` at every change of state, from the thread that makes it; it must return at once.

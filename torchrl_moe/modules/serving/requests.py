@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a request may go: a replica by its index, the version it needs; and what strategies are told of it."""
+    """Where a request may go: a replica by its index, the version it needs, and what strategies may know of it."""
 
     actor_index: int | None = None
     session_id: str | None = None

@@ -74,7 +74,7 @@ class Supervisor:
         self._stopped = threading.Event()
         self._loop = loop
         self._bell = asyncio.Event()
-        # replicas that died and have not said why: since when
+        # replicas that died without giving a reason so far -> since when
         self._silent: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
         self._watches = False
         self.error: str | None = None
@@ -237,7 +237,7 @@ class Supervisor:
                 return
             name = f"torchrl_moe-restart-{entry.index}"
             self._renewing[entry.index] = thread = threading.Thread(target=task, args=(entry,), name=name, daemon=True)
-            thread.start()  # under the lock: who stops us may wait for any thread that he finds
+            thread.start()  # under the lock: join() waits for the threads that it finds
 
     # -- in a thread for each restart -------------------------------------------------------------------------------
 
@@ -290,10 +290,8 @@ class Supervisor:
             self._join(entry, replica)
         except (EngineError, OSError) as error:
             self._table.mark_dead(entry.index, str(error), replica)
-            if (
-                entry.leaving or not self._stopped.is_set()
-            ):  # else the service ends it, or leaves it to its other drivers
-                replica.shutdown()
+            if entry.leaving or not self._stopped.is_set():
+                replica.shutdown()  # else the service ends it, or leaves it to its other drivers
             return False
         return True
 
@@ -336,7 +334,7 @@ class Supervisor:
         return self._as_the_others(replica, lambda: self._serve(entry))
 
     def await_update(self, entry: TableEntry) -> None:
-        """Have a replica that is STARTING serve once it holds the newest weights, whoever brings them."""
+        """Have a replica that is STARTING serve once it holds the newest weights, which any driver may bring."""
         self._lacks[entry.index] = self._table.latest_version
         self._set_recovery(entry, Recovery.UPDATE)
 
@@ -351,7 +349,7 @@ class Supervisor:
         return self._table.latest_version
 
     def _set_recovery(self, entry: TableEntry, recovery: Recovery) -> None:
-        """Say who brings a replica back; nobody does once this has stopped, and calls that wait must hear of that."""
+        """Note what brings a replica back; nothing does once this has stopped, and calls that wait are notified."""
         with self._lock:
             if not self._stopped.is_set():
                 self._table.set_recovery(entry.index, recovery)

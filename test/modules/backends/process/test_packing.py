@@ -146,21 +146,28 @@ def test_bytes_do_not_grow_with_python_objects_per_token() -> None:
     assert arrays <= sum(len(buffer) for buffer in buffers) <= arrays + 1000
 
 
-def test_one_completion_that_is_kept_does_not_keep_its_message() -> None:
-    def one(name: str) -> Completion:
-        ids = np.arange(100, dtype=np.int64)
-        output = CompletionOutput(
-            index=0,
-            token_ids=ids,
-            text="",
-            finish_reason="stop",
-            policy_versions=ids.astype(np.int32),
-            logprobs=ids.astype(np.float32),
-            routed_experts=np.zeros((199, LAYERS, TOP_K), np.uint8),
-        )
-        return Completion(request_id=name, prompt=None, prompt_token_ids=ids, num_cached_tokens=0, outputs=[output])
+def output_of(count: int, **fields: Any) -> CompletionOutput:
+    """An answer of so many tokens, after a prompt of as many."""
+    ids = np.arange(count, dtype=np.int64)
+    return CompletionOutput(
+        index=0,
+        token_ids=ids,
+        text="",
+        finish_reason="stop",
+        policy_versions=ids.astype(np.int32),
+        routed_experts=np.zeros((2 * count - 1, LAYERS, TOP_K), np.uint8),
+        **fields,
+    )
 
-    packed = pack_completions([one("a"), one("b")])
+
+def completion_of(name: str, *outputs: CompletionOutput) -> Completion:
+    ids = outputs[0].token_ids
+    return Completion(request_id=name, prompt=None, prompt_token_ids=ids, num_cached_tokens=0, outputs=list(outputs))
+
+
+def test_one_completion_that_is_kept_does_not_keep_its_message() -> None:
+    answer = output_of(100, logprobs=np.zeros(100, np.float32))
+    packed = pack_completions([completion_of("a", answer), completion_of("b", answer)])
     for completion in unpack_completions(packed, 0):
         output = completion.outputs[0]
         kept = (completion.prompt_token_ids, output.token_ids, output.policy_versions, output.logprobs)
@@ -168,16 +175,7 @@ def test_one_completion_that_is_kept_does_not_keep_its_message() -> None:
 
 
 def test_the_bytes_of_a_completion_are_those_of_its_arrays() -> None:
-    ids = np.arange(10, dtype=np.int64)
-    output = CompletionOutput(
-        index=0,
-        token_ids=ids,
-        text="",
-        finish_reason="stop",
-        policy_versions=ids.astype(np.int32),
-        routed_experts=np.zeros((19, LAYERS, TOP_K), np.uint8),
-    )
-    one = Completion(request_id="r", prompt=None, prompt_token_ids=ids, num_cached_tokens=0, outputs=[output, output])
+    one = completion_of("r", output_of(10), output_of(10))
     assert packing.completion_bytes(one) == 80 + 2 * (80 + 40 + 19 * 6)
 
 

@@ -426,7 +426,7 @@ def test_a_stuck_child_holds_up_neither_callers_nor_the_end(monkeypatch: pytest.
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(EngineError, match=r"did not answer 'stats' within 0\.3 s"):
         replica.stats(0.3)
-    # far more than the socket holds: whoever writes it waits
+    # far more than the socket holds: the writer waits
     big = [
         Request(request_id=str(i), sampling_params=None, prompt_token_ids=np.zeros(1 << 20, np.int32)) for i in (1, 2)
     ]

@@ -11,7 +11,7 @@ from torchrl_moe.modules.backends.ray.actor import actor_environment
 
 
 def test_on_cpus_there_is_a_thread_for_each_that_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")  # of whoever started the node
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")  # of the process that started the node
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     environment = actor_environment(
         ray_service(name="s", cpus=3.0), {"VLLM_LOGGING_LEVEL": "DEBUG", "HF_HOME": "there"}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -105,6 +107,25 @@ def test_a_driver_that_is_too_late_gives_its_group_back_and_joins_the_other_ones
     assert (fake.asked, fake.removed, fake.killed) == (1, ["asked-1"], [])
     link.end_and_forget()
     assert fake.killed == []
+
+
+def test_an_actor_that_ends_as_it_is_dialled_is_asked_again(fake: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.actors[NAME] = FakeActor(SERVICE, "restarting")
+    near, far = socket.socketpair()
+    sent: list[bytes] = []
+    refused = iter([ConnectionRefusedError("nobody listens"), EOFError("it closed its port")])
+
+    def dial(address: Any) -> Any:
+        if (error := next(refused, None)) is not None:
+            raise error
+        return SimpleNamespace(send_bytes=sent.append, fileno=near.fileno, close=near.close)
+
+    monkeypatch.setattr(actor_link, "dial", dial)
+    with near, far:
+        link = ActorLink(0, SERVICE, 0, places=False)
+        until(lambda: sent)
+        assert link.words == ""
+        link.end_and_forget()
 
 
 # -- in a cluster -----------------------------------------------------------------------------------------------------
@@ -293,7 +314,7 @@ def test_a_replica_that_is_forgotten_is_ended(nothing_left: None) -> None:
 
 
 @pytest.mark.ray
-def test_an_actor_that_outlives_its_drivers_is_started_anew_by_ray_and_found_again(in_cluster: Any) -> None:
+def test_an_actor_that_outlives_its_drivers_is_restarted_by_ray_and_found_again(in_cluster: Any) -> None:
     service = ray_service(name="lasting", detached=True)
     first = in_cluster(service)
     before = pids(first)

@@ -161,7 +161,7 @@ def test_an_end_on_purpose_is_told_as_such_and_is_no_death_of_the_engine() -> No
     assert [message[0] for message in driver.hear_all()] == ["ended", "tail", "died"]
     for thread in threading.enumerate():
         if thread.name == "engine":
-            thread.join(60.0)  # it has told the drivers, and would now start the actor anew
+            thread.join(60.0)  # it has told the drivers, and would now have Ray restart the actor
     assert not host.died.is_set()
 
 

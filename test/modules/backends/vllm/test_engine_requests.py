@@ -88,7 +88,7 @@ class State:
 class HandEngine:
     """Makes a token per request and :meth:`step`: 100 times its version, plus the place. A row says the same.
 
-    The prefix cache is one flag per salt: whoever comes second finds everything.
+    The prefix cache is one flag per salt: the second request finds everything.
     """
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Frames: TypeAlias = "list[bytes | memoryview]"
 """One message as it is written: a count of its large buffers and its head, then the buffers."""
 Parcel: TypeAlias = "list[NDArray[np.uint8]]"
-"""A message inside another, for somebody further on: who passes it on does not read it."""
+"""A message inside another; a process that passes it on does not read it."""
 
 MOST_FRAME_BYTES = 1 << 32
 MOST_WAITING_BYTES = 1 << 30
@@ -144,7 +144,7 @@ def receive(connection: Stream) -> Any:
 
 
 class Outbox:
-    """Writes messages from a thread of its own, so that nobody who sends waits for a reader that is stuck.
+    """Writes messages from a thread of its own, so that no sender waits for a stuck reader.
 
     When the thread ends, it hangs up, whatever ended it: a message that is lost in silence would be waited for. And so
     it does when a reader lets too much gather: what waits is dropped, with a line in the log, and this side reads the
@@ -157,7 +157,7 @@ class Outbox:
         limit: how many bytes may wait, beside one item of any size, for a reader that has read nothing for
             ``stuck_seconds``; eight times as many for one that reads, however slowly.
         stuck_seconds: see above.
-        reader: who reads, for the log.
+        reader: its name, for the log.
     """
 
     def __init__(

@@ -32,10 +32,12 @@ from torchrl_moe.modules.backends.ray.ray_service import (
     forwarded_environment,
     secrets_of_environment,
 )
+from torchrl_moe.modules.backends.ray.sealed import SealedConnection
 
 __all__ = ["ActorLink"]
 
 WAIT_SECONDS = 0.2
+REDIALS = 9
 ASK_SECONDS = 3.0
 END_SECONDS = 15.0  # more than the engine process gets to end
 GONE_SECONDS = 10.0
@@ -90,7 +92,7 @@ class ActorLink:
 
     def _open(self) -> None:
         try:
-            connection = dial(self._reach().address)
+            connection = self._dial()
             for frame in wire.encode((self.driver, secrets_of_environment())):
                 connection.send_bytes(frame)
             self.connection.become(connection)
@@ -102,6 +104,16 @@ class ActorLink:
             self.connection.give_up()
             if not self._described:
                 self._withdraw()
+
+    def _dial(self) -> SealedConnection:
+        """Connect to the actor; one that is dying may have closed its port since it was asked, and is asked again."""
+        for _ in range(REDIALS):
+            try:
+                return dial(self._reach().address)
+            except (ConnectionError, EOFError):
+                time.sleep(WAIT_SECONDS)
+                self._check()
+        return dial(self._reach().address)
 
     def _reach(self) -> Description:
         """Find the actor, or place one. One that is found may be restarting, or dying: then it is asked again."""

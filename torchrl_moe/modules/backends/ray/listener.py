@@ -68,7 +68,7 @@ class Listener:
             self._welcome(connection)
 
     def close(self) -> None:
-        """Let nobody in any more; who is in stays."""
+        """Accept no more connections; open ones stay."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # or the thread would go on waiting

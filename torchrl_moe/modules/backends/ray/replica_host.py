@@ -5,9 +5,9 @@ and what a driver asked for is not read here: the actor imports neither an engin
 driver whose socket ends has its requests aborted, and so has one that does not read what it is sent: its outbox hangs
 up. The engine lives on, for as long as the actor does.
 
-A driver says its name and its secrets, then what :func:`wrap` makes of its messages. It hears what the
-engine process says, see ``backends/vllm/engine_process.py``, and, before it hears of its end, ``("tail", text)``, the
-last lines of its log; and ``("ended",)`` if another driver wanted that.
+A driver sends its name and its secrets, then what :func:`wrap` makes of its messages. It receives the messages of the
+engine process, see ``backends/vllm/engine_process.py``; before the last one ``("tail", text)``, the end of the log; and
+``("ended",)`` if another driver shut the replica down.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class ReplicaHost:
         return names
 
     def _announce(self, *message: Any) -> None:
-        """Tell all drivers, and those that are to come."""
+        """Send a message to all drivers, later ones included."""
         self._said.append(message)
         for driver in self._drivers.values():
             driver.tell(*message)

@@ -1,8 +1,8 @@
-"""A connection of which every frame is proved to come from who has the key, whole, once, and in its order.
+"""A connection that authenticates every frame: its sender, its content and its place in the order.
 
 Both sides draw a nonce. From those and the key they share each derives a key per direction, so nothing that was said in
 another connection, or the other way, passes here. A frame is its length, its bytes, and the HMAC-SHA256 of its number,
-its length and its bytes. It is proved, not hidden: who can listen to the network can read it.
+its length and its bytes. Frames are authenticated, not encrypted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ACTOR, DRIVER = b"actor", b"driver"
 
 
 class TamperedError(OSError):
-    """What came was not said by who has the key, or not so; the connection is of no use any more."""
+    """A frame failed authentication, or is too large; the connection is closed."""
 
 
 class SealedConnection:
@@ -88,7 +88,7 @@ class SealedConnection:
 
         Raises:
             EOFError: the other side is gone.
-            TamperedError: the frame is longer than it may be, or not from who has the key; that is logged.
+            TamperedError: the frame is longer than it may be, or failed authentication; that is logged.
             OSError: the connection broke.
         """
         most = MOST_FRAME_BYTES if maxlength is None else maxlength
@@ -99,7 +99,7 @@ class SealedConnection:
         mac = _begun(self._proving, self._received, header)
         body = self._read(length, mac)
         if not hmac.compare_digest(mac.digest(), self._read(TAG_BYTES)):
-            raise self._given_up("a frame was not made by who has the key, or not for this place")
+            raise self._given_up("a frame failed authentication")
         self._received += 1
         return body
 

@@ -140,7 +140,7 @@ class EngineProcess:
         task.add_done_callback(partial(self._send_result, number))
 
     async def _answer(self, method: str, kwargs: wire.Parcel) -> wire.Parcel:
-        """Run a command. It is read here, and its value by the caller: a failure concerns only him."""
+        """Run a command. Arguments are read here, the value by the caller: a failure concerns only the caller."""
         command = getattr(self, f"command_{method}", None)
         if command is None:
             known = sorted(name.removeprefix("command_") for name in dir(self) if name.startswith("command_"))

@@ -93,7 +93,7 @@ class EngineWeights:
             await self._open_gate.wait()
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        """Pause the engine for the user; a swap that is on ends first, since it would resume what he paused."""
+        """Pause the engine for the user; a swap that is on ends first, since it would resume what the user paused."""
         await self._no_swap()
         self._user_paused = True  # asked of vLLM at each swap, but not where one has left the engine paused
         await self.engine.pause_generation(mode=mode, clear_cache=clear_cache)

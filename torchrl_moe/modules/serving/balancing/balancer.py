@@ -131,7 +131,7 @@ class LoadBalancer:
             return self._lease(entry, RoutingContext(prompt=prompt, session_id=session_id), group_id)
 
     def select_actor(self, prompt: Any = None, request_context: Mapping[str, Any] | None = None) -> int:
-        """Return who takes a request, as TorchRL's balancer does. The request is not counted, for it has no end."""
+        """Return the replica that takes a request, as TorchRL's balancer does; the request is not counted."""
         context = RoutingContext(prompt=prompt, request_context=request_context or {})
         with self.replica_table.lock:
             entry = self.hierarchy.choose(self._candidates(None, None), context)

@@ -100,7 +100,7 @@ class Hierarchy:
         self._warned: set[int] = set()
 
     def choose(self, candidates: Candidates, context: RoutingContext) -> TableEntry:
-        """Return who takes the request."""
+        """Return the replica that takes the request."""
         for strategy in self.strategies:
             try:
                 index = strategy.choose(candidates, context)

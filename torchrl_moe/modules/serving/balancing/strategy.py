@@ -1,4 +1,4 @@
-"""What a balancing strategy is: the base class, and what a strategy is told of a request."""
+"""What a balancing strategy is: the base class, and what it knows of a request."""
 
 from __future__ import annotations
 
