@@ -20,7 +20,7 @@ export OMP_NUM_THREADS := 1
 export VLLM_CPU_OMP_THREADS_BIND := nobind
 export VLLM_LOGGING_LEVEL := ERROR
 
-.PHONY: help venv digest test coverage parity soak lint format train bench clean
+.PHONY: help venv digest test coverage parity soak compat lint format train bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -56,6 +56,9 @@ parity: venv ## run the wide parity matrix
 soak: venv ## run the long tests: faults, load, many weight syncs
 	@$(PYTEST) -m soak --timeout 3600 $(ARGS)
 	$(VENV) -m benchmarks.soak --bounded
+
+compat: venv ## look up every name of vLLM that is used in the releases 0.30 to 0.33 (downloads their sources)
+	@$(PYTEST) -m compat test/test_vllm_versions.py $(ARGS)
 
 lint: venv ## check style, format and types
 	@$(VENV) -m ruff check

@@ -1,0 +1,101 @@
+"""Every name of vLLM that we reach for is in each release that ``pyproject.toml`` allows; ``make compat``.
+
+The releases' sources are read, not run: vLLM for CUDA cannot be imported here. So this proves that names, members and
+parameters are there, and not that they do what they did.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from test.support.vllm_source import VLLMSource, download
+
+ROOT = Path(__file__).parents[1]
+CACHE = Path.home() / ".cache" / "torchrl_moe"
+VERSIONS = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
+
+NAMES = {  # of modules, reached as attributes
+    "vllm.model_executor.models.registry": "_run_in_subprocess",
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": "select_unquantized_moe_backend",
+    "vllm.distributed.weight_transfer.nccl_engine": "NCCLTrainerWeightTransferEngine",
+}
+MEMBERS = {
+    "vllm.v1.engine.async_llm.AsyncLLM": "output_processor from_vllm_config abort engine_core",
+    "vllm.v1.engine.output_processor.OutputProcessor": "request_states",
+    "vllm.v1.engine.output_processor.RequestState": (
+        "detokenizer external_req_id request_index parent_req prompt prompt_token_ids num_cached_tokens stats"
+        " logprobs_processor routed_experts_chunks"
+    ),
+    "vllm.v1.engine.detokenizer.IncrementalDetokenizer": "num_output_tokens output_token_ids",
+    "vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer": "get_next_output_text",
+    "vllm.v1.engine.logprobs.LogprobsProcessor": "logprobs",
+    "vllm.v1.engine.parallel_sampling.ParentRequest": "output_aggregator",
+    "vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin": "lora_manager",
+    "vllm.lora.worker_manager.WorkerLoRAManager": "_adapter_manager",
+    "vllm.lora.model_manager.LoRAModelManager": "list_adapters modules",
+    "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo": "can_load load_numel loaded_weights",
+    "vllm.config.compilation.CompilationConfig": "static_forward_context static_all_moe_layers",
+    "vllm.model_executor.layers.fused_moe.layer.MoERunner": "layer_id",
+    "vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsCaptureSource": "layer_id",
+}
+PARAMETERS = {
+    "vllm.v1.engine.async_llm.AsyncLLM.from_vllm_config": "stat_loggers enable_log_requests disable_log_stats",
+    "vllm.v1.engine.async_llm.AsyncLLM.abort": "request_id internal",
+    "vllm.v1.engine.async_llm.AsyncLLM.pause_generation": "mode clear_cache",
+    "vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory.register_engine": "name",
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.select_unquantized_moe_backend": "moe_config",
+    "vllm.model_executor.model_loader.utils.initialize_model": "vllm_config",
+    "vllm.model_executor.model_loader.utils.process_weights_after_loading": "model model_config target_device",
+}
+
+
+def reached() -> Iterator[tuple[str, str]]:
+    """Every ``module, name`` that must be there."""
+    yield from imported()
+    yield from ((module, name) for module, names in NAMES.items() for name in names.split())
+
+
+def imported() -> Iterator[tuple[str, str]]:
+    """Every ``module, name`` of vLLM that the package imports."""
+    for path in sorted(ROOT.joinpath("torchrl_moe").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                yield from ((str(node.module), alias.name) for alias in node.names)
+            if isinstance(node, ast.Import):
+                yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "vllm")
+
+
+@functools.cache
+def release(version: str) -> VLLMSource:
+    return download(version, CACHE)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(("module", "name"), sorted(set(reached())))
+def test_a_name_is_in_the_release(version: str, module: str, name: str) -> None:
+    assert release(version).has(module, name)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("path", MEMBERS)
+def test_a_class_of_the_release_has_the_members(version: str, path: str) -> None:
+    module, _, name = path.rpartition(".")
+    assert set(MEMBERS[path].split()) <= release(version).members(module, name)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("path", PARAMETERS)
+def test_a_function_of_the_release_takes_the_parameters(version: str, path: str) -> None:
+    module, _, name = path.rpartition(".")
+    if module.rpartition(".")[2][:1].isupper():
+        module, _, owner = module.rpartition(".")
+        name = f"{owner}.{name}"
+    assert set(PARAMETERS[path].split()) <= release(version).parameters(module, name)
