@@ -14,6 +14,8 @@
     │   ├── GenerationTimeout        (TimeoutError) requests were late
     │   ├── RequestRefusedError      (ValueError) an engine would not take a request
     │   └── StaleReplicaError        no replica holds the version asked for
+    ├── CollectionError              a collector cannot go on
+    │   └── CollectionStalledError   (TimeoutError) nothing has moved for too long
     └── WeightSyncError              a weight update did not take effect
         ├── ManifestMismatch         (ValueError) names, shapes or dtypes differ
         ├── DigestMismatch           the bytes that arrived are not those that were sent
@@ -28,6 +30,8 @@ from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
+    "CollectionError",
+    "CollectionStalledError",
     "DigestMismatch",
     "EngineError",
     "GenerationTimeout",
@@ -106,6 +110,14 @@ class RequestRefusedError(EngineError, ValueError):
 
 class StaleReplicaError(EngineError):
     """No replica holds the weight version that was asked for."""
+
+
+class CollectionError(TorchRLMoEError):
+    """A collector cannot go on."""
+
+
+class CollectionStalledError(CollectionError, TimeoutError):
+    """Nothing in a collector has moved for too long; the message says what everything waits for."""
 
 
 class WeightSyncError(TorchRLMoEError):

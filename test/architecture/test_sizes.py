@@ -9,6 +9,7 @@ from support.sources import Function, Source, functions, package_sources, parame
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 400, 60, 8
 
 FROZEN_SIGNATURES: dict[str, str] = {
+    "torchrl_moe.collectors.async_collector.AsyncLLMCollector.__init__": "TorchRL's signature, and the schedule's",
     "torchrl_moe.modules.serving.service.GenerationService.generate": "TorchRL's signature, and what a request can ask",
     "torchrl_moe.modules.serving.service.GenerationService.agenerate": "generate, for one request",
     "torchrl_moe.modules.serving.async_vllm.AsyncVLLM.__init__": "TorchRL's names, and the service's own",

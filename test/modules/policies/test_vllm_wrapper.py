@@ -833,7 +833,7 @@ def test_a_folder_or_a_hub_name_starts_an_engine(fake: FakeAsyncVLLM, monkeypatc
 
 
 def test_nothing_is_started_for_a_bad_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_wrapper, "_engine_of", lambda model: pytest.fail("an engine was started"))
+    monkeypatch.setattr(vllm_wrapper, "engine_of", lambda model: pytest.fail("an engine was started"))
     with pytest.raises(ValueError, match="only generates"):
         vLLMWrapper("org/model", generate=False)
 

@@ -22,7 +22,7 @@ import numpy as np
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
-__all__ = ["request_arguments"]
+__all__ = ["request_argument", "request_arguments"]
 
 UNSET = -1
 ARGUMENTS = {
@@ -51,6 +51,12 @@ def request_arguments(samples: Sequence[TensorDictBase]) -> dict[str, list[Any]]
             elif not _is_unset(value):
                 values[i] = value
     return found
+
+
+def request_argument(sample: TensorDictBase) -> dict[str, Any]:
+    """Return the same for one sample, as arguments of ``agenerate``: ``session_id``, ``group_id`` and so on."""
+    found = request_arguments([sample])
+    return {key: found[name][0] for key, name in ARGUMENTS.items() if name in found}
 
 
 def _is_unset(value: Any) -> bool:

@@ -7,7 +7,6 @@ are read in ``prompts``, what else a batch says of its requests in ``request_key
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -20,14 +19,19 @@ from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies import prompts as reading
 from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of, overridden, sampling_params_of
-from torchrl_moe.modules.policies.request_keys import request_arguments
+from torchrl_moe.modules.policies.request_keys import request_argument, request_arguments
 from torchrl_moe.modules.policies.rollout import RolloutKeys, answer_tensordict, pad_answers, stack_answers
-from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
-from torchrl_moe.modules.serving.service import GenerationService
+from torchrl_moe.modules.policies.sample_request import SampleRequest
+from torchrl_moe.modules.policies.wrapper_arguments import (
+    engine_of,
+    keeps_routes,
+    refuse,
+    split_arguments,
+    tokenizer_of,
+)
 
 __all__ = ["vLLMWrapper"]
 
-INPUT_MODES = ("history", "text", "tokens")
 NO_SAMPLES = "inplace must be False (or None) when generating more than one sample"
 
 
@@ -121,20 +125,20 @@ class vLLMWrapper(LLMWrapperBase):
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        _refuse(arguments)
-        self.model = model = _engine_of(model)
+        refuse(arguments)
+        self.model = model = engine_of(model)
         # a new version shares the engine and changes the rest
         self._arguments = {**arguments, "model": model}
-        self.tokenizer = _tokenizer_of(tokenizer, model)
+        self.tokenizer = tokenizer_of(tokenizer, model)
         self.input_mode, self.generate, self.prefer_tokens = input_mode, True, prefer_tokens
         self.attention_mask_key, self.tokenizer_kwargs = attention_mask_key, dict(tokenizer_kwargs or {})
         self.chat_template, self.chat_template_name = chat_template, chat_template_name
-        self.pad_output, self.layout = pad_output, layout
+        self.pad_output, self.layout, self.return_log_probs = pad_output, layout, return_log_probs
         self._device = None if device is None else torch.device(device)
         self.timeout_seconds, self.use_tqdm = timeout_seconds, use_tqdm
-        self.return_log_probs = return_log_probs
-        self.return_routed_experts = _keeps_routes(return_routed_experts, model)
-        self.engine_arguments, sampling = _split(generate_kwargs, actor_index=actor_index, lora_request=lora_request)
+        self.return_routed_experts = keeps_routes(return_routed_experts, model)
+        given = {"actor_index": actor_index, "lora_request": lora_request}
+        self.engine_arguments, sampling = split_arguments(generate_kwargs, **given)
         self.sampling_params = self._sampling_params(sampling, num_samples)
         self.num_samples = num_samples or (self.sampling_params["n"] if self.sampling_params.get("n", 1) > 1 else None)
         self.inplace = (self.num_samples is None) if inplace is None else inplace
@@ -231,6 +235,49 @@ class vLLMWrapper(LLMWrapperBase):
             out = stack_answers(answers, shape)
         return self._write(tensordict, tensordict_out, out if self._device is None else out.to(self._device))
 
+    @set_list_to_stack(True)  # type: ignore[untyped-decorator]
+    def requests(
+        self, tensordict: TensorDictBase, *, return_routed_experts: bool = True, **generate_kwargs: Any
+    ) -> list[SampleRequest]:
+        """Return what :meth:`forward` would ask the engine for, sample by sample, for a caller that asks itself.
+
+        Arguments and errors are those of :meth:`forward`; ``num_samples`` must be ``None``.
+
+        Example::
+
+            (request,) = policy.requests(td)
+            answer = policy.answer(request, await engine.agenerate(**request.arguments))
+        """
+        if self.num_samples is not None:
+            raise ValueError(f"requests() asks for one answer per sample, but num_samples={self.num_samples}")
+        samples = _samples(tensordict)
+        keys = self.keys if return_routed_experts else replace(self.keys, routed_experts=None)
+        prompts = self._read(samples)
+        given, sampling = engine_arguments_of(generate_kwargs)
+        params = self._params_of_call(overridden(self.sampling_params, sampling), keys)
+        common = {
+            **self.engine_arguments,
+            **given,
+            "sampling_params": params,
+            "timeout_seconds": self.timeout_seconds,
+            "return_routed_experts": keys.routed_experts is not None,
+        }
+        return [
+            SampleRequest(
+                sample, prompts, i, keys, {**common, "prompt_token_ids": prompts.ids[i], **request_argument(sample)}
+            )
+            for i, sample in enumerate(samples)
+        ]
+
+    @set_list_to_stack(True)  # type: ignore[untyped-decorator]
+    def answer(self, request: SampleRequest, completion: Completion) -> TensorDictBase:
+        """Return what came of one of :meth:`requests`: the keys that :meth:`forward` writes, batch size ``[]``."""
+        layout = self.model.routing_layout
+        answer = answer_tensordict(completion, completion.outputs[0], layout, request.keys, request.sample)
+        if self.input_mode != "tokens":
+            self._add_text(answer, request.prompts, request.index)
+        return answer
+
     def _pad_token_id(self) -> int | None:
         pad = getattr(self.tokenizer, "pad_token_id", None)
         return getattr(self.tokenizer, "eos_token_id", None) if pad is None else pad
@@ -262,12 +309,7 @@ class vLLMWrapper(LLMWrapperBase):
     def _generate(
         self, ids: list[list[int]], params: dict[str, Any], keys: RolloutKeys, asked: dict[str, Any]
     ) -> list[Completion]:
-        if params.get("n", 1) != (self.num_samples or 1):
-            raise ValueError(f"n={params['n']} differs from the wrapper's num_samples={self.num_samples}")
-        if keys.log_probs is not None and params.get("logprobs") is None:
-            raise ValueError("logprobs is off, but return_log_probs=True: leave logprobs out, or set it to 0")
-        # text is decoded here from the ids; the engine needs it only to find a stop string
-        params.setdefault("detokenize", bool(params.get("stop")))
+        params = self._params_of_call(params, keys)
         completions = self.model.generate(
             prompt_token_ids=ids,
             sampling_params=params,
@@ -282,6 +324,15 @@ class vLLMWrapper(LLMWrapperBase):
             words = f"{len(aborted)} of {len(completions)} requests were aborted ({aborted[0]!r}, ...)"
             raise EngineError(words, completions)
         return completions
+
+    def _params_of_call(self, params: dict[str, Any], keys: RolloutKeys) -> dict[str, Any]:
+        if params.get("n", 1) != (self.num_samples or 1):
+            raise ValueError(f"n={params['n']} differs from the wrapper's num_samples={self.num_samples}")
+        if keys.log_probs is not None and params.get("logprobs") is None:
+            raise ValueError("logprobs is off, but return_log_probs=True: leave logprobs out, or set it to 0")
+        # text is decoded here from the ids; the engine needs it only to find a stop string
+        params.setdefault("detokenize", bool(params.get("stop")))
+        return params
 
     def _answers(
         self,
@@ -327,56 +378,3 @@ def _samples(tensordict: TensorDictBase) -> list[TensorDictBase]:
     if tensordict.ndim == 1:
         return list(tensordict.unbind(0))
     return [sample for part in tensordict.unbind(0) for sample in _samples(part)]
-
-
-def _refuse(arguments: dict[str, Any]) -> None:
-    """Refuse what cannot be meant, before an engine is started."""
-    if not arguments["generate"]:
-        raise ValueError("vLLMWrapper(generate=False): it only generates. TransformersWrapper scores.")
-    if arguments["input_mode"] not in INPUT_MODES:
-        raise ValueError(f"input_mode must be one of {INPUT_MODES}, got {arguments['input_mode']!r}")
-    if arguments["pad_model_input"] is not None:
-        raise ValueError("pad_model_input must be None: vLLM takes prompts without padding")
-    if arguments["batching"] or arguments["min_batch_size"] or arguments["max_batch_size"]:
-        raise ValueError("batching is the engine's: it batches the requests of all threads as they come; leave it out")
-    if arguments["layout"] not in (None, torch.strided):
-        raise ValueError(f"layout must be None or torch.strided, got {arguments['layout']}")
-    num_samples = arguments["num_samples"]
-    if num_samples is not None and num_samples < 1:
-        raise ValueError(f"num_samples must be at least 1, got {num_samples}")
-
-
-def _split(generate_kwargs: dict[str, Any] | None, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the engine's arguments, those among the ``generate_kwargs`` too, and what these say of sampling."""
-    given, sampling = engine_arguments_of(generate_kwargs)
-    if twice := sorted(name for name in given if arguments[name] is not None):
-        raise ValueError(f"{', '.join(twice)}: given twice, also in generate_kwargs. Leave it out of one.")
-    return {**arguments, **given}, sampling
-
-
-def _engine_of(model: Any) -> GenerationService:
-    if isinstance(model, str | os.PathLike):
-        return AsyncVLLM.from_pretrained(model)
-    if not isinstance(model, GenerationService):
-        raise TypeError(f"model must be an AsyncVLLM, a folder or a hub name, got {type(model).__name__}")
-    return model
-
-
-def _tokenizer_of(tokenizer: Any, engine: GenerationService) -> Any:
-    if tokenizer is None:
-        return engine.get_tokenizer()
-    if isinstance(tokenizer, str):
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(tokenizer)
-    return tokenizer
-
-
-def _keeps_routes(wanted: bool | None, engine: GenerationService) -> bool:
-    captured = engine.routing_layout is not None
-    if wanted and not captured:
-        raise ValueError(
-            "return_routed_experts=True, but the engine captures no routes: its model is dense, or it was started "
-            "with enable_return_routed_experts=False"
-        )
-    return captured if wanted is None else wanted

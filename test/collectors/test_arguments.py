@@ -1,0 +1,80 @@
+"""What a collector makes of its arguments; refusals are in ``test_async_collector.py``."""
+
+from __future__ import annotations
+
+import pytest
+from torchrl.envs import StepCounter
+from torchrl.envs.llm import DatasetChatEnv
+
+from support.collecting import TOKENIZER, Questions, chat, policy_of
+from torchrl_moe.collectors.arguments import environments_of, refuse, settings_of
+from torchrl_moe.collectors.arguments import policy_of as checked
+from torchrl_moe.testing import FakeAsyncVLLM
+
+
+def dataset_env() -> DatasetChatEnv:
+    env = DatasetChatEnv.from_dataloader(Questions(8), repeats=4, batch_size=(16,), tokenizer=TOKENIZER)
+    return env.append_transform(StepCounter(max_steps=1))
+
+
+def test_an_environment_brings_its_data_and_its_repeats() -> None:
+    env, make, dataloader, repeats = environments_of(dataset_env(), None)
+    assert env.batch_size == (4,)
+    assert make is None
+    assert isinstance(dataloader, Questions)
+    assert repeats == 4
+
+
+def test_a_group_size_wins_over_repeats() -> None:
+    assert environments_of(dataset_env(), 2)[0].batch_size == (2,)
+
+
+def test_a_callable_makes_more_that_fit_alike() -> None:
+    _, make, _, _ = environments_of(dataset_env, None)
+    assert make is not None
+    assert make().batch_size == (4,)
+    assert make() is not make()
+
+
+def test_environments_of_one_sample_stay_so() -> None:
+    assert environments_of(lambda: chat(1), 8)[0].batch_size == (1,)
+
+
+@pytest.mark.parametrize(("groups", "turns", "expected"), [(None, None, 1), (3, None, 3), (None, 8, 2), (2, 8, 2)])
+def test_groups_in_a_batch(groups: int | None, turns: int | None, expected: int) -> None:
+    given = {
+        "group_size": 4,
+        "groups_per_batch": groups,
+        "dialog_turns_per_batch": turns,
+        "yield_only_last_steps": None,
+    }
+    assert settings_of(given, None).groups_per_batch == expected
+
+
+def test_other_settings_are_as_given() -> None:
+    given = {"group_size": None, "groups_per_batch": 2, "dialog_turns_per_batch": None, "yield_only_last_steps": True}
+    settings = settings_of({**given, "max_staleness": 5, "order": "fifo", "env": None}, repeats=8)
+    assert (settings.group_size, settings.max_staleness, settings.order) == (8, 5, "fifo")
+    assert settings.only_last_turns
+
+
+def test_in_history_mode_later_turns_send_the_ids_of_earlier_ones() -> None:
+    with FakeAsyncVLLM() as engine:
+        plain, tokens = policy_of(engine), policy_of(engine, input_mode="tokens")
+        assert checked(plain, None).prefer_tokens
+        assert not plain.prefer_tokens
+        assert checked(None, lambda: tokens) is tokens
+
+
+def test_torchrls_other_values_are_taken() -> None:
+    refuse(
+        {
+            "yield_completed_trajectories": True,
+            "async_envs": False,
+            "flatten_data": True,
+            "queue": None,
+            "on_weight_update": None,
+            "track_policy_version": True,
+            "reset_at_each_iter": True,
+        }
+    )

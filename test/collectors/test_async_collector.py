@@ -1,0 +1,463 @@
+"""Batches are whole groups, as TorchRL's collector gives them, none too old, and no failure is silent."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs import StepCounter
+from torchrl.envs.llm import DatasetChatEnv
+
+from support.collecting import TOKENIZER, Questions, chat, new_weights, plain, policy_of, queries
+from support.waiting import until
+from torchrl_moe._errors import CollectionError, CollectionStalledError, ReplicaDiedError
+from torchrl_moe.collectors import AsyncLLMCollector
+from torchrl_moe.testing import FakeAsyncVLLM
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeAsyncVLLM]:
+    with FakeAsyncVLLM(num_replicas=2) as engine:
+        yield engine
+
+
+@pytest.fixture
+def collect(engine: FakeAsyncVLLM) -> Iterator[Callable[..., AsyncLLMCollector]]:
+    """Makes collectors of groups of 2 over questions, and shuts them down."""
+    made: list[AsyncLLMCollector] = []
+
+    def make(env: Any = None, **kwargs: Any) -> AsyncLLMCollector:
+        kwargs = {"policy": policy_of(engine), "dataloader": Questions(), "group_size": 2, **kwargs}
+        made.append(AsyncLLMCollector(chat(kwargs["group_size"]) if env is None else env, **kwargs))
+        return made[-1]
+
+    yield make
+    for collector in made:
+        collector.shutdown()
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_of_whole_groups_that_differ(collect: Callable[..., AsyncLLMCollector]) -> None:
+    seen: list[int] = []
+    for batch in islice(collect(groups_per_batch=3, max_staleness=1), 4):
+        assert batch.batch_size == (6,)
+        groups = batch.get("group_id").tolist()
+        assert Counter(groups) == dict.fromkeys(groups, 2)
+        assert [groups[i] for i in range(0, 6, 2)] == [groups[i] for i in range(1, 6, 2)]
+        seen += groups[::2]
+        for row, query in zip(batch.unbind(0), queries(batch), strict=True):
+            assert query == f"q{int(row.get('group_id'))}"
+            assert len(row["routed_experts", "full"]) == len(row["tokens", "full"])
+            assert int(row.get("num_segments")) == 1
+    assert len(seen) == len(set(seen)) == 12
+
+
+def test_without_staleness_batches_are_those_of_torchrls_collector(engine: FakeAsyncVLLM) -> None:
+    """Bit for bit, but that TorchRL's loses the first batch of prompts: it resets once more than it steps."""
+
+    def env() -> DatasetChatEnv:
+        made = DatasetChatEnv.from_dataloader(Questions(64), repeats=4, batch_size=(8,), tokenizer=TOKENIZER)
+        return made.append_transform(StepCounter(max_steps=1))
+
+    arguments: dict[str, Any] = {"policy": policy_of(engine), "dialog_turns_per_batch": 8}
+    theirs = LLMCollector(env(), **arguments, yield_completed_trajectories=True)
+    ours = AsyncLLMCollector(env(), **arguments, max_staleness=0)
+    pairs = list(zip(islice(theirs, 3), islice(ours, 1, 4), strict=True))
+    ours.shutdown()
+    assert [queries(batch)[::4] for batch, _ in pairs] == [["q2", "q3"], ["q4", "q5"], ["q6", "q7"]]
+    for one, other in pairs:
+        assert one.batch_size == other.batch_size == (8,)
+        for theirs_row, our_row in zip(one.unbind(0), other.unbind(0), strict=True):
+            expected = plain(theirs_row)
+            got = plain(our_row)
+            assert {key for key in got if key not in expected} == {"group_id", "num_segments"}
+            assert {key: got[key] for key in expected} == expected
+
+
+def test_turns_of_a_sample_follow_one_another_and_send_the_ids_of_the_earlier(
+    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+) -> None:
+    collector = collect(lambda: chat(1, turns=3), groups_per_batch=1)
+    batch = next(iter(collector))
+    assert batch.batch_size == (6,)  # 2 samples of 3 turns
+    for sample in (batch[:3], batch[3:]):
+        for earlier, later in zip(sample.unbind(0), sample[1:].unbind(0), strict=False):
+            had = earlier["tokens", "full"]
+            assert torch.equal(later["tokens", "prompt"][: len(had)], had)
+            for key in ("log_probs", "routed_experts", "policy_versions"):
+                first, second = earlier[key, "full"], later[key, "full"][: len(had)]
+                known = first != -1 if key != "log_probs" else first.isfinite()
+                assert known.any()
+                assert torch.equal(first[known], second[known])
+    for request in engine.replicas[0].submitted + engine.replicas[1].submitted:
+        assert request.prompt_token_ids is not None
+    sessions = Counter(request.request_id for replica in engine.replicas for request in replica.submitted)
+    assert set(sessions.values()) == {1}
+
+
+def test_only_last_turns_can_be_kept(collect: Callable[..., AsyncLLMCollector]) -> None:
+    batch = next(iter(collect(lambda: chat(1, turns=2), yield_only_last_steps=True)))
+    assert batch.batch_size == (2,)
+    assert batch["next", "step_count"].flatten().tolist() == [2, 2]
+
+
+def test_an_environment_of_a_group_that_goes_on_is_refused(collect: Callable[..., AsyncLLMCollector]) -> None:
+    with pytest.raises(
+        ValueError, match=r"0 of 2 samples of a group are done. An environment that goes on needs batch"
+    ):
+        next(iter(collect(chat(2, turns=2))))
+
+
+def test_it_ends_after_so_many_rows(collect: Callable[..., AsyncLLMCollector]) -> None:
+    collector = collect(groups_per_batch=2, total_dialog_turns=10)
+    assert [batch.numel() for batch in collector] == [4, 4, 4]
+    assert collector.stats()["completed"]
+
+
+def test_data_comes_from_the_environments_own_loader_which_is_left_alone(engine: FakeAsyncVLLM) -> None:
+    env = DatasetChatEnv.from_dataloader(Questions(8), repeats=4, batch_size=(16,), tokenizer=TOKENIZER)
+    env = env.append_transform(StepCounter(max_steps=1))
+    collector = AsyncLLMCollector(env, policy=policy_of(engine))
+    batch = next(iter(collector))
+    collector.shutdown()
+    assert queries(batch) == ["q0"] * 4
+    assert env.batch_size == (16,)
+    assert len(env.reset().get("query")) == 16
+
+
+# -- staleness --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize(("order", "window"), [("fifo", 0.3), ("window", 0.3), ("window", 1.0)])
+def test_no_token_is_older_than_promised(order: Any, window: float, staleness: int) -> None:
+    """Answers of 1 to 12 ms, three groups a batch, an update after each."""
+    per_batch = 3
+
+    def token_seconds(request: Any) -> float:
+        return int(request.prompt_token_ids.sum()) % 5 * 5e-4 + 1e-4
+
+    with FakeAsyncVLLM(token_seconds=token_seconds) as engine:
+        collector = AsyncLLMCollector(
+            chat(2),
+            policy=policy_of(engine),
+            dataloader=Questions(),
+            group_size=2,
+            groups_per_batch=per_batch,
+            max_staleness=staleness,
+            order=order,
+            window=window,
+        )
+        ages, seen = [], []
+        for version, batch in enumerate(islice(collector, 12)):
+            ages.append(version - int(batch["policy_version"].min()))
+            seen += queries(batch)[::2]
+            new_weights(engine, version + 1)
+        width = max(1, int(window * (staleness + 1) * per_batch)) if order == "window" else 1
+        stats = collector.stats()
+        collector.shutdown()
+    assert max(ages) <= staleness + math.ceil((width - 1) / per_batch)
+    assert len(set(seen)) == len(seen) == 36
+    if order == "fifo":
+        assert seen == [f"q{i}" for i in range(36)]
+    assert stats["inference/staleness_max"] == ages[-1]
+
+
+def test_groups_that_became_too_old_are_dropped_and_replaced(
+    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+) -> None:
+    collector = collect(groups_per_batch=2, max_staleness=1, on_stale="drop")
+    batches = iter(collector)
+    next(batches)
+    until(lambda: collector._schedule.ready_groups >= 2)
+    for version in (1, 2, 3):
+        new_weights(engine, version)
+    batch = next(batches)
+    assert int(batch["policy_version"].min()) >= 2
+    assert collector.stats()["collector/groups_dropped/stale"] >= 2
+
+
+def test_over_sampling_needs_dropping(collect: Callable[..., AsyncLLMCollector]) -> None:
+    with pytest.raises(ValueError, match="needs on_stale='drop'"):
+        collect(over_sample=1.5)
+
+
+def test_no_more_answers_are_generated_at_a_time_than_asked_for(engine: FakeAsyncVLLM) -> None:
+    most, now, lock = [0], [0], threading.Lock()
+    generate = engine.agenerate
+
+    async def counted(*args: Any, **kwargs: Any) -> Any:
+        now[0] += 1
+        most[0] = max(most[0], now[0])
+        try:
+            return await generate(*args, **kwargs)
+        finally:
+            now[0] -= 1
+
+    del lock
+    engine.agenerate = counted  # type: ignore[method-assign]
+    for replica in engine.replicas:
+        replica.token_seconds = 1e-3
+    collector = AsyncLLMCollector(
+        chat(4), policy=policy_of(engine), dataloader=Questions(), group_size=4, groups_per_batch=2, max_in_flight=3
+    )
+    list(islice(collector, 3))
+    collector.shutdown()
+    assert most[0] == 3
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+def failing(query: str) -> float:
+    if query in ("q1", "q3"):
+        raise ZeroDivisionError(f"no reward for {query}")
+    return 1.0
+
+
+def test_the_first_failure_of_a_reward_is_raised_with_its_prompt(collect: Callable[..., AsyncLLMCollector]) -> None:
+    collector = collect(chat(2, reward=failing), groups_per_batch=4)
+    with pytest.raises(ZeroDivisionError, match="no reward for q1") as caught:
+        next(iter(collector))
+    assert "at prompt 1: query='q1'" in caught.value.__notes__
+
+
+def test_failures_cost_their_own_groups_only(
+    collect: Callable[..., AsyncLLMCollector], caplog: pytest.LogCaptureFixture
+) -> None:
+    collector = collect(chat(2, reward=failing), groups_per_batch=3, max_failures=2, order="fifo")
+    batches = list(islice(collector, 2))
+    assert [queries(batch)[::2] for batch in batches] == [["q0", "q2", "q4"], ["q5", "q6", "q7"]]
+    stats = collector.stats()
+    assert (stats["collector/failures"], stats["collector/groups_dropped/failed"]) == (2, 2)
+    assert "group 1 failed at prompt 1 (query='q1')" in caplog.text
+
+
+def test_groups_that_teach_nothing_are_replaced_one_for_one(collect: Callable[..., AsyncLLMCollector]) -> None:
+    def has_odd_query(group: Any) -> bool:
+        return int(group[0]["query"][1:]) % 2 == 1
+
+    collector = collect(groups_per_batch=2, group_filter=has_odd_query, order="fifo", max_staleness=0)
+    batches = list(islice(collector, 2))
+    assert [queries(batch)[::2] for batch in batches] == [["q1", "q3"], ["q5", "q7"]]
+    assert collector.stats()["collector/groups_dropped/filtered"] == 4
+
+
+def test_a_reward_that_hangs_costs_its_group(engine: FakeAsyncVLLM) -> None:
+    over = threading.Event()
+
+    def hanging(query: str) -> float:
+        if query == "q1":
+            over.wait(60)
+        return 1.0
+
+    collector = AsyncLLMCollector(
+        lambda: chat(2, reward=hanging),
+        policy=policy_of(engine),
+        dataloader=Questions(),
+        group_size=2,
+        groups_per_batch=2,
+        order="fifo",
+        max_failures=1,
+        reward_timeout=1.0,
+    )
+    try:
+        assert queries(next(iter(collector)))[::2] == ["q0", "q2"]
+        assert collector.stats()["collector/groups_dropped/reward_timeout"] == 1
+    finally:
+        over.set()
+        collector.shutdown()
+
+
+def test_a_collection_in_which_nothing_moves_says_what_it_waits_for(engine: FakeAsyncVLLM) -> None:
+    policy = policy_of(engine)
+    for replica in engine.replicas:
+        replica.stall()
+    collector = AsyncLLMCollector(chat(2), policy=policy, dataloader=Questions(), group_size=2, heartbeat_timeout=0.5)
+    with pytest.raises(
+        CollectionStalledError, match=r"nothing has moved for 0.5 s: 3 groups are under way .* 6 answers"
+    ):
+        next(iter(collector))
+
+
+def test_a_dead_engine_ends_the_collection(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
+    collector = collect(groups_per_batch=2)
+    batches = iter(collector)
+    next(batches)
+    for replica in engine.replicas:
+        replica.die()
+    with pytest.raises((ReplicaDiedError, CollectionError, Exception), match=r"died|replica"):
+        for _ in range(10):
+            next(batches)
+
+
+def test_a_killed_replica_does_not_end_it(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
+    for replica in engine.replicas:
+        replica.token_seconds = 1e-3
+    collector = collect(groups_per_batch=4)
+    batches = iter(collector)
+    seen = queries(next(batches))
+    engine.replicas[0].die()
+    for _ in range(3):
+        seen += queries(next(batches))
+    assert sorted(Counter(seen).values()) == [2] * 16
+
+
+# -- buffers, pauses, ends --------------------------------------------------------------------------------------------
+
+
+def test_it_fills_a_buffer_from_its_own_thread(collect: Callable[..., AsyncLLMCollector]) -> None:
+    buffer = ReplayBuffer(storage=LazyStackStorage(64))
+    collector = collect(replay_buffer=buffer, groups_per_batch=2, total_dialog_turns=12)
+    collector.start()
+    assert collector.is_running() or collector.getattr_rb("write_count") > 0
+    until(lambda: collector.getattr_rb("write_count") == 12)
+    assert len(buffer) == 12
+    until(lambda: not collector.is_running())
+
+
+def test_an_error_in_its_thread_reaches_who_waits_for_the_buffer(collect: Callable[..., AsyncLLMCollector]) -> None:
+    buffer = ReplayBuffer(storage=LazyStackStorage(64))
+    collector = collect(chat(2, reward=failing), replay_buffer=buffer, groups_per_batch=4)
+    collector.start()
+    with pytest.raises(ZeroDivisionError):
+        until(lambda: collector.getattr_rb("write_count") > 0)  # TorchRL's trainer spins like this
+
+
+def test_with_a_buffer_iterating_yields_none(collect: Callable[..., AsyncLLMCollector]) -> None:
+    buffer = ReplayBuffer(storage=LazyStackStorage(64))
+    collector = collect(replay_buffer=buffer, groups_per_batch=2)
+    assert list(islice(collector, 2)) == [None, None]
+    assert len(buffer) == 8
+
+
+def test_starting_without_a_buffer_is_refused(collect: Callable[..., AsyncLLMCollector]) -> None:
+    with pytest.raises(RuntimeError, match="pass replay_buffer="):
+        collect().start()
+
+
+def test_nothing_begins_during_a_pause(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
+    collector = collect(groups_per_batch=2)
+    batches = iter(collector)
+    next(batches)
+    with collector.pause():
+        until(lambda: collector._schedule.ready_groups == collector._schedule.in_line)
+        asked = sum(len(replica.submitted) for replica in engine.replicas)
+        next(batches)
+        time.sleep(0.05)
+        assert sum(len(replica.submitted) for replica in engine.replicas) == asked
+    for _ in range(3):
+        next(batches)
+
+
+def test_after_a_shutdown_it_says_so_and_the_engine_still_serves(
+    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+) -> None:
+    collector = collect()
+    next(iter(collector))
+    collector.shutdown()
+    collector.shutdown()
+    assert next(iter(collector), None) is None
+    with pytest.raises(RuntimeError, match="shut down"):
+        collector.state_dict()
+    assert engine.generate("a", use_tqdm=False).outputs
+
+
+def test_ctrl_c_leaves_it_running(collect: Callable[..., AsyncLLMCollector], monkeypatch: pytest.MonkeyPatch) -> None:
+    from concurrent.futures import Future
+
+    collector = collect(groups_per_batch=2, order="fifo")
+    batches = iter(collector)
+    next(batches)
+    result = Future.result
+
+    def interrupted(self: Any, timeout: float | None = None) -> Any:
+        monkeypatch.setattr(Future, "result", result)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Future, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert queries(next(iter(collector)))[::2] == ["q2", "q3"]
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_a_restored_collector_uses_each_prompt_once(engine: FakeAsyncVLLM) -> None:
+    for replica in engine.replicas:
+        replica.token_seconds = 5e-4
+
+    def make() -> AsyncLLMCollector:
+        return AsyncLLMCollector(
+            chat(2),
+            policy=policy_of(engine),
+            dataloader=Questions(40),
+            group_size=2,
+            groups_per_batch=4,
+            order="fifo",  # else prompts of the next epoch may come early
+        )
+
+    first = make()
+    seen = [query for batch in islice(first, 3) for query in queries(batch)[::2]]
+    state = first.state_dict()
+    list(islice(first, 2))  # lost by the crash
+    first.shutdown()
+    second = make()
+    second.load_state_dict(state)
+    seen += [query for batch in islice(second, 7) for query in queries(batch)[::2]]
+    second.shutdown()
+    assert sorted(seen) == sorted(f"q{i}" for i in range(40))
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "words"),
+    [
+        ({"yield_completed_trajectories": False}, ValueError, "only whole groups"),
+        ({"async_envs": True}, ValueError, "threads as it is"),
+        ({"flatten_data": False}, ValueError, "batches are flat"),
+        ({"queue": object()}, ValueError, "lose the oldest data"),
+        ({"on_weight_update": "drain"}, ValueError, r"VLLMWeightSyncScheme\(mode=...\)"),
+        ({"dataloader": None}, ValueError, "there is no data"),
+        ({"group_size": 0}, ValueError, "group_size must be at least 1"),
+        ({"dialog_turns_per_batch": 5}, ValueError, "no multiple of group_size=2"),
+        ({"dialog_turns_per_batch": 4, "groups_per_batch": 3}, ValueError, r"groups_per_batch \* group_size = 6"),
+        ({"max_failures": -1}, ValueError, "max_failures must be at least 0"),
+        ({"max_in_flight": 0}, ValueError, "max_in_flight must be 'auto' or at least 1"),
+        ({"reward_timeout": 0.0}, ValueError, "reward_timeout must be above 0"),
+        ({"on_stale": "keep"}, ValueError, "on_stale must be 'wait' or 'drop'"),
+        ({"policy": None}, ValueError, "either policy= or policy_factory="),
+        ({"policy": print}, TypeError, "must be a torchrl_moe vLLMWrapper"),
+        ({"track_policy_version": object()}, ValueError, "leave the transform out"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    engine: FakeAsyncVLLM, kwargs: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    arguments = {"policy": policy_of(engine), "dataloader": Questions(), "group_size": 2, **kwargs}
+    with pytest.raises(error, match=words):
+        AsyncLLMCollector(chat(2), **arguments)
+
+
+def test_a_policy_of_several_samples_is_refused(engine: FakeAsyncVLLM) -> None:
+    with pytest.raises(ValueError, match="group_size instead"):
+        AsyncLLMCollector(chat(2), policy=policy_of(engine, num_samples=2), dataloader=Questions(), group_size=2)
+
+
+def test_what_is_no_environment_is_refused(engine: FakeAsyncVLLM) -> None:
+    with pytest.raises(TypeError, match="env must be an environment or a callable"):
+        AsyncLLMCollector(3, policy=policy_of(engine), dataloader=Questions())  # type: ignore[arg-type]

@@ -1,0 +1,199 @@
+"""An environment is used by one thread at a time, fits its samples, and gives up its dataloader unharmed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+from torchrl.envs import EnvBase, StepCounter, TransformedEnv
+from torchrl.envs.llm import ChatEnv, DatasetChatEnv
+
+from support.collecting import TOKENIZER, Questions, chat
+from torchrl_moe._errors import CollectionError
+from torchrl_moe.collectors.environments import (
+    MOST_THREADS,
+    EnvironmentPool,
+    EnvironmentTimeoutError,
+    take_dataloader,
+    with_batch_size,
+)
+
+
+def dataset_env() -> TransformedEnv:
+    env = DatasetChatEnv.from_dataloader(Questions(8), repeats=4, batch_size=(16,), tokenizer=TOKENIZER)
+    return env.append_transform(StepCounter(max_steps=1))
+
+
+def test_a_dataloader_is_taken_from_a_copy() -> None:
+    env = dataset_env()
+    bare, dataloader, repeats = take_dataloader(env)
+    assert isinstance(dataloader, Questions)
+    assert repeats == 4
+    assert [type(transform) for transform in bare.transform] == [StepCounter]
+    assert len(env.transform) == 2
+
+
+def test_an_environment_without_one_is_itself() -> None:
+    env = chat(2)
+    assert take_dataloader(env) == (env, None, None)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_an_environment_that_fits_is_itself(size: int) -> None:
+    env = chat(size)
+    assert with_batch_size(env, 4) is env
+
+
+def test_a_chat_of_another_size_is_made_again_with_all_it_has() -> None:
+    base = ChatEnv(batch_size=(6,), tokenizer=TOKENIZER, system_prompt="be brief", data_key="question", user_role="you")
+    env = with_batch_size(TransformedEnv(base, StepCounter(max_steps=3)), 4)
+    assert env.batch_size == (4,)
+    again = env.base_env
+    assert (again.system_prompt, again.data_key, again.user_role) == ("be brief", "question", "you")
+    assert env.transform[0].max_steps == 3
+
+
+def test_another_kind_of_environment_is_refused() -> None:
+    class Mine(ChatEnv):
+        pass
+
+    with pytest.raises(ValueError, match=r"batch size \[6\]: make it with \(1,\), .* or with \(4,\)"):
+        with_batch_size(Mine(batch_size=(6,), tokenizer=TOKENIZER), 4)
+
+
+def both_at_once(pool: EnvironmentPool, work: Any, count: int = 4) -> list[Any]:
+    """What ``count`` episodes of two calls each return, played together."""
+
+    async def episode() -> list[Any]:
+        async with pool.lend(None) as in_thread:
+            return [await in_thread(work), await in_thread(work)]
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*(episode() for _ in range(count)))
+
+    return asyncio.run(main())
+
+
+def test_a_single_environment_is_used_by_one_thread_at_a_time() -> None:
+    busy = threading.Lock()
+
+    def work(env: EnvBase) -> int:
+        assert busy.acquire(blocking=False)
+        time.sleep(0.002)
+        busy.release()
+        return id(env)
+
+    env = chat(2)
+    pool = EnvironmentPool(env, None)
+    assert both_at_once(pool, work) == [[id(env)] * 2] * 4
+    pool.close()
+
+
+def test_an_environment_of_one_sample_is_kept_by_it() -> None:
+    """Four episodes wait for one another in their first call: so each has an environment, and has it in both."""
+    together = threading.Barrier(4)
+
+    def work(env: EnvBase) -> int:
+        together.wait(30)
+        return id(env)
+
+    pool = EnvironmentPool(chat(1), lambda: chat(1))
+    pairs = both_at_once(pool, work)
+    assert all(first == second for first, second in pairs)
+    assert len({first for first, _ in pairs}) == 4
+    pool.close()
+
+
+def test_environments_of_groups_are_made_only_if_all_are_busy() -> None:
+    made = []
+
+    def make() -> EnvBase:
+        made.append(chat(2))
+        return made[-1]
+
+    pool = EnvironmentPool(chat(2), make)
+    both_at_once(pool, id, count=1)
+    assert made == []
+    together = threading.Barrier(3)
+    both_at_once(pool, lambda env: together.wait(30), count=3)
+    assert len(made) == 2
+    pool.close()
+
+
+def hang(pool: EnvironmentPool, over: threading.Event) -> None:
+    async def main() -> None:
+        async with pool.lend(0.02) as in_thread:
+            await in_thread(lambda env: over.wait(60))
+
+    asyncio.run(main())
+
+
+def test_an_environment_that_hangs_is_given_up_for_another() -> None:
+    over = threading.Event()
+    pool = EnvironmentPool(chat(2), lambda: chat(2))
+    try:
+        with pytest.raises(EnvironmentTimeoutError, match=r"did not come back within 0\.02 s"):
+            hang(pool, over)
+        assert both_at_once(pool, lambda env: 1, count=1) == [[1, 1]]
+    finally:
+        over.set()
+        pool.close()
+
+
+def test_one_that_has_no_other_says_so() -> None:
+    over = threading.Event()
+    pool = EnvironmentPool(chat(2), None)
+    try:
+        with pytest.raises(CollectionError, match="there is no other: pass a callable"):
+            hang(pool, over)
+    finally:
+        over.set()
+        pool.close()
+
+
+def test_there_is_an_end_to_giving_up() -> None:
+    over = threading.Event()
+    pool = EnvironmentPool(chat(1), lambda: chat(1))
+    try:
+        for _ in range(MOST_THREADS):
+            with pytest.raises(EnvironmentTimeoutError):
+                hang(pool, over)
+        with pytest.raises(CollectionError, match=f"{MOST_THREADS + 1} environments did not come back"):
+            hang(pool, over)
+    finally:
+        over.set()
+        pool.close()
+
+
+def test_a_cancelled_episode_gives_its_environment_back_when_the_call_is_over() -> None:
+    inside, over = threading.Event(), threading.Event()
+    used: list[str] = []
+
+    def slow(env: EnvBase) -> None:
+        inside.set()
+        over.wait(60)
+        used.append("first")
+
+    async def main() -> None:
+        pool = EnvironmentPool(chat(2), None)
+
+        async def episode(work: Any) -> None:
+            async with pool.lend(None) as in_thread:
+                await in_thread(work)
+
+        first = asyncio.ensure_future(episode(slow))
+        await asyncio.to_thread(inside.wait, 60)
+        first.cancel()
+        second = asyncio.ensure_future(episode(lambda env: used.append("second")))
+        await asyncio.sleep(0.02)
+        over.set()
+        await second
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        pool.close()
+
+    asyncio.run(main())
+    assert used == ["first", "second"]

@@ -1,0 +1,114 @@
+"""Rows come one by one, without end, and a restored stream goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torch.utils.data import DataLoader
+
+from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream
+
+
+def read(stream: PromptStream, count: int) -> list[str]:
+    return [prompt.data["query"] for prompt in islice(stream, count)]
+
+
+def shuffled(seed: int | None = None) -> DataLoader[Any]:
+    rows = [{"query": f"q{i}"} for i in range(10)]
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    collate = lambda batch: {"query": [row["query"] for row in batch]}  # noqa: E731
+    return DataLoader(rows, batch_size=3, shuffle=True, generator=generator, collate_fn=collate)
+
+
+@pytest.mark.parametrize(
+    "dataloader",
+    [
+        [{"query": ["a", "b"]}, {"query": ["c"]}],
+        [{"query": "a"}, {"query": "b"}, {"query": "c"}],
+        [[{"query": "a"}, {"query": "b"}], [{"query": "c"}]],
+        [TensorDict(query=["a", "b", "c"], batch_size=[3])],
+        [lazy_stack([TensorDict(query="a"), TensorDict(query="b")]), TensorDict(query="c")],
+        [{"query": ["a", "b", "c"], "target": torch.arange(3), "source": ["x", "y", "z"]}],
+    ],
+)
+def test_rows_of_batches_of_every_kind(dataloader: Iterable[Any]) -> None:
+    stream = PromptStream(dataloader)
+    prompts = list(islice(stream, 5))
+    assert [prompt.data["query"] for prompt in prompts] == ["a", "b", "c", "a", "b"]
+    assert [prompt.position for prompt in prompts] == [0, 1, 2, 3, 4]
+    assert all(prompt.data.batch_size == () for prompt in prompts)
+    assert stream.position == 5
+
+
+def test_columns_stay_together() -> None:
+    (row,) = islice(PromptStream([{"query": ["a", "b"], "target": torch.tensor([[1, 2], [3, 4]])}]), 1, 2)
+    assert (row.data["query"], row.data["target"].tolist()) == ("b", [3, 4])
+
+
+@pytest.mark.parametrize("seed", [3, None])
+@pytest.mark.parametrize("before", [0, 1, 7, 10, 14])
+def test_a_restored_stream_goes_on(seed: int | None, before: int) -> None:
+    torch.manual_seed(0)
+    first = PromptStream(shuffled(seed))
+    read(first, before)
+    state = first.state_dict()
+    expected = read(first, 6) if seed is not None or before % 10 else []
+    second = PromptStream(shuffled(seed))
+    torch.manual_seed(1)
+    second.load_state_dict(state)
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    assert torch.equal(after, torch.get_rng_state())  # the global generator is not ours
+    got = read(second, 6)
+    left = len(expected) if seed is not None else (10 - before % 10 if before % 10 else 0)  # of this epoch
+    assert got[:left] == expected[:left]
+    assert len(got) == 6
+
+
+def test_what_was_under_way_comes_again_first() -> None:
+    first = PromptStream([{"query": ["a", "b", "c", "d"]}])
+    prompts = list(islice(first, 3))
+    second = PromptStream([{"query": ["a", "b", "c", "d"]}])
+    second.load_state_dict(first.state_dict([prompts[2], prompts[0]]))
+    again = list(islice(second, 3))
+    assert [(prompt.position, prompt.data["query"]) for prompt in again] == [(0, "a"), (2, "c"), (3, "d")]
+
+
+def test_rows_of_an_earlier_epoch_come_again_too() -> None:
+    first = PromptStream([{"query": ["a", "b"]}])
+    prompts = list(islice(first, 3))
+    second = PromptStream([{"query": ["a", "b"]}])
+    second.load_state_dict(first.state_dict(prompts[:1]))
+    assert [(p.position, p.data["query"]) for p in islice(second, 2)] == [(0, "a"), (3, "b")]
+
+
+def test_rows_can_be_given_back() -> None:
+    stream = PromptStream([{"query": ["a", "b", "c"]}])
+    one, other = next(stream), next(stream)
+    stream.give_back([other])
+    stream.give_back([one])
+    assert read(stream, 3) == ["a", "b", "c"]
+
+
+def test_a_prompt_is_its_place_and_its_row() -> None:
+    assert Prompt(3, TensorDict(query="a")).position == 3
+
+
+def test_no_data_is_refused() -> None:
+    with pytest.raises(ValueError, match="yields nothing"):
+        next(PromptStream([]))
+
+
+def test_what_is_no_row_is_refused() -> None:
+    with pytest.raises(TypeError, match="must yield mappings or TensorDicts, got str: give it a collate_fn"):
+        next(PromptStream(["a"]))
+
+
+def test_columns_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"different lengths: \[1, 2\]"):
+        next(PromptStream([{"query": ["a", "b"], "target": ["x"]}]))

@@ -1,0 +1,184 @@
+"""Groups come in their order, none is older than promised, and nothing is lost, whatever happens when."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrl_moe.collectors.schedule import Schedule
+
+
+def fill(schedule: Schedule) -> list[int]:
+    begun = []
+    while schedule.may_begin:
+        begun.append(schedule.begin())
+    return begun
+
+
+def test_so_many_groups_begin_as_will_be_used_in_time() -> None:
+    schedule = Schedule(groups_per_batch=4, max_staleness=2)
+    assert fill(schedule) == list(range(12))
+
+
+def test_fifo_waits_for_the_head() -> None:
+    schedule = Schedule(2, 1, "fifo")
+    fill(schedule)
+    for group in (1, 2, 3):
+        schedule.ready(group)
+    assert schedule.take() == []
+    schedule.ready(0)
+    assert schedule.take() == [0, 1]
+    assert schedule.take() == [2, 3]
+
+
+def test_a_window_lets_groups_overtake_but_not_from_beyond_it() -> None:
+    schedule = Schedule(2, 1, "window", window=0.5)  # W = 2 of 4 places
+    fill(schedule)
+    schedule.ready(2)
+    schedule.ready(3)
+    assert schedule.window == 2
+    assert schedule.take() == []  # 0 is the head: only 0 and 1 are within reach
+    schedule.ready(1)
+    assert schedule.take() == []  # 2 is still out of reach
+    schedule.ready(0)
+    assert schedule.take() == [0, 1]
+
+
+def test_a_window_stays_where_its_head_is() -> None:
+    schedule = Schedule(1, 3, "window", window=0.5)  # W = 2
+    fill(schedule)
+    for group in (1, 2, 3):
+        schedule.ready(group)
+    assert schedule.take() == [1]
+    assert schedule.take() == []  # 2 would overtake the head as the second one
+    schedule.ready(0)
+    assert schedule.take() == [0]
+    assert schedule.take() == [2]
+
+
+def test_taking_the_head_moves_the_window_within_a_batch() -> None:
+    schedule = Schedule(3, 0, "window", window=0.01)  # W = 1
+    fill(schedule)
+    for group in (2, 1, 0):
+        schedule.ready(group)
+    assert schedule.take() == [0, 1, 2]
+
+
+def test_ready_takes_what_comes() -> None:
+    schedule = Schedule(2, 1, "ready")
+    fill(schedule)
+    schedule.ready(3)
+    schedule.ready(1)
+    assert schedule.take() == [1, 3]
+
+
+def test_a_batch_makes_room_when_it_has_been_trained() -> None:
+    schedule = Schedule(2, 1, "fifo")
+    for group in fill(schedule):
+        schedule.ready(group)
+    assert schedule.take() == [0, 1]
+    assert not schedule.may_begin
+    schedule.updated()
+    assert fill(schedule) == [4, 5]
+
+
+def test_a_trainer_that_asks_again_has_trained_though_no_weights_came() -> None:
+    schedule = Schedule(1, 0, "fifo")
+    for _ in range(3):
+        (group,) = fill(schedule)
+        schedule.ready(group)
+        assert schedule.take() == [group]
+        assert not schedule.may_begin
+        schedule.trained()
+
+
+def test_what_is_dropped_makes_room_at_the_end_of_the_line() -> None:
+    schedule = Schedule(2, 0, "fifo")
+    fill(schedule)
+    schedule.drop(0)
+    assert fill(schedule) == [2]
+    schedule.ready(1)
+    schedule.ready(2)
+    assert schedule.take() == [1, 2]
+
+
+def test_over_sampling_begins_more() -> None:
+    assert len(fill(Schedule(4, 0, "ready", over_sample=1.5))) == 6
+
+
+def test_two_updates_a_batch_halve_the_lead() -> None:
+    schedule = Schedule(1, 2, "fifo")
+    for group in fill(schedule):
+        schedule.ready(group)
+    schedule.take()
+    schedule.updated()
+    schedule.updated()
+    schedule.take()  # two updates came between two batches
+    schedule.trained()
+    assert schedule.in_line == 1
+    assert len(fill(schedule)) == 1  # S // 2 = 1 batch ahead, beside the one that is awaited
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"groups_per_batch": 0}, "groups_per_batch must be at least 1, got 0"),
+        ({"max_staleness": -1}, "max_staleness must be at least 0, got -1"),
+        ({"order": "lifo"}, "order must be one of"),
+        ({"window": 0.0}, "window must be above 0"),
+        ({"window": 1.5}, "window must be above 0"),
+        ({"over_sample": 0.5}, "over_sample must be at least 1"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Schedule(**{"groups_per_batch": 1, "max_staleness": 1, **arguments})
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.sampled_from(["fifo", "window"]),
+    st.sampled_from([0.05, 0.3, 0.7, 1.0]),
+    st.lists(st.tuples(st.sampled_from(["ready", "drop", "take", "take", "ready", "ready"]), st.integers(0, 1 << 16))),
+)
+def test_no_group_is_older_than_promised_and_none_comes_twice(
+    per_batch: int, staleness: int, order: str, window: float, events: list[tuple[str, int]]
+) -> None:
+    """A trainer that updates once a batch, and groups that finish, or are dropped, in any order."""
+    schedule = Schedule(per_batch, staleness, order, window)
+    version, begun, dropped, given_out = 0, {}, set(), []
+    waiting: set[int] = set()
+    overtaking = (schedule.window or 1) - 1
+    bound = staleness + math.ceil(overtaking / per_batch)
+    # at the end everything becomes ready and is taken
+    for event, pick in [*events, *[("ready", 0), ("take", 0)] * 200]:
+        while schedule.may_begin:
+            group = schedule.begin()
+            begun[group] = version
+            waiting.add(group)
+            assert version - schedule.slack(group) <= version
+        if event == "take":
+            if batch := schedule.take():
+                assert len(batch) == per_batch
+                assert all(version - begun[group] <= bound for group in batch)
+                given_out += batch
+                version += 1
+                schedule.updated()
+        elif waiting:
+            group = sorted(waiting)[pick % len(waiting)]
+            waiting.remove(group)
+            if event == "ready":
+                schedule.ready(group)
+            else:
+                dropped.add(group)
+                schedule.drop(group)
+    assert len(given_out) == len(set(given_out))
+    assert not dropped & set(given_out)
+    assert version >= 20  # it never gets stuck
+    if order == "fifo":
+        assert given_out == sorted(given_out)

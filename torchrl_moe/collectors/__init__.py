@@ -1,0 +1,10 @@
+"""Collecting rollouts (namesake: ``torchrl.collectors.llm``)."""
+
+from typing import TYPE_CHECKING
+
+from torchrl_moe._lazy import attach
+
+if TYPE_CHECKING:
+    from torchrl_moe.collectors.async_collector import AsyncLLMCollector as AsyncLLMCollector
+else:
+    __getattr__, __dir__, __all__ = attach(__name__, {"AsyncLLMCollector": ".async_collector"})

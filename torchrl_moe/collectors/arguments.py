@@ -1,0 +1,95 @@
+"""What :class:`~torchrl_moe.collectors.AsyncLLMCollector` makes of its arguments, and what it refuses of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import Any, TypeAlias
+
+from torchrl.envs import EnvBase
+
+from torchrl_moe.collectors.environments import take_dataloader, with_batch_size
+from torchrl_moe.collectors.settings import Settings
+from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
+
+__all__ = ["EnvLike", "environments_of", "policy_of", "refuse", "settings_of"]
+
+EnvLike: TypeAlias = "EnvBase | Callable[[], EnvBase]"
+
+
+def refuse(arguments: Mapping[str, Any]) -> None:
+    """Refuse values of TorchRL's arguments that have no meaning here."""
+    reasons = {
+        "yield_completed_trajectories": (False, "only whole groups are yielded"),
+        "async_envs": (True, "environments are stepped in threads as it is: leave it out"),
+        "flatten_data": (False, "answers have different lengths: batches are flat"),
+    }
+    for name, (value, reason) in reasons.items():
+        if arguments[name] is value:
+            raise ValueError(f"{name}={value}: {reason}")
+    if arguments["queue"] is not None:
+        raise ValueError("queue: it would lose the oldest data silently. Iterate, or pass replay_buffer=.")
+    if not isinstance(arguments["track_policy_version"], bool):
+        raise ValueError("track_policy_version: the rows carry the engine's versions; leave the transform out")
+    if arguments["on_weight_update"] is not None:
+        raise ValueError(
+            f"on_weight_update={arguments['on_weight_update']!r}: what an update does to running answers is the "
+            "weight sync's mode, VLLMWeightSyncScheme(mode=...)"
+        )
+
+
+def policy_of(policy: Any, factory: Callable[[], Any] | None) -> vLLMWrapper:
+    """Return the policy; in history mode one that sends the ids of earlier turns."""
+    if (policy is None) == (factory is None):
+        raise ValueError("pass either policy= or policy_factory=")
+    policy = factory() if factory is not None else policy
+    if not isinstance(policy, vLLMWrapper):
+        raise TypeError(f"the policy must be a torchrl_moe vLLMWrapper, got {type(policy).__name__}")
+    if policy.num_samples is not None:
+        raise ValueError(f"the policy has num_samples={policy.num_samples}: use the collector's group_size instead")
+    if policy.input_mode == "history" and not policy.prefer_tokens:
+        return policy.get_new_version(prefer_tokens=True)  # later turns send the ids of earlier ones
+    return policy
+
+
+def environments_of(
+    env: EnvLike, group_size: int | None
+) -> tuple[EnvBase, Callable[[], EnvBase] | None, Iterable[Any] | None, int | None]:
+    """Return an environment, what makes more of them, its data, and how often that is repeated."""
+    if not isinstance(env, EnvBase) and not callable(env):
+        raise TypeError(f"env must be an environment or a callable that makes one, got {type(env).__name__}")
+
+    def fitted(one: EnvBase, size: int) -> EnvBase:
+        return with_batch_size(take_dataloader(one)[0], size)
+
+    first = env if isinstance(env, EnvBase) else env()
+    _, dataloader, repeats = take_dataloader(first)
+    size = group_size if group_size is not None else repeats or 1
+    make = None if isinstance(env, EnvBase) else lambda: fitted(env(), size)
+    return fitted(first, size), make, dataloader, repeats
+
+
+def settings_of(arguments: Mapping[str, Any], repeats: int | None) -> Settings:
+    """Return the settings; a group's size is that of the environment's data if it is not given."""
+    size = arguments["group_size"] if arguments["group_size"] is not None else repeats or 1
+    names = {field.name for field in fields(Settings)} & arguments.keys() - {"group_size", "groups_per_batch"}
+    return Settings(
+        group_size=size,
+        groups_per_batch=_groups_per_batch(arguments["groups_per_batch"], arguments["dialog_turns_per_batch"], size),
+        only_last_turns=bool(arguments["yield_only_last_steps"]),
+        **{name: arguments[name] for name in names},
+    )
+
+
+def _groups_per_batch(groups: int | None, turns: int | None, group_size: int) -> int:
+    if group_size < 1:
+        raise ValueError(f"group_size must be at least 1, got {group_size}")
+    if groups is None and turns is not None:
+        if turns % group_size:
+            raise ValueError(f"dialog_turns_per_batch={turns} is no multiple of group_size={group_size}")
+        return turns // group_size
+    if groups is not None and turns is not None and turns != groups * group_size:
+        raise ValueError(
+            f"dialog_turns_per_batch={turns} differs from groups_per_batch * group_size = {groups * group_size}"
+        )
+    return 1 if groups is None else groups

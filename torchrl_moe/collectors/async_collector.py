@@ -1,0 +1,371 @@
+"""``AsyncLLMCollector``: answers are generated while the trainer trains, in whole groups, none older than allowed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.collectors import BaseCollector
+from torchrl.data import ReplayBuffer
+
+from torchrl_moe._errors import CollectionError
+from torchrl_moe.collectors.arguments import EnvLike, environments_of, policy_of, refuse, settings_of
+from torchrl_moe.collectors.collection_stats import CollectionStats
+from torchrl_moe.collectors.environments import EnvironmentPool
+from torchrl_moe.collectors.prompt_stream import PromptStream
+from torchrl_moe.collectors.rollouts import Rollouts
+from torchrl_moe.collectors.schedule import Order, Schedule
+from torchrl_moe.collectors.settings import GroupFilter
+from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
+from torchrl_moe.modules.serving.event_loop import EventLoop
+
+__all__ = ["AsyncLLMCollector"]
+
+JOIN_SECONDS = 5.0
+
+
+class AsyncLLMCollector(BaseCollector):
+    """Collects groups of answers without pause, for a trainer that takes them batch by batch.
+
+    Args:
+        env: an environment, or a callable that makes one. Of batch size ``(group_size,)`` it plays groups of one turn;
+            of ``(1,)`` one sample, for as many turns as it likes. A ``ChatEnv`` of another size is made again.
+        policy: a :class:`~torchrl_moe.modules.vLLMWrapper`, without ``num_samples``.
+        policy_factory: makes it instead.
+        dialog_turns_per_batch: answers in a batch, if ``groups_per_batch`` is not given.
+        yield_only_last_steps: whether to keep only the last turn of each sample.
+        yield_completed_trajectories: nothing else is yielded; ``False`` is refused.
+        postproc: applied to each batch.
+        total_dialog_turns: rows after which it ends; -1 for never.
+        async_envs: refused: the environments are stepped in threads as it is.
+        replay_buffer: is extended with each batch; then ``None`` is yielded.
+        reset_at_each_iter: of no effect: each answer begins with a reset.
+        flatten_data: batches are flat; ``False`` is refused.
+        weight_updater: TorchRL's, used by :meth:`update_policy_weights_`.
+        queue: refused; it would lose the oldest data silently.
+        track_policy_version: ``True`` or ``False``; rows always carry ``"policy_version"``.
+        verbose: accepted.
+        dataloader: prompts; default: that of the environment's ``DataLoadingPrimer``.
+        group_size: answers to a prompt; default: the primer's ``repeats``, or 1.
+        groups_per_batch: whole groups in a batch.
+        max_staleness: the greatest age of a token as it is trained, in weight updates, time in the queue included. 0
+            begins the next batch when the last one has been trained.
+        order: ``"fifo"``; ``"window"``: any of the oldest W = window (S + 1) P groups; ``"ready"``: as they come.
+        window: see there.
+        on_stale: ``"wait"`` paces beginnings so that none is too old; ``"drop"`` drops what is, and begins another one.
+        on_weight_update: must be ``None``: what an update does to running answers is the weight sync's ``mode``.
+        max_in_flight: answers that are generated at a time; ``"auto"``: as many as the engine admits.
+        over_sample: begins so many times the groups that are needed, and drops the late ones; needs
+            ``on_stale="drop"``.
+        group_filter: of a group's rows ``[rows]``, whether it is worth training on; another one replaces it.
+        max_failures: how many groups may fail in their environment or reward before that is raised.
+        reward_timeout: seconds that a call of an environment may take.
+        heartbeat_timeout: seconds without any progress after which it raises; ``None`` for never.
+
+    Raises:
+        ValueError: an argument makes no sense.
+        TypeError: the policy or the environment is of another kind.
+
+    Example::
+
+        collector = AsyncLLMCollector(env, policy=policy, group_size=8, groups_per_batch=16, max_staleness=2)
+        sender.register_collector(collector)
+        for batch in collector:
+            train(batch)
+            sender.update_weights()
+    """
+
+    def __init__(
+        self,
+        env: EnvLike,
+        *,
+        policy: vLLMWrapper | None = None,
+        policy_factory: Callable[[], vLLMWrapper] | None = None,
+        dialog_turns_per_batch: int | None = None,
+        yield_only_last_steps: bool | None = None,
+        yield_completed_trajectories: bool | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        total_dialog_turns: int = -1,
+        async_envs: bool | None = None,
+        replay_buffer: ReplayBuffer | None = None,
+        reset_at_each_iter: bool = False,
+        flatten_data: bool | None = None,
+        weight_updater: Any = None,
+        queue: Any = None,
+        track_policy_version: Any = False,
+        verbose: bool = False,
+        dataloader: Iterable[Any] | None = None,
+        group_size: int | None = None,
+        groups_per_batch: int | None = None,
+        max_staleness: int = 2,
+        order: Order = "window",
+        window: float = 0.3,
+        on_stale: Literal["wait", "drop"] = "wait",
+        on_weight_update: None = None,
+        max_in_flight: int | Literal["auto"] = "auto",
+        over_sample: float = 1.0,
+        group_filter: GroupFilter | None = None,
+        max_failures: int = 0,
+        reward_timeout: float | None = None,
+        heartbeat_timeout: float | None = 300.0,
+    ) -> None:
+        given = dict(locals())
+        super().__init__()
+        refuse(given)
+        self.policy = policy_of(policy, policy_factory)
+        self.env, make, found, repeats = environments_of(env, group_size)
+        if dataloader is None and (dataloader := found) is None:
+            raise ValueError("there is no data: pass dataloader=, or an environment that has a DataLoadingPrimer")
+        self.settings = settings = settings_of(given, repeats)
+        self.postproc, self.replay_buffer, self.verbose = postproc, replay_buffer, verbose
+        self.total_dialog_turns = self.total_frames = total_dialog_turns
+        self._updater = weight_updater
+        self._prompts = PromptStream(dataloader)
+        self._schedule = Schedule(settings.groups_per_batch, max_staleness, order, window, over_sample)
+        self._environments = EnvironmentPool(self.env, make)
+        self._begin_counting()
+        self.policy.register_collector(self)
+
+    def _begin_counting(self) -> None:
+        """Make what a collection changes."""
+        self.init_random_frames = self._frames = self._updates = 0
+        self._collection = CollectionStats()
+        self._rollouts = Rollouts(
+            self.policy, self._environments, self._prompts, self.settings, self._schedule, self._collection
+        )
+        self._loop = EventLoop("torchrl_moe-collector")
+        self._watches = self._is_over = False
+        self._writer: threading.Thread | None = None
+        self._iterator: Iterator[TensorDictBase | None] | None = None
+
+    # -- batches ----------------------------------------------------------------------------------------------------
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Yield batches, ``[rows]``; with a buffer, extend it and yield ``None``."""
+        while not self._has_enough:
+            batch = self._take_batch()
+            if self.replay_buffer is None:
+                yield batch
+            else:
+                self.replay_buffer.extend(batch)
+                yield None
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        """Yield batches; after an error the collector is shut down."""
+        try:
+            yield from self.iterator()
+        except Exception:
+            self.shutdown()
+            raise
+
+    @property
+    def _has_enough(self) -> bool:
+        return self._is_over or 0 <= self.total_dialog_turns <= self._frames
+
+    def _take_batch(self) -> TensorDictBase:
+        """Wait for the next batch. A Ctrl-C leaves everything running: the next call waits again."""
+        started = time.monotonic()
+        future: Future[TensorDictBase] = Future()
+        if not self._call(self._rollouts.ask, future):
+            raise RuntimeError("the collector was shut down")
+        try:
+            batch = future.result()
+        except BaseException:
+            future.cancel()
+            raise
+        self._collection.waited += time.monotonic() - started
+        self._frames += batch.numel()
+        if self.postproc is not None:
+            batch = self.postproc(batch)
+        if self._post_collect_hook is not None:
+            self._post_collect_hook(batch)
+        return batch
+
+    def _call(self, function: Callable[..., object], *arguments: Any) -> bool:
+        if not self._watches:
+            self._watches = True
+            self._loop.spawn(self._rollouts.watch())
+        return self._loop.call(function, *arguments)
+
+    def _in_loop(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function in the loop, and wait for what it returns."""
+        future: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:  # noqa: BLE001  it is raised where it was asked
+                future.set_exception(error)
+
+        if not self._call(call):
+            raise RuntimeError("the collector was shut down")
+        return future.result()
+
+    # -- free running -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Fill the replay buffer from now on, in a thread.
+
+        Raises:
+            RuntimeError: there is no buffer.
+        """
+        if self.replay_buffer is None:
+            raise RuntimeError("start() fills a replay buffer: pass replay_buffer=, or iterate over the collector")
+        if self._writer is None:
+            self._writer = threading.Thread(target=self._write, name="torchrl_moe-writer", daemon=True)
+            self._writer.start()
+
+    def _write(self) -> None:
+        try:
+            for _ in self.iterator():
+                pass
+        except Exception as error:  # noqa: BLE001  the trainer gets it from getattr_rb
+            self._call(self._rollouts.fail, error)
+
+    def is_running(self) -> bool:
+        """Whether :meth:`start` was called and has not come to its end."""
+        return self._writer is not None and self._writer.is_alive()
+
+    def getattr_rb(self, attr: str) -> Any:
+        """Return an attribute of the buffer.
+
+        Raises:
+            Exception: what ended the collection. TorchRL's trainer waits here for the first write.
+        """
+        if self._rollouts.error is not None:
+            raise self._rollouts.error
+        return getattr(self.replay_buffer, attr)
+
+    def getattr_policy(self, attr: str) -> Any:
+        """Return an attribute of the policy."""
+        return getattr(self.policy, attr)
+
+    def getattr_env(self, attr: str) -> Any:
+        """Return an attribute of the environment."""
+        return getattr(self.env, attr)
+
+    @contextmanager
+    def pause(self, resume: bool = True) -> Iterator[None]:
+        """Begin nothing new within the context; what is under way goes on.
+
+        Args:
+            resume: whether to begin again after it.
+        """
+        self._in_loop(self._set_paused, True)
+        try:
+            yield
+        finally:
+            if resume and not self._is_over:
+                self._in_loop(self._set_paused, False)
+
+    def _set_paused(self, paused: bool) -> None:
+        self._rollouts.paused = paused
+        self._rollouts.turn()
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    def increment_version(self) -> None:
+        """Note a weight update; a sender calls it, see ``sender.register_collector``."""
+        self._updates += 1
+        self._loop.call(self._rollouts.turn)
+
+    @property
+    def policy_version(self) -> int:
+        """The newest version of the engine's weights."""
+        return int(self.policy.model.replica_table.latest_version)
+
+    def get_policy_version(self) -> int:
+        """:attr:`policy_version`, for Ray."""
+        return self.policy_version
+
+    def get_policy_model(self) -> Any:
+        """Return the engine."""
+        return self.policy.model
+
+    def update_policy_weights_(self, policy_or_weights: Any = None, **kwargs: Any) -> None:
+        """Have TorchRL's weight updater push weights, if there is one; else the sync scheme's sender has done that."""
+        if self._updater is not None:
+            self._updater.push_weights(policy_or_weights, **kwargs)
+        self.increment_version()
+
+    # -- figures ----------------------------------------------------------------------------------------------------
+
+    @property
+    def dialog_turns_per_batch(self) -> int:
+        """Answers in a batch."""
+        return self.settings.group_size * self.settings.groups_per_batch
+
+    requested_frames_per_batch = dialog_turns_per_batch
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """Return figures by name, plain numbers for a logger."""
+        found: dict[str, int | float | bool] = {
+            "frames": self._frames,
+            "batches": self._collection.batches,
+            "policy_version": self.policy_version,
+        }
+        if self.total_dialog_turns >= 0:
+            found |= {"total_frames": self.total_dialog_turns, "completed": self._has_enough}
+        return found | self._collection.scalars()
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the data is, and all groups that wait for the trainer; generation goes on meanwhile.
+
+        Batches that were given out count as trained.
+        """
+        return {"frames": self._frames, **self._in_loop(self._rollouts.state_dict)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where another collector of the same data was; call it before the first batch."""
+        self._frames = state_dict["frames"]
+        self._in_loop(self._rollouts.load_state_dict, state_dict)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed torch, which shuffles the data, and the environment. Draws of the engine depend on batching too.
+
+        Returns:
+            The next seed to use.
+        """
+        torch.manual_seed(seed)
+        return int(self.env.set_seed(seed, static_seed=static_seed))
+
+    # -- end --------------------------------------------------------------------------------------------------------
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """Abort what is under way, and end the threads. Idempotent; the engine is its owner's."""
+        del raise_on_error
+        if self._is_over:
+            return
+        self._is_over = True
+        self._rollouts.error = self._rollouts.error or CollectionError("the collector was shut down")
+        stopped = threading.Event()
+
+        async def stop() -> None:
+            await self._rollouts.stop()
+            stopped.set()
+
+        self._loop.call(self._rollouts.turn)
+        self._loop.spawn(stop())
+        stopped.wait(10.0 if timeout is None else timeout)
+        self._loop.stop()
+        self._loop.join(JOIN_SECONDS)
+        if self._writer is not None and self._writer is not threading.current_thread():
+            self._writer.join(timeout)
+        if close_env:
+            self._environments.close()
+
+    def __repr__(self) -> str:
+        settings = self.settings
+        return (
+            f"AsyncLLMCollector({settings.groups_per_batch} groups of {settings.group_size} a batch, at most "
+            f"{settings.max_staleness} versions old, {settings.order}; {self._collection.batches} batches, "
+            f"{self._schedule.in_line} groups in line, {self._collection.in_flight} answers in flight)"
+        )

@@ -1,0 +1,164 @@
+"""Environments of a collector: how many samples one holds, without its data loader, and which thread may use it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs.llm import ChatEnv
+from torchrl.envs.llm.transforms import DataLoadingPrimer, RayDataLoadingPrimer
+from torchrl.envs.transforms import Compose, Transform
+
+from torchrl_moe._errors import CollectionError
+
+__all__ = ["EnvironmentPool", "EnvironmentTimeoutError", "InThread", "take_dataloader", "with_batch_size"]
+
+T = TypeVar("T")
+InThread = Callable[..., Awaitable[Any]]
+"""Calls a function with an environment and what else is given."""
+MOST_THREADS = 32
+
+
+def take_dataloader(env: EnvBase) -> tuple[EnvBase, Iterable[Any] | None, int | None]:
+    """Return an environment without its ``DataLoadingPrimer``, the dataloader of that, and its repeats.
+
+    The environment that was given is left as it is; of one without a primer nothing is changed or copied.
+
+    Raises:
+        ValueError: its data comes from a Ray actor, whose position cannot be known.
+    """
+    transforms = _transforms(env)
+    if any(isinstance(transform, RayDataLoadingPrimer) for transform in transforms):
+        raise ValueError(
+            "the data of this environment comes from a Ray actor: pass dataloader= to the collector instead"
+        )
+    primers = [transform for transform in transforms if isinstance(transform, DataLoadingPrimer)]
+    if not primers:
+        return env, None, None
+    kept = [transform.clone() for transform in transforms if transform not in primers]
+    return TransformedEnv(env.base_env, Compose(*kept)), primers[0].dataloader, primers[0].repeats or None
+
+
+def with_batch_size(env: EnvBase, group_size: int) -> EnvBase:
+    """Return an environment that holds one sample, or a whole group.
+
+    Raises:
+        ValueError: it holds another number of samples, and is no ``ChatEnv``, which can be made again.
+    """
+    if tuple(env.batch_size) in ((1,), (group_size,)):
+        return env
+    base = env.base_env if isinstance(env, TransformedEnv) else env
+    if type(base) is not ChatEnv:
+        raise ValueError(
+            f"the environment has batch size {list(env.batch_size)}: make it with (1,), an environment for each "
+            f"sample, or with ({group_size},), one for each group of answers"
+        )
+    again = ChatEnv(
+        input_mode=base.input_mode,
+        batch_size=(group_size,),
+        system_prompt=base.system_prompt,
+        tokenizer=base.tokenizer,
+        template_kwargs=base.template_kwargs,
+        system_role=base.system_role,
+        user_role=base.user_role,
+        policy_role=base.policy_role,
+        data_key=base.data_key,
+        device=base.device,
+    )
+    transforms = [transform.clone() for transform in _transforms(env)]
+    return TransformedEnv(again, Compose(*transforms)) if transforms else again
+
+
+def _transforms(env: EnvBase) -> list[Transform]:
+    if not isinstance(env, TransformedEnv):
+        return []
+    return list(env.transform) if isinstance(env.transform, Compose) else [env.transform]
+
+
+class EnvironmentTimeoutError(TimeoutError):
+    """An environment did not come back in time; its thread goes on with it."""
+
+
+class EnvironmentPool:
+    """Environments, each used by one thread at a time, and these threads.
+
+    Args:
+        first: one that is there.
+        make: makes another one like it. Then one of batch size ``(1,)`` belongs to its sample from reset to done, for
+            tools keep state. Without it ``first`` is everybody's, call by call, and all state must be in the data.
+    """
+
+    def __init__(self, first: EnvBase, make: Callable[[], EnvBase] | None) -> None:
+        self.group_size = first.batch_size[0]
+        self._make = make
+        self._is_kept = make is not None and self.group_size == 1
+        self._free = [first]
+        self._all = [first]
+        self._room = asyncio.Semaphore(1 if make is None else MOST_THREADS)  # for calls
+        self._threads = ThreadPoolExecutor(2 * MOST_THREADS, "torchrl_moe-env")  # some may hang
+        self._hung = 0
+
+    @asynccontextmanager
+    async def lend(self, timeout: float | None) -> AsyncIterator[InThread]:
+        """Lend an environment for an episode: yields what calls a function with it, in a thread.
+
+        Args:
+            timeout: seconds that a call may take; then it raises :class:`EnvironmentTimeoutError`.
+        """
+        mine = await self._take() if self._is_kept else None
+
+        async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+            nonlocal mine
+            async with self._room:
+                env = mine or await self._take()
+                call = asyncio.get_running_loop().run_in_executor(self._threads, function, env, *arguments)
+                try:
+                    done, _ = await asyncio.wait([call], timeout=timeout)
+                except asyncio.CancelledError:
+                    await asyncio.wait([call], timeout=timeout)  # it goes on; nobody else may use it meanwhile
+                    raise
+                finally:
+                    if not call.done():
+                        mine = None
+                        self._hung += 1
+                        self._all.remove(env)
+                    elif env is not mine:
+                        self._free.append(env)
+                if not done:
+                    self._check_hung(timeout)
+                return call.result()
+
+        try:
+            yield in_thread
+        finally:
+            if mine is not None:
+                self._free.append(mine)
+
+    async def _take(self) -> EnvBase:
+        if self._free:
+            return self._free.pop()
+        assert self._make is not None
+        env = await asyncio.get_running_loop().run_in_executor(self._threads, self._make)
+        self._all.append(env)
+        return env
+
+    def _check_hung(self, timeout: float | None) -> None:
+        if self._make is None:
+            raise CollectionError(
+                f"the environment did not come back within {timeout:g} s, and there is no other: pass a callable that "
+                "makes environments"
+            )
+        if self._hung > MOST_THREADS:
+            raise CollectionError(f"{self._hung} environments did not come back")
+        raise EnvironmentTimeoutError(f"the environment did not come back within {timeout:g} s")
+
+    def close(self) -> None:
+        """Close every environment; a thread that hangs is left behind."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for env in self._all:
+            if not env.is_closed:
+                env.close(raise_if_closed=False)

@@ -1,0 +1,69 @@
+"""One group: the answers to one prompt that are compared with one another."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor
+
+from torchrl_moe.collectors.prompt_stream import Prompt
+
+__all__ = ["Group", "num_segments"]
+
+
+@dataclass(slots=True)
+class Group:
+    """A prompt on its way to becoming a group of answers.
+
+    Attributes:
+        number: its place in the order of beginning.
+        prompt: from the data.
+        begun_at: monotonic seconds.
+        begun_version: of the newest weights as it began.
+        rows: once complete, one TensorDict per answer and turn, ``[rows]``.
+        oldest: the version of its oldest token.
+        ready_at: monotonic seconds as it was complete.
+        tokens: generated for it.
+    """
+
+    number: int
+    prompt: Prompt
+    begun_version: int
+    begun_at: float = field(default_factory=time.monotonic)
+    rows: TensorDictBase | None = None
+    oldest: int = -1
+    ready_at: float = 0.0
+    tokens: int = 0
+
+    def complete(self, episodes: list[list[TensorDictBase]], only_last: bool) -> None:
+        """Take what its episodes came to, sample by sample, and in each the turns in their order."""
+        samples: list[list[TensorDictBase]] = []
+        for turns in episodes:
+            samples += [list(rows) for rows in zip(*(turn.unbind(0) for turn in turns), strict=True)]
+        kept = [row for rows in samples for row in (rows[-1:] if only_last else rows)]
+        for row in kept:
+            versions = row.get(("policy_versions", "full"))
+            row.set("group_id", torch.tensor(self.number))
+            row.set("num_segments", torch.tensor(num_segments(versions)))
+        every = [row for rows in samples for row in rows]
+        versions = [int(row.get("policy_version")) for row in every]
+        self.oldest = min((version for version in versions if version >= 0), default=self.begun_version)
+        self.tokens = sum(len(row.get(("tokens", "response"))) for row in every)
+        self.rows = lazy_stack(kept)
+        self.ready_at = time.monotonic()
+
+
+def num_segments(versions: Tensor) -> int:
+    """Return in how many parts, each by other weights, an answer was generated.
+
+    Args:
+        versions: int ``[T]``, -1 where nothing was generated.
+
+    >>> num_segments(torch.tensor([-1, -1, 3, 3, 4, 6]))
+    3
+    """
+    known = versions[versions >= 0]
+    return int((known[1:] != known[:-1]).sum()) + 1 if len(known) else 0

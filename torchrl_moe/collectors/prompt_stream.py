@@ -1,0 +1,154 @@
+"""Prompts from a dataloader, one by one, with their positions, so that a collector can go on where it was."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+
+__all__ = ["Prompt", "PromptStream"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the data.
+
+    Attributes:
+        position: how many rows came before it, those of earlier epochs included.
+        data: batch size ``[]``: what the environment is reset with, such as ``"query"``.
+    """
+
+    position: int
+    data: TensorDictBase
+
+
+class PromptStream:
+    """Rows of a dataloader, without end: what is exhausted is begun again.
+
+    Args:
+        dataloader: yields mappings or TensorDicts, of one row or of a batch, and can be iterated again and again, in
+            an order that its ``generator``, or else torch's global one, decides.
+
+    Raises:
+        TypeError: it yields something else.
+        ValueError: it yields nothing.
+
+    >>> stream = PromptStream([{"query": ["a", "b"]}, {"query": ["c"]}])
+    >>> [next(stream).data["query"] for _ in range(4)]
+    ['a', 'b', 'c', 'a']
+    """
+
+    def __init__(self, dataloader: Iterable[Any]) -> None:
+        self._dataloader = dataloader
+        self._rows: deque[TensorDictBase] = deque()
+        self._again: deque[Prompt] = deque()
+        self._iterator: Iterator[Any] | None = None
+        self._position = 0
+        self._epoch_position = 0  # where this epoch began
+        self._epoch_rng: Any = None
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return self
+
+    def __next__(self) -> Prompt:
+        """Return the next row."""
+        if self._again:
+            return self._again.popleft()
+        prompt = Prompt(self._position, self._next_row())
+        self._position += 1
+        return prompt
+
+    def give_back(self, prompts: Iterable[Prompt]) -> None:
+        """Have rows come again, before any other, in their order."""
+        self._again = deque(sorted((*self._again, *prompts), key=lambda prompt: prompt.position))
+
+    @property
+    def position(self) -> int:
+        """Rows read so far, those that were given back included."""
+        return self._position
+
+    def _next_row(self) -> TensorDictBase:
+        for _ in range(2):  # this epoch, and the next
+            while not self._rows and (batch := self._next_batch()) is not None:
+                self._rows.extend(_rows_of(batch))
+            if self._rows:
+                return self._rows.popleft()
+        raise ValueError("the dataloader yields nothing")
+
+    def _next_batch(self) -> Any:
+        if self._iterator is None:
+            self._epoch_position = self._position
+            self._epoch_rng = _rng(self._dataloader).get_state()
+            self._iterator = iter(self._dataloader)
+        batch = next(self._iterator, None)
+        if batch is None:
+            self._iterator = None
+        return batch
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self, unfinished: Iterable[Prompt] = ()) -> dict[str, Any]:
+        """Return where the stream is.
+
+        Args:
+            unfinished: rows that were read and must come again; they are kept in the state.
+        """
+        again = {prompt.position: prompt.data for prompt in (*self._again, *unfinished)}
+        return {
+            "position": self._position,
+            "epoch_position": self._epoch_position,
+            "epoch_rng": self._epoch_rng,
+            "again": dict(sorted(again.items())),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another stream of the same data was; this epoch is read again up to there."""
+        self._rows.clear()
+        self._iterator = None
+        self._position = state["epoch_position"]
+        rng = _rng(self._dataloader)
+        before = rng.get_state()
+        if state["epoch_rng"] is not None:
+            rng.set_state(state["epoch_rng"])
+        self._again.clear()
+        for _ in range(state["position"] - state["epoch_position"]):
+            next(self)
+        if rng is torch.default_generator:  # it is not ours
+            rng.set_state(before)
+        self._again = deque(Prompt(position, data) for position, data in state["again"].items())
+
+
+def _rows_of(batch: Any) -> Iterable[TensorDictBase]:
+    """Return the rows of what a dataloader yields, each of batch size ``[]``."""
+    if is_tensor_collection(batch):
+        return batch.unbind(0) if batch.ndim else [batch]
+    if isinstance(batch, Mapping):
+        sizes = {
+            len(value)
+            for value in batch.values()
+            if isinstance(value, list | tuple | torch.Tensor) and _is_column(value)
+        }
+        if not sizes:
+            return [TensorDict(dict(batch))]
+        if len(sizes) > 1:
+            raise ValueError(f"the columns of a batch have different lengths: {sorted(sizes)}")
+        return TensorDict(dict(batch), batch_size=list(sizes)).unbind(0)
+    if isinstance(batch, list | tuple):
+        return [row for part in batch for row in _rows_of(part)]
+    raise TypeError(
+        f"the dataloader must yield mappings or TensorDicts, got {type(batch).__name__}: give it a collate_fn"
+    )
+
+
+def _is_column(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.ndim > 0
+
+
+def _rng(dataloader: Any) -> torch.Generator:
+    """What shuffles the data."""
+    generator = getattr(dataloader, "generator", None)
+    return torch.default_generator if generator is None else generator

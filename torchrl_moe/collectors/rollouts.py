@@ -1,0 +1,307 @@
+"""The asynchronous heart of a collector: groups begin as the schedule allows, and batches are made of whole ones.
+
+All of it runs in one event loop, in a thread of its own. Environments are reset and stepped in other threads. The
+trainer's thread asks for a batch and waits for a future.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from tensordict import TensorDictBase, lazy_stack
+
+from torchrl_moe._errors import (
+    CollectionError,
+    CollectionStalledError,
+    EngineError,
+    ReplicaDiedError,
+    RequestRefusedError,
+)
+from torchrl_moe.collectors.collection_stats import CollectionStats
+from torchrl_moe.collectors.environments import EnvironmentPool, EnvironmentTimeoutError
+from torchrl_moe.collectors.episode import Episode, gather
+from torchrl_moe.collectors.group import Group
+from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream
+from torchrl_moe.collectors.schedule import Schedule
+from torchrl_moe.collectors.settings import Settings
+from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.modules.policies.sample_request import SampleRequest
+from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
+
+__all__ = ["Rollouts"]
+
+LOG = logging.getLogger(__name__)
+STOP_SECONDS = 5.0
+GROUP_ERRORS = (RequestRefusedError, ReplicaDiedError)  # other engine errors concern all groups
+
+
+class Rollouts:
+    """Groups in flight, and those that wait for the trainer. Use it in its event loop only.
+
+    Args:
+        policy: asks its engine.
+        environments: what the answers are judged in.
+        prompts: the data.
+        settings: see there.
+        schedule: the order of the groups.
+        stats: what is counted.
+    """
+
+    def __init__(
+        self,
+        policy: vLLMWrapper,
+        environments: EnvironmentPool,
+        prompts: PromptStream,
+        settings: Settings,
+        schedule: Schedule,
+        stats: CollectionStats,
+    ) -> None:
+        self._policy = policy
+        self._engine = policy.model
+        self._environments = environments
+        self._prompts = prompts
+        self._settings = settings
+        self.schedule = schedule
+        self._stats = stats
+        self.paused = False
+        self.error: BaseException | None = None
+        self.version = self._engine.replica_table.latest_version
+        self.groups: dict[int, Group] = {}
+        """In line, by number."""
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._asked: deque[Future[TensorDictBase]] = deque()
+        self._slots = _slots(settings)
+        self._progress_at = time.monotonic()
+
+    # -- the trainer's side -----------------------------------------------------------------------------------------
+
+    def ask(self, future: Future[TensorDictBase]) -> None:
+        """Fulfil a future with the next batch; all earlier ones have been trained."""
+        self.schedule.trained()
+        self._asked.append(future)
+        self.turn()
+
+    def turn(self) -> None:
+        """Give out what is ready, and begin what may begin."""
+        if self.error is not None:
+            self._fail_all()
+            return
+        try:
+            self._see_version()
+            self._drop_stale()
+            self._give_out()
+            while not self.paused and self.schedule.may_begin:
+                self._begin(next(self._prompts))
+        except Exception as error:  # noqa: BLE001  whatever it is, the trainer must get it
+            self.fail(error)
+
+    def _see_version(self) -> None:
+        newest = self._engine.replica_table.latest_version
+        for _ in range(newest - self.version):
+            self.schedule.updated()
+        self.version = max(newest, self.version)
+
+    def _give_out(self) -> None:
+        while self._is_wanted() and (numbers := self.schedule.take()):
+            groups = [self.groups.pop(number) for number in numbers]
+            self._progress_at = time.monotonic()
+            self._stats.gave_out(groups, self.version)
+            batch = lazy_stack([row for group in groups for row in _rows(group)])
+            self._asked.popleft().set_result(batch)
+
+    def _is_wanted(self) -> bool:
+        while self._asked and self._asked[0].cancelled():
+            self._asked.popleft()
+        return bool(self._asked)
+
+    # -- groups -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, prompt: Prompt) -> None:
+        number = self.schedule.begin()
+        group = self.groups[number] = Group(number, prompt, self.version)
+        oldest_allowed = self.version - self.schedule.slack(number)
+        self._tasks[number] = task = asyncio.get_running_loop().create_task(self._play(group, oldest_allowed))
+        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+
+    async def _play(self, group: Group, oldest_allowed: int) -> None:
+        """Bring a group to its end."""
+        try:
+            size = self._environments.group_size
+            count = self._settings.group_size
+            lives = [self._live(group, start, size, oldest_allowed) for start in range(0, count, size)]
+            episodes = await gather(lives)
+            if group.number not in self.groups:  # dropped meanwhile
+                return
+            group.complete(episodes, self._settings.only_last_turns)
+            self._progress_at = time.monotonic()
+            if self._settings.group_filter is not None and not self._settings.group_filter(group.rows):
+                self._drop(group, "filtered")
+            else:
+                self._stats.completed(group)
+                self.schedule.ready(group.number)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001  environments and rewards are the user's
+            if group.number in self.groups:
+                self._failed(group, error)
+        self.turn()
+
+    async def _live(self, group: Group, start: int, size: int, oldest_allowed: int) -> list[TensorDictBase]:
+        """Play the samples of one environment."""
+
+        async def generate(request: SampleRequest, index: int) -> Completion:
+            return await self._generate(request, f"{id(self):x}-{group.number}-{start + index}", oldest_allowed)
+
+        async with self._environments.lend(self._settings.reward_timeout) as in_thread:
+            data = lazy_stack([group.prompt.data.copy() for _ in range(size)])
+            return await Episode(self._policy, generate, in_thread).run(data)
+
+    async def _generate(self, request: SampleRequest, session: str, oldest_allowed: int) -> Completion:
+        """Ask the engine for one answer; a slot is taken for just that long."""
+        arguments = {"session_id": session, **request.arguments}
+        if oldest_allowed > 0:
+            arguments["min_version"] = max(oldest_allowed, arguments.get("min_version") or 0)
+        async with self._slots:
+            self._stats.in_flight += 1
+            try:
+                completion = await self._engine.agenerate(**arguments)
+            finally:
+                self._stats.in_flight -= 1
+        if completion.aborted:
+            raise EngineError(f"request {completion.request_id!r} was aborted", [completion])
+        self._progress_at = time.monotonic()
+        return completion
+
+    def _failed(self, group: Group, error: Exception) -> None:
+        """Count a failure; more than may be end the collection."""
+        if isinstance(error, EngineError | CollectionError) and not isinstance(error, GROUP_ERRORS):
+            self.fail(error)
+            return
+        self._stats.failures += 1
+        LOG.warning("group %d failed at prompt %d (%s): %r", group.number, group.prompt.position, _words(group), error)
+        error.add_note(f"at prompt {group.prompt.position}: {_words(group)}")
+        self._drop(group, "reward_timeout" if isinstance(error, EnvironmentTimeoutError) else "failed")
+        if self._stats.failures > self._settings.max_failures:
+            self.fail(error)
+
+    def _drop(self, group: Group, reason: str) -> None:
+        """Take a group out; another one begins in its stead."""
+        self.schedule.drop(group.number)
+        del self.groups[group.number]
+        self._stats.dropped(reason)
+
+    def _drop_stale(self) -> None:
+        """Give up groups that are too old already, also those that are being generated."""
+        if self._settings.on_stale != "drop":
+            return
+        for group in list(self.groups.values()):
+            oldest = group.begun_version if group.rows is None else group.oldest
+            if self.version - oldest > self._settings.max_staleness:
+                self._drop(group, "stale")
+                if (task := self._tasks.get(group.number)) is not None:
+                    task.cancel()
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data, prompts under way, and complete groups."""
+        under_way = [group.prompt for group in self.groups.values() if group.rows is None]
+        ready = [group for group in self.groups.values() if group.rows is not None]
+        return {
+            "prompts": self._prompts.state_dict(under_way),
+            "ready": [
+                {
+                    "position": group.prompt.position,
+                    "data": group.prompt.data,
+                    "rows": group.rows,
+                    "oldest": group.oldest,
+                }
+                for group in ready
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, with the complete groups first.
+
+        Raises:
+            RuntimeError: groups have begun already.
+        """
+        if self.groups:
+            raise RuntimeError("load_state_dict must be called before the first batch is asked for")
+        self._prompts.load_state_dict(state["prompts"])
+        for entry in state["ready"]:
+            group = Group(self.schedule.begin(), Prompt(entry["position"], entry["data"]), self.version)
+            group.rows, group.oldest = entry["rows"], entry["oldest"]
+            self.groups[group.number] = group
+            self.schedule.ready(group.number)
+
+    # -- ends -------------------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error, which the trainer gets."""
+        if self.error is None:
+            self.error = error
+        self._cancel_all()
+        self._fail_all()
+
+    def _fail_all(self) -> None:
+        assert self.error is not None
+        while self._asked:
+            future = self._asked.popleft()
+            if not future.done():
+                future.set_exception(self.error)
+
+    def _cancel_all(self) -> None:
+        for task in list(self._tasks.values()):
+            task.cancel()
+
+    async def stop(self) -> None:
+        """End everything that is under way."""
+        tasks = list(self._tasks.values())
+        self._cancel_all()
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_SECONDS)
+
+    async def watch(self) -> None:
+        """Fail if nothing moves for too long while somebody waits; look for new weights."""
+        limit = self._settings.heartbeat_timeout
+        while self.error is None:
+            await asyncio.sleep(min(0.5, limit / 4 if limit else 0.5))
+            self.turn()
+            is_awaited = self._asked and not self.paused
+            if not is_awaited:
+                self._progress_at = time.monotonic()
+            elif limit is not None and time.monotonic() - self._progress_at > limit:
+                self.fail(CollectionStalledError(f"nothing has moved for {limit:g} s: {self.waits()}"))
+
+    def waits(self) -> str:
+        """Return, in words, what everything waits for."""
+        running = [group.number for group in self.groups.values() if group.rows is None]
+        return (
+            f"{len(running)} groups are under way (the oldest is {min(running, default=None)}), "
+            f"{self.schedule.ready_groups} are ready, {self.schedule.groups_per_batch} make a batch; "
+            f"{self._stats.in_flight} answers are being generated; {self._engine.replica_table!r}"
+        )
+
+
+def _slots(settings: Settings) -> asyncio.Semaphore | contextlib.AbstractAsyncContextManager[None]:
+    """How many answers may be generated at a time; by itself the engine admits what it can."""
+    return contextlib.nullcontext() if settings.max_in_flight == "auto" else asyncio.Semaphore(settings.max_in_flight)
+
+
+def _rows(group: Group) -> list[TensorDictBase]:
+    assert group.rows is not None
+    return list(group.rows.unbind(0))
+
+
+def _words(group: Group) -> str:
+    """The prompt, cut to a line."""
+    text = ", ".join(f"{key}={value!r}" for key, value in group.prompt.data.to_dict().items())
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,0 +1,180 @@
+"""Which groups of answers may begin, and which are given to the trainer, so that none is older than allowed.
+
+Pure bookkeeping: no thread, no clock. Letters: P groups in a batch, S the greatest staleness, W the window.
+
+A group's age is counted in weight updates, from the version of its oldest token to the version that is trained when it
+is used, so the time that it waits counts too. With one update per batch, a group that begins while batch T is awaited
+and is used in batch b has an age of at most b - T: so a group begins only if its place in line puts it into batch T + S
+or an earlier one. ``fifo`` gives out the head of the line; ``window`` any of its oldest W, so that a long answer holds
+nobody up, and at most W - 1 groups overtake another: its age is at most S + ceil((W - 1) / P).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+__all__ = ["Order", "Schedule"]
+
+Order = Literal["fifo", "window", "ready"]
+ORDERS = ("fifo", "window", "ready")
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    group: int
+    is_ready: bool = False
+    is_taken: bool = False
+
+
+class Schedule:
+    """The line of groups, from their beginning to the trainer.
+
+    Args:
+        groups_per_batch: P.
+        max_staleness: S; 0 begins the next batch when the last one has been trained.
+        order: which groups of the line a batch may be made of.
+        window: W as a share of the (S + 1) P groups that may be in line; read for ``"window"`` only.
+        over_sample: how many times (S + 1) P groups may be in line; the surplus grows too old and must be dropped.
+
+    Raises:
+        ValueError: an argument is out of its range.
+
+    >>> schedule = Schedule(groups_per_batch=2, max_staleness=0, order="fifo")
+    >>> [schedule.begin() for _ in range(2)], schedule.may_begin
+    ([0, 1], False)
+    >>> schedule.ready(1), schedule.take()
+    (None, [])
+    >>> schedule.ready(0), schedule.take()
+    (None, [0, 1])
+    >>> schedule.trained(), schedule.may_begin
+    (None, True)
+    """
+
+    def __init__(
+        self,
+        groups_per_batch: int,
+        max_staleness: int,
+        order: Order = "window",
+        window: float = 0.3,
+        over_sample: float = 1.0,
+    ) -> None:
+        if groups_per_batch < 1:
+            raise ValueError(f"groups_per_batch must be at least 1, got {groups_per_batch}")
+        if max_staleness < 0:
+            raise ValueError(f"max_staleness must be at least 0, got {max_staleness}")
+        if order not in ORDERS:
+            raise ValueError(f"order must be one of {ORDERS}, got {order!r}")
+        if not 0 < window <= 1:
+            raise ValueError(f"window must be above 0 and at most 1, got {window}")
+        if not over_sample >= 1:
+            raise ValueError(f"over_sample must be at least 1, got {over_sample}")
+        self.groups_per_batch = groups_per_batch
+        self.max_staleness = max_staleness
+        self._over_sample = over_sample
+        places = (max_staleness + 1) * groups_per_batch
+        self.window = {"fifo": 1, "window": max(1, int(window * places))}.get(order)
+        """W; ``None`` for any group of the line."""
+        self._line: deque[_Place] = deque()
+        self._places: dict[int, _Place] = {}  # of the groups that are not taken
+        self.ready_groups = 0
+        """Groups that are complete and not given out."""
+        self._begun = 0
+        self._given = 0  # batches
+        self._trained = 0
+        self._updates = 0  # since the last batch was given
+        self._most_updates = 1  # between two batches, seen so far
+
+    @property
+    def in_line(self) -> int:
+        """Groups that have begun and are not given out."""
+        return len(self._places)
+
+    @property
+    def batches(self) -> int:
+        """Batches given out."""
+        return self._given
+
+    @property
+    def _lead(self) -> int:
+        """Batches that a group may be ahead: S, or less if the weights change more than once a batch."""
+        return self.max_staleness // self._most_updates
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a group that begins now will not be too old when its turn comes."""
+        room = math.ceil((self._lead + 1) * self.groups_per_batch * self._over_sample)
+        return self._given * self.groups_per_batch + self.in_line < self._trained * self.groups_per_batch + room
+
+    def begin(self) -> int:
+        """Put a group in line, and return its number."""
+        group = self._begun
+        self._begun += 1
+        self._places[group] = place = _Place(group)
+        self._line.append(place)
+        return group
+
+    def slack(self, group: int) -> int:
+        """Return by how many updates the weights that a group is generated with may lag behind the newest."""
+        before = sum(place.group < group for place in self._places.values())
+        batch = self._given + before // self.groups_per_batch
+        return max(0, self.max_staleness - (batch - self._trained) * self._most_updates)
+
+    def ready(self, group: int) -> None:
+        """Note that a group is complete."""
+        self._places[group].is_ready = True
+        self.ready_groups += 1
+
+    def drop(self, group: int) -> None:
+        """Take a group out of the line; another one may begin in its stead, at the end."""
+        place = self._places.pop(group)
+        self.ready_groups -= place.is_ready
+        self._line.remove(place)
+        self._trim()
+
+    def take(self) -> list[int]:
+        """Return the groups of the next batch, oldest first, and take them out; ``[]`` if they are not all complete."""
+        if self.ready_groups < self.groups_per_batch:
+            return []
+        found = list(islice((place for place in self._reachable() if place.is_ready), self.groups_per_batch))
+        if len(found) < self.groups_per_batch:
+            return []
+        for place in found:
+            place.is_taken = True
+            del self._places[place.group]
+        self.ready_groups -= len(found)
+        self._trim()
+        self._given += 1
+        self._most_updates = max(self._most_updates, self._updates)
+        self._updates = 0
+        return sorted(place.group for place in found)
+
+    def _reachable(self) -> Iterator[_Place]:
+        """The groups that may be taken now. Taking the head moves the window on."""
+        visited: list[_Place] = []
+        head = 0
+        for i, place in enumerate(self._line):
+            visited.append(place)
+            while head < i and (visited[head].is_taken or visited[head].is_ready):
+                head += 1
+            if self.window is not None and i >= head + self.window:
+                return
+            if not place.is_taken:
+                yield place
+
+    def _trim(self) -> None:
+        while self._line and self._line[0].is_taken:
+            self._line.popleft()
+
+    def updated(self) -> None:
+        """Note that the weights have changed; if a batch is out, it has been trained."""
+        self._updates += 1
+        self._trained = min(self._trained + 1, self._given)
+
+    def trained(self) -> None:
+        """Note that the trainer has done with all batches it was given, whether the weights changed or not."""
+        self._trained = self._given
