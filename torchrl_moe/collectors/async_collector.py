@@ -18,6 +18,7 @@ from torchrl_moe._errors import CollectionError
 from torchrl_moe.collectors.arguments import EnvLike, environments_of, policy_of, refuse, settings_of
 from torchrl_moe.collectors.collection_stats import CollectionStats
 from torchrl_moe.collectors.environments import EnvironmentPool
+from torchrl_moe.collectors.evaluation import evaluate
 from torchrl_moe.collectors.prompt_stream import PromptStream
 from torchrl_moe.collectors.rollouts import Rollouts
 from torchrl_moe.collectors.schedule import Order, Schedule
@@ -313,6 +314,12 @@ class AsyncLLMCollector(BaseCollector):
         if self.total_dialog_turns >= 0:
             found |= {"total_frames": self.total_dialog_turns, "completed": self._has_enough}
         return found | self._collection.scalars()
+
+    def evaluate(
+        self, env: EnvLike, n: int, *, dataloader: Iterable[Any] | None = None, **generate_kwargs: Any
+    ) -> TensorDictBase:
+        """Answer ``n`` held-out prompts, before anything else, while the collection goes on; see :func:`evaluate`."""
+        return evaluate(self.policy, env, n, dataloader, **generate_kwargs)
 
     # -- state ------------------------------------------------------------------------------------------------------
 

@@ -156,9 +156,9 @@ class EnvironmentPool:
             raise CollectionError(f"{self._hung} environments did not come back")
         raise EnvironmentTimeoutError(f"the environment did not come back within {timeout:g} s")
 
-    def close(self) -> None:
-        """Close every environment; a thread that hangs is left behind."""
+    def close(self, keep: EnvBase | None = None) -> None:
+        """Close every environment but ``keep``; a thread that hangs is left behind."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for env in self._all:
-            if not env.is_closed:
+            if env is not keep and not env.is_closed:
                 env.close(raise_if_closed=False)

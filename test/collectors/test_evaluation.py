@@ -1,0 +1,88 @@
+"""Held-out prompts are answered once each, first, without routes, and the collection goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+from torchrl.envs import EnvBase, StepCounter
+from torchrl.envs.llm import DatasetChatEnv
+
+from support.collecting import TOKENIZER, Questions, chat, policy_of, queries
+from torchrl_moe.collectors import AsyncLLMCollector
+from torchrl_moe.collectors.evaluation import evaluate
+from torchrl_moe.testing import FakeAsyncVLLM
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeAsyncVLLM]:
+    with FakeAsyncVLLM() as engine:
+        yield engine
+
+
+def test_each_prompt_is_answered_once_in_the_order_of_the_data(engine: FakeAsyncVLLM) -> None:
+    rows = evaluate(policy_of(engine), chat(1, reward=lambda query: float(query[1:])), 5, Questions(9))
+    assert queries(rows) == ["q0", "q1", "q2", "q3", "q4"]
+    assert rows["next", "reward"].flatten().tolist() == [0, 1, 2, 3, 4]
+    assert "routed_experts" not in rows.keys()  # noqa: SIM118
+    assert {request.priority for request in engine.replicas[0].submitted} == {-1 << 30}
+
+
+def test_the_last_turn_is_returned(engine: FakeAsyncVLLM) -> None:
+    rows = evaluate(policy_of(engine), lambda: chat(1, turns=3), 2, Questions())
+    assert rows["next", "step_count"].flatten().tolist() == [3, 3]
+
+
+def test_an_environment_of_many_samples_is_made_again_and_brings_its_data(engine: FakeAsyncVLLM) -> None:
+    env = DatasetChatEnv.from_dataloader(Questions(8), repeats=4, batch_size=(16,), tokenizer=TOKENIZER)
+    rows = evaluate(policy_of(engine), env.append_transform(StepCounter(max_steps=1)), 3)
+    assert queries(rows) == ["q0", "q1", "q2"]
+
+
+def test_an_environment_can_be_used_again_and_those_that_were_made_are_closed(engine: FakeAsyncVLLM) -> None:
+    made = []
+
+    def make() -> EnvBase:
+        made.append(chat(1))
+        return made[-1]
+
+    policy, env = policy_of(engine), chat(1)
+    assert queries(evaluate(policy, env, 2, Questions())) == queries(evaluate(policy, env, 2, Questions()))
+    evaluate(policy, make, 2, Questions())
+    assert all(one.is_closed for one in made)
+    assert not env.is_closed
+
+
+def test_generation_can_be_changed(engine: FakeAsyncVLLM) -> None:
+    evaluate(policy_of(engine), chat(1), 1, Questions(), temperature=0.0, max_new_tokens=2)
+    (request,) = engine.replicas[0].submitted
+    assert (request.param("temperature"), request.param("max_tokens")) == (0.0, 2)
+
+
+def test_a_collection_goes_on_beside_it(engine: FakeAsyncVLLM) -> None:
+    engine.replicas[0].token_seconds = 1e-3
+    collector = AsyncLLMCollector(chat(2), policy=policy_of(engine), dataloader=Questions(), group_size=2, order="fifo")
+    batches = iter(collector)
+    seen = queries(next(batches))[::2]
+    assert queries(collector.evaluate(chat(1), 2, dataloader=Questions())) == ["q0", "q1"]
+    seen += [query for batch in islice(batches, 4) for query in queries(batch)[::2]]
+    collector.shutdown()
+    assert seen == ["q0", "q1", "q2", "q3", "q4"]
+
+
+def test_it_works_inside_a_running_event_loop(engine: FakeAsyncVLLM) -> None:
+    policy = policy_of(engine)
+
+    async def cell() -> list[str]:
+        return queries(evaluate(policy, chat(1), 2, Questions()))
+
+    assert asyncio.run(cell()) == ["q0", "q1"]
+
+
+def test_nothing_to_answer_is_refused(engine: FakeAsyncVLLM) -> None:
+    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+        evaluate(policy_of(engine), chat(1), 0, Questions())
+    with pytest.raises(ValueError, match="there is no data"):
+        evaluate(policy_of(engine), chat(1), 1)
