@@ -42,17 +42,23 @@ def test_an_environment_of_many_samples_is_made_again_and_brings_its_data(engine
 
 
 def test_an_environment_can_be_used_again_and_those_that_were_made_are_closed(engine: FakeAsyncVLLM) -> None:
-    made = []
+    closed: list[EnvBase] = []
+    made: list[EnvBase] = []
+
+    def noted() -> EnvBase:
+        one = chat(1)
+        one.close = lambda **_: closed.append(one)
+        return one
 
     def make() -> EnvBase:
-        made.append(chat(1))
+        made.append(noted())
         return made[-1]
 
-    policy, env = policy_of(engine), chat(1)
+    policy, env = policy_of(engine), noted()
     assert queries(evaluate(policy, env, 2, Questions())) == queries(evaluate(policy, env, 2, Questions()))
     evaluate(policy, make, 2, Questions())
-    assert all(one.is_closed for one in made)
-    assert not env.is_closed
+    assert made
+    assert {id(one) for one in closed} == {id(one) for one in made}
 
 
 def test_generation_can_be_changed(engine: FakeAsyncVLLM) -> None:

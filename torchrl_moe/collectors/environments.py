@@ -160,5 +160,5 @@ class EnvironmentPool:
         """Close every environment but ``keep``; a thread that hangs is left behind."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for env in self._all:
-            if env is not keep and not env.is_closed:
+            if env is not keep:
                 env.close(raise_if_closed=False)
