@@ -1,8 +1,8 @@
 """How much sooner batches come, by the schedule of ``AsyncLLMCollector``, than if generating and training take turns.
 
 An event simulation around the real :class:`Schedule`: slots that generate answers of log-normal lengths, and a trainer
-that takes a batch of 16 groups of 8 and updates the weights, which holds generation up for a moment. The unit of time is
-the mean answer. Against taking turns: all answers of a batch, then the training, then the next.
+that takes a batch of 16 groups of 8 and updates the weights, which holds generation up. The unit of time is the mean
+answer. Against taking turns: all answers of a batch, then the training, then the next.
 """
 
 from __future__ import annotations

@@ -156,6 +156,13 @@ def service_of(name: str | None = None, namespace: str | None = None, resources:
     return replica._service
 
 
+def test_an_access_token_does_not_travel_in_actor_arguments(started: list[bool]) -> None:
+    with pytest.raises(ValueError, match=r"hf_token: Ray keeps and shows .* set HF_TOKEN in the environment"):
+        ray_factory(
+            kind, {**ARGUMENTS, "hf_token": "hf_secret"}, 1, name=None, namespace=None, resources=None, verbose=True
+        )
+
+
 def test_without_a_name_it_has_one_that_nobody_else_has_and_ends_with_its_driver(started: list[bool]) -> None:
     one, two = service_of(), service_of()
     assert one.name != two.name

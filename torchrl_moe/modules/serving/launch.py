@@ -174,7 +174,15 @@ def ray_factory(
         resources: what a replica asks of one node; ``None``: a CPU for each device, and a GPU if the cluster has any.
         verbose: whether vLLM logs at its own default level.
         log_folder: where logs stay, on each replica's node; ``None``: they go with their replicas.
+
+    Raises:
+        ValueError: the arguments hold an access token.
     """
+    if isinstance(arguments.get("hf_token"), str):
+        raise ValueError(
+            "hf_token: Ray keeps and shows what actors are made with. Leave it out, and set HF_TOKEN in the "
+            "environment of this process, which sends it to the replicas by its own connections."
+        )
     from torchrl_moe.modules.backends.ray.cluster import default_resources, join_cluster
     from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
     from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE, RayService
