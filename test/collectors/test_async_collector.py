@@ -19,7 +19,7 @@ from torchrl.envs.llm import DatasetChatEnv
 
 from support.collecting import TOKENIZER, Questions, chat, new_weights, plain, policy_of, queries
 from support.waiting import until
-from torchrl_moe._errors import CollectionError, CollectionStalledError, ReplicaDiedError
+from torchrl_moe._errors import CollectionError, CollectionStalledError, GenerationTimeout, ReplicaDiedError
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -361,7 +361,7 @@ def test_nothing_begins_during_a_pause(collect: Callable[..., AsyncLLMCollector]
         next(batches)
 
 
-def test_after_a_shutdown_it_says_so_and_the_engine_still_serves(
+def test_after_a_shutdown_its_state_can_be_saved_and_the_engine_still_serves(
     collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
 ) -> None:
     collector = collect()
@@ -369,8 +369,7 @@ def test_after_a_shutdown_it_says_so_and_the_engine_still_serves(
     collector.shutdown()
     collector.shutdown()
     assert next(iter(collector), None) is None
-    with pytest.raises(RuntimeError, match="shut down"):
-        collector.state_dict()
+    assert collector.state_dict()["frames"] == 2
     assert engine.generate("a", use_tqdm=False).outputs
 
 
@@ -419,6 +418,92 @@ def test_a_restored_collector_uses_each_prompt_once(engine: FakeAsyncVLLM) -> No
     seen += [query for batch in islice(second, 7) for query in queries(batch)[::2]]
     second.shutdown()
     assert sorted(seen) == sorted(f"q{i}" for i in range(40))
+
+
+def test_a_state_can_be_loaded_after_weights_were_pushed_and_numbers_go_on(
+    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+) -> None:
+    first = collect(groups_per_batch=2, max_staleness=1, order="fifo")
+    groups = next(iter(first)).get("group_id").tolist()
+    until(lambda: first._schedule.ready_groups == 2)
+    state = first.state_dict()
+    first.shutdown()
+    second = collect(groups_per_batch=2, max_staleness=1, order="fifo")
+    new_weights(engine, 40)
+    second.increment_version()
+    second.state_dict()
+    with second.pause():
+        pass
+    second.load_state_dict(state)
+    for batch in islice(second, 3):
+        groups += batch.get("group_id").tolist()
+        assert second.stats()["inference/queue_age"] < 60
+    assert groups == sorted(groups)
+    assert set(Counter(groups).values()) == {2}
+    with pytest.raises(RuntimeError, match="before the first batch"):
+        second.load_state_dict(state)
+
+
+def test_after_an_error_it_raises_again_and_its_state_can_be_saved(collect: Callable[..., AsyncLLMCollector]) -> None:
+    collector = collect(chat(2, reward=failing), groups_per_batch=4)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            next(iter(collector))
+    assert collector.state_dict()["frames"] == 0
+
+
+def test_the_data_ends_after_the_last_whole_batch(collect: Callable[..., AsyncLLMCollector]) -> None:
+    batches = iter(collect(groups_per_batch=3, dataloader=iter(list(Questions(7))), order="fifo"))
+    assert queries(next(batches))[::2] == ["q0", "q1", "q2"]
+    assert queries(next(batches))[::2] == ["q3", "q4", "q5"]
+    with pytest.raises(ValueError, match="the dataloader yields nothing"):
+        next(batches)
+
+
+def test_when_the_holder_of_the_newest_weights_dies_others_are_waited_for(
+    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+) -> None:
+    batches = iter(collect(groups_per_batch=2, max_staleness=0))
+    next(batches)
+    engine.replicas[0].version = 1
+    engine.replica_table.set_version(0, 1)
+    engine.replicas[0].die()
+    late = threading.Timer(0.3, new_weights, (engine, 1))
+    late.start()
+    assert next(batches).get("policy_version").tolist() == [1] * 4
+    late.join()
+
+
+def test_an_engines_error_in_a_reward_costs_its_group_only(collect: Callable[..., AsyncLLMCollector]) -> None:
+    def judge(query: str) -> float:
+        if query == "q0":
+            raise GenerationTimeout("the judge is late")
+        return 1.0
+
+    batch = next(iter(collect(chat(2, reward=judge), groups_per_batch=2, max_failures=1, order="fifo")))
+    assert queries(batch)[::2] == ["q1", "q2"]
+
+
+def test_a_filter_may_ask_the_collector(collect: Callable[..., AsyncLLMCollector]) -> None:
+    asked: list[Any] = []
+    collector = collect(groups_per_batch=2, group_filter=lambda rows: asked.append(collector.state_dict()) or True)
+    next(iter(collector))
+    assert len(asked) >= 2
+
+
+def test_pauses_can_be_nested(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
+    collector = collect(groups_per_batch=2)
+    batches = iter(collector)
+    next(batches)
+    with collector.pause():
+        with collector.pause():
+            pass
+        until(lambda: collector._schedule.ready_groups == collector._schedule.in_line)
+        asked = sum(len(replica.submitted) for replica in engine.replicas)
+        next(batches)
+        time.sleep(0.05)
+        assert sum(len(replica.submitted) for replica in engine.replicas) == asked
+    next(batches)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

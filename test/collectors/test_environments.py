@@ -157,15 +157,39 @@ def test_one_that_has_no_other_says_so() -> None:
 def test_there_is_an_end_to_giving_up() -> None:
     over = threading.Event()
     pool = EnvironmentPool(chat(1), lambda: chat(1))
-    try:
+
+    async def episode() -> None:
+        async with pool.lend(0.02) as in_thread:
+            await in_thread(lambda env: over.wait(60))
+
+    async def main() -> None:
         for _ in range(MOST_THREADS):
             with pytest.raises(EnvironmentTimeoutError):
-                hang(pool, over)
+                await episode()
         with pytest.raises(CollectionError, match=f"{MOST_THREADS + 1} environments did not come back"):
-            hang(pool, over)
+            await episode()
+        over.set()
+        while pool._hung:
+            await asyncio.sleep(0.01)
+        async with pool.lend(None) as in_thread:  # they have come back
+            assert await in_thread(lambda env: 3) == 3
+
+    try:
+        asyncio.run(main())
     finally:
         over.set()
         pool.close()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), StopIteration(), KeyboardInterrupt(), asyncio.CancelledError()])
+def test_what_would_end_a_loop_or_a_task_is_an_error_like_any(error: BaseException) -> None:
+    def fail(env: EnvBase) -> None:
+        raise error
+
+    pool = EnvironmentPool(chat(2), None)
+    with pytest.raises(RuntimeError, match=f"an environment raised {type(error).__name__}"):
+        both_at_once(pool, fail, count=1)
+    pool.close()
 
 
 def test_a_cancelled_episode_gives_its_environment_back_when_the_call_is_over() -> None:

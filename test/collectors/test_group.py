@@ -64,3 +64,17 @@ def test_a_group_without_a_token_is_as_old_as_its_beginning() -> None:
     one = group()
     one.complete([[turn([-1])]], only_last=False)
     assert one.oldest == 9
+
+
+def test_a_restored_group_is_as_old_as_it_was_and_apart_from_the_trainers_rows() -> None:
+    one = group()
+    one.complete([[turn([3, 3])]], only_last=False)
+    state = one.state_dict(version=5)
+    assert one.rows is not None
+    one.rows[0].set("advantage", torch.ones(1))
+    again = Group.restored(8, state, version=20)
+    assert again.rows is not None
+    assert "advantage" not in again.rows[0].keys()  # noqa: SIM118
+    assert (again.number, again.oldest, again.tokens) == (8, 18, 2)
+    assert again.rows["group_id"].tolist() == [7]
+    assert again.ready_at > 0

@@ -60,16 +60,6 @@ def test_a_request_begins_what_may_begin_and_is_fulfilled(engine: FakeAsyncVLLM)
     with_rollouts(engine, use)
 
 
-def test_a_request_that_was_given_up_takes_no_batch(engine: FakeAsyncVLLM) -> None:
-    async def use(rollouts: Rollouts) -> None:
-        given_up: Future[TensorDictBase] = Future()
-        rollouts.ask(given_up)
-        given_up.cancel()
-        assert queries(await batch_of(rollouts))[::2] == ["q0", "q1"]
-
-    with_rollouts(engine, use)
-
-
 def test_an_answer_that_somebody_aborts_is_no_answer(engine: FakeAsyncVLLM) -> None:
     engine.replicas[0].token_seconds = 60.0
 

@@ -109,17 +109,55 @@ def test_over_sampling_begins_more() -> None:
     assert len(fill(Schedule(4, 0, "ready", over_sample=1.5))) == 6
 
 
-def test_two_updates_a_batch_halve_the_lead() -> None:
+@pytest.mark.parametrize("updates", [1, 2, 3, 4])
+@pytest.mark.parametrize("staleness", [0, 1, 2, 5])
+def test_with_several_updates_a_batch_the_bound_holds_from_the_third_batch_on(staleness: int, updates: int) -> None:
+    schedule, version, begun, ages = Schedule(2, staleness, "fifo"), 0, {}, []
+    is_ready: set[int] = set()
+    for _ in range(30):
+        begun |= dict.fromkeys(fill(schedule), version)
+        for group in begun.keys() - is_ready:
+            schedule.ready(group)
+        is_ready |= begun.keys()
+        ages.append(max(version - begun[group] for group in schedule.take()))
+        for _ in range(updates):
+            version += 1
+            schedule.updated()
+            begun |= dict.fromkeys(fill(schedule), version)
+        schedule.trained()
+    assert max(ages[staleness + 3 :]) <= staleness
+
+
+def test_a_burst_of_updates_is_forgotten_and_those_before_the_first_batch_do_not_count() -> None:
     schedule = Schedule(1, 2, "fifo")
-    for group in fill(schedule):
-        schedule.ready(group)
-    schedule.take()
-    schedule.updated()
-    schedule.updated()
-    schedule.take()  # two updates came between two batches
-    schedule.trained()
-    assert schedule.in_line == 1
-    assert len(fill(schedule)) == 1  # S // 2 = 1 batch ahead, beside the one that is awaited
+    schedule.updated(1000)  # the weights of a restored trainer
+    assert len(fill(schedule)) == 3
+    in_line = []
+    for batch in range(12):
+        for group in range(schedule.begun - schedule.in_line, schedule.begun):
+            schedule.ready(group)
+        schedule.take()
+        schedule.updated(3 if batch == 2 else 1)
+        schedule.trained()
+        fill(schedule)
+        in_line.append(schedule.in_line)
+    assert min(in_line) == 1  # S // 3 = 0 batches ahead
+    assert in_line[-1] == 3
+
+
+def test_numbers_go_on_after_a_restart() -> None:
+    schedule = Schedule(2, 0)
+    schedule.restart(7)
+    assert fill(schedule) == [7, 8]
+
+
+def test_the_newest_group_may_lag_by_what_its_place_in_line_leaves() -> None:
+    schedule = Schedule(2, 2, "fifo")
+    slacks = []
+    while schedule.may_begin:
+        schedule.begin()
+        slacks.append(schedule.slack)
+    assert slacks == [2, 2, 1, 1, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +199,7 @@ def test_no_group_is_older_than_promised_and_none_comes_twice(
             group = schedule.begin()
             begun[group] = version
             waiting.add(group)
-            assert version - schedule.slack(group) <= version
+            assert 0 <= schedule.slack <= staleness
         if event == "take":
             if batch := schedule.take():
                 assert len(batch) == per_batch

@@ -31,6 +31,10 @@ __all__ = ["AsyncLLMCollector"]
 JOIN_SECONDS = 5.0
 
 
+class _ShutDown(CollectionError):
+    """The collector was shut down, and nothing was wrong."""
+
+
 class AsyncLLMCollector(BaseCollector):
     """Collects groups of answers without pause, for a trainer that takes them batch by batch.
 
@@ -126,7 +130,7 @@ class AsyncLLMCollector(BaseCollector):
         self.settings = settings = settings_of(given, repeats)
         self.postproc, self.replay_buffer, self.verbose = postproc, replay_buffer, verbose
         self.total_dialog_turns = self.total_frames = total_dialog_turns
-        self._updater = weight_updater
+        self.weight_updater = weight_updater
         self._prompts = PromptStream(dataloader)
         self._schedule = Schedule(settings.groups_per_batch, max_staleness, order, window, over_sample)
         self._environments = EnvironmentPool(self.env, make)
@@ -144,11 +148,14 @@ class AsyncLLMCollector(BaseCollector):
         self._watches = self._is_over = False
         self._writer: threading.Thread | None = None
         self._iterator: Iterator[TensorDictBase | None] | None = None
+        self._awaited: Future[TensorDictBase] | None = None
 
     # -- batches ----------------------------------------------------------------------------------------------------
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Yield batches, ``[rows]``; with a buffer, extend it and yield ``None``."""
+        if self._failure is not None:
+            raise self._failure
         while not self._has_enough:
             batch = self._take_batch()
             if self.replay_buffer is None:
@@ -158,7 +165,7 @@ class AsyncLLMCollector(BaseCollector):
                 yield None
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
-        """Yield batches; after an error the collector is shut down."""
+        """Yield batches; after an error the collector is shut down, and raises it again."""
         try:
             yield from self.iterator()
         except Exception:
@@ -166,20 +173,28 @@ class AsyncLLMCollector(BaseCollector):
             raise
 
     @property
+    def _failure(self) -> BaseException | None:
+        """What ended the collection, if not a shutdown."""
+        error = self._rollouts.error
+        return None if isinstance(error, _ShutDown) else error
+
+    @property
     def _has_enough(self) -> bool:
         return self._is_over or 0 <= self.total_dialog_turns <= self._frames
 
     def _take_batch(self) -> TensorDictBase:
-        """Wait for the next batch. A Ctrl-C leaves everything running: the next call waits again."""
+        """Wait for the next batch. A Ctrl-C leaves everything running, and the next call waits for the same batch."""
         started = time.monotonic()
-        future: Future[TensorDictBase] = Future()
-        if not self._call(self._rollouts.ask, future):
-            raise RuntimeError("the collector was shut down")
+        if self._awaited is None:
+            self._awaited = Future()
+            if not self._call(self._rollouts.ask, self._awaited):
+                raise RuntimeError("the collector was shut down")
         try:
-            batch = future.result()
-        except BaseException:
-            future.cancel()
+            batch = self._awaited.result()
+        except Exception:
+            self._awaited = None
             raise
+        self._awaited = None
         self._collection.waited += time.monotonic() - started
         self._frames += batch.numel()
         if self.postproc is not None:
@@ -204,7 +219,9 @@ class AsyncLLMCollector(BaseCollector):
             except BaseException as error:  # noqa: BLE001  it is raised where it was asked
                 future.set_exception(error)
 
-        if not self._call(call):
+        if self._is_over:  # then nothing else touches it
+            call()
+        elif not self._call(call):
             raise RuntimeError("the collector was shut down")
         return future.result()
 
@@ -226,7 +243,7 @@ class AsyncLLMCollector(BaseCollector):
         try:
             for _ in self.iterator():
                 pass
-        except Exception as error:  # noqa: BLE001  the trainer gets it from getattr_rb
+        except BaseException as error:  # noqa: BLE001  the trainer gets it from getattr_rb
             self._call(self._rollouts.fail, error)
 
     def is_running(self) -> bool:
@@ -239,8 +256,8 @@ class AsyncLLMCollector(BaseCollector):
         Raises:
             Exception: what ended the collection. TorchRL's trainer waits here for the first write.
         """
-        if self._rollouts.error is not None:
-            raise self._rollouts.error
+        if self._failure is not None:
+            raise self._failure
         return getattr(self.replay_buffer, attr)
 
     def getattr_policy(self, attr: str) -> Any:
@@ -258,15 +275,15 @@ class AsyncLLMCollector(BaseCollector):
         Args:
             resume: whether to begin again after it.
         """
-        self._in_loop(self._set_paused, True)
+        self._in_loop(self._pause, 1)
         try:
             yield
         finally:
             if resume and not self._is_over:
-                self._in_loop(self._set_paused, False)
+                self._in_loop(self._pause, -1)
 
-    def _set_paused(self, paused: bool) -> None:
-        self._rollouts.paused = paused
+    def _pause(self, more: int) -> None:
+        self._rollouts.pauses += more
         self._rollouts.turn()
 
     # -- weights ----------------------------------------------------------------------------------------------------
@@ -291,8 +308,8 @@ class AsyncLLMCollector(BaseCollector):
 
     def update_policy_weights_(self, policy_or_weights: Any = None, **kwargs: Any) -> None:
         """Have TorchRL's weight updater push weights, if there is one; else the sync scheme's sender has done that."""
-        if self._updater is not None:
-            self._updater.push_weights(policy_or_weights, **kwargs)
+        if self.weight_updater is not None:
+            self.weight_updater.push_weights(policy_or_weights, **kwargs)
         self.increment_version()
 
     # -- figures ----------------------------------------------------------------------------------------------------
@@ -352,7 +369,7 @@ class AsyncLLMCollector(BaseCollector):
         if self._is_over:
             return
         self._is_over = True
-        self._rollouts.error = self._rollouts.error or CollectionError("the collector was shut down")
+        self._rollouts.error = self._rollouts.error or _ShutDown("the collector was shut down")
         stopped = threading.Event()
 
         async def stop() -> None:
@@ -365,9 +382,8 @@ class AsyncLLMCollector(BaseCollector):
         self._loop.stop()
         self._loop.join(JOIN_SECONDS)
         if self._writer is not None and self._writer is not threading.current_thread():
-            self._writer.join(timeout)
-        if close_env:
-            self._environments.close()
+            self._writer.join(JOIN_SECONDS if timeout is None else timeout)
+        self._environments.close(keep=None if close_env else self.env)
 
     def __repr__(self) -> str:
         settings = self.settings

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.llm import ChatEnv
@@ -21,6 +22,8 @@ T = TypeVar("T")
 InThread = Callable[..., Awaitable[Any]]
 """Calls a function with an environment and what else is given."""
 MOST_THREADS = 32
+ONLY_ONE = "the environment did not come back in time, and there is no other: pass a callable that makes environments."
+_Outcome: TypeAlias = "tuple[Any, BaseException | None]"
 
 
 def take_dataloader(env: EnvBase) -> tuple[EnvBase, Iterable[Any] | None, int | None]:
@@ -115,7 +118,7 @@ class EnvironmentPool:
             nonlocal mine
             async with self._room:
                 env = mine or await self._take()
-                call = asyncio.get_running_loop().run_in_executor(self._threads, function, env, *arguments)
+                call = self._submit(function, env, *arguments)
                 try:
                     done, _ = await asyncio.wait([call], timeout=timeout)
                 except asyncio.CancelledError:
@@ -125,12 +128,12 @@ class EnvironmentPool:
                     if not call.done():
                         mine = None
                         self._hung += 1
-                        self._all.remove(env)
+                        call.add_done_callback(partial(self._came_back, env))
                     elif env is not mine:
                         self._free.append(env)
                 if not done:
                     self._check_hung(timeout)
-                return call.result()
+                return _value(call)
 
         try:
             yield in_thread
@@ -138,27 +141,55 @@ class EnvironmentPool:
             if mine is not None:
                 self._free.append(mine)
 
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function in one of the threads."""
+        call = self._submit(function, *arguments)
+        await asyncio.wait([call])
+        return _value(call)
+
+    def _submit(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[_Outcome]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, _outcome, function, *arguments)
+
+    def _came_back(self, env: EnvBase, _: asyncio.Future[_Outcome]) -> None:
+        self._hung -= 1
+        self._free.append(env)
+
     async def _take(self) -> EnvBase:
         if self._free:
             return self._free.pop()
-        assert self._make is not None
-        env = await asyncio.get_running_loop().run_in_executor(self._threads, self._make)
+        if self._make is None:
+            raise CollectionError(ONLY_ONE)
+        env = await self.call(self._make)
         self._all.append(env)
         return env
 
     def _check_hung(self, timeout: float | None) -> None:
         if self._make is None:
-            raise CollectionError(
-                f"the environment did not come back within {timeout:g} s, and there is no other: pass a callable that "
-                "makes environments"
-            )
+            raise CollectionError(f"{ONLY_ONE} It had {timeout:g} s.")
         if self._hung > MOST_THREADS:
             raise CollectionError(f"{self._hung} environments did not come back")
         raise EnvironmentTimeoutError(f"the environment did not come back within {timeout:g} s")
 
     def close(self, keep: EnvBase | None = None) -> None:
-        """Close every environment but ``keep``; a thread that hangs is left behind."""
+        """End the threads, and close every environment but ``keep``. A thread that hangs ends when its call does."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for env in self._all:
             if env is not keep:
                 env.close(raise_if_closed=False)
+
+
+def _outcome(function: Callable[..., Any], *arguments: Any) -> _Outcome:
+    """Call a function, and return what it returned, and what it raised: no future takes every exception."""
+    try:
+        return function(*arguments), None
+    except BaseException as error:  # noqa: BLE001  it is raised where it was asked for
+        return None, error
+
+
+def _value(call: asyncio.Future[_Outcome]) -> Any:
+    value, error = call.result()
+    if error is None:
+        return value
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        raise error
+    raise RuntimeError(f"an environment raised {error!r}") from error  # it would end the loop, or a task silently

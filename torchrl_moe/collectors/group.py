@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -25,6 +27,7 @@ class Group:
         begun_version: of the newest weights as it began.
         rows: once complete, one TensorDict per answer and turn, ``[rows]``.
         oldest: the version of its oldest token.
+        is_ready: whether it may be trained on.
         ready_at: monotonic seconds as it was complete.
         tokens: generated for it.
     """
@@ -35,6 +38,7 @@ class Group:
     begun_at: float = field(default_factory=time.monotonic)
     rows: TensorDictBase | None = None
     oldest: int = -1
+    is_ready: bool = False
     ready_at: float = 0.0
     tokens: int = 0
 
@@ -54,6 +58,28 @@ class Group:
         self.tokens = sum(len(row.get(("tokens", "response"))) for row in every)
         self.rows = lazy_stack(kept)
         self.ready_at = time.monotonic()
+
+    def state_dict(self, version: int) -> dict[str, Any]:
+        """Return a complete group, for a checkpoint; the trainer's changes to its rows do not show in it.
+
+        Args:
+            version: the newest.
+        """
+        assert self.rows is not None
+        return {
+            "position": self.prompt.position,
+            "data": self.prompt.data,
+            "rows": lazy_stack([row.copy() for row in self.rows.unbind(0)]),
+            "age": version - self.oldest,
+            "tokens": self.tokens,
+        }
+
+    @classmethod
+    def restored(cls, number: int, state: Mapping[str, Any], version: int) -> Group:
+        """Return the group of a state, as old as it was then; its rows keep their ``group_id``."""
+        group = cls(number, Prompt(state["position"], state["data"]), version, rows=state["rows"])
+        group.oldest, group.tokens, group.ready_at = version - state["age"], state["tokens"], time.monotonic()
+        return group
 
 
 def num_segments(versions: Tensor) -> int:

@@ -31,7 +31,7 @@ class PromptStream:
 
     Args:
         dataloader: yields mappings or TensorDicts, of one row or of a batch, and can be iterated again and again, in
-            an order that its ``generator``, or else torch's global one, decides.
+            an order that its ``generator``, or its sampler's, or else torch's global one, decides.
 
     Raises:
         TypeError: it yields something else.
@@ -151,4 +151,5 @@ def _is_column(value: Any) -> bool:
 def _rng(dataloader: Any) -> torch.Generator:
     """What shuffles the data."""
     generator = getattr(dataloader, "generator", None)
+    generator = getattr(getattr(dataloader, "sampler", None), "generator", None) if generator is None else generator
     return torch.default_generator if generator is None else generator

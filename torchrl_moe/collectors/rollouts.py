@@ -23,6 +23,7 @@ from torchrl_moe._errors import (
     EngineError,
     ReplicaDiedError,
     RequestRefusedError,
+    StaleReplicaError,
 )
 from torchrl_moe.collectors.collection_stats import CollectionStats
 from torchrl_moe.collectors.environments import EnvironmentPool, EnvironmentTimeoutError
@@ -39,6 +40,7 @@ __all__ = ["Rollouts"]
 
 LOG = logging.getLogger(__name__)
 STOP_SECONDS = 5.0
+RETRY_SECONDS = 0.1
 GROUP_ERRORS = (RequestRefusedError, ReplicaDiedError)  # other engine errors concern all groups
 
 
@@ -70,8 +72,12 @@ class Rollouts:
         self._settings = settings
         self.schedule = schedule
         self._stats = stats
-        self.paused = False
+        self.pauses = 0
+        """How many want that nothing begins."""
         self.error: BaseException | None = None
+        self._data_error: Exception | None = None
+        self._has_begun = False
+        self._will_turn = False
         self.version = self._engine.replica_table.latest_version
         self.groups: dict[int, Group] = {}
         """In line, by number."""
@@ -83,13 +89,14 @@ class Rollouts:
     # -- the trainer's side -----------------------------------------------------------------------------------------
 
     def ask(self, future: Future[TensorDictBase]) -> None:
-        """Fulfil a future with the next batch; all earlier ones have been trained."""
+        """Fulfil a future with the next batch; all earlier ones have been trained. The first begins the collection."""
+        self._has_begun = True
         self.schedule.trained()
         self._asked.append(future)
         self.turn()
 
     def turn(self) -> None:
-        """Give out what is ready, and begin what may begin."""
+        """Give out what is ready, and begin what may begin: one group, and soon the next."""
         if self.error is not None:
             self._fail_all()
             return
@@ -97,36 +104,53 @@ class Rollouts:
             self._see_version()
             self._drop_stale()
             self._give_out()
-            while not self.paused and self.schedule.may_begin:
-                self._begin(next(self._prompts))
+            if self._has_begun and not self.pauses and self._data_error is None and self.schedule.may_begin:
+                self._begin_next()
         except Exception as error:  # noqa: BLE001  whatever it is, the trainer must get it
             self.fail(error)
 
+    def turn_soon(self) -> None:
+        """:meth:`turn` in the loop's next round, once; what else waits there comes first."""
+        if not self._will_turn:
+            self._will_turn = True
+            asyncio.get_running_loop().call_soon(self._turn_now)
+
+    def _turn_now(self) -> None:
+        self._will_turn = False
+        self.turn()
+
+    def _begin_next(self) -> None:
+        """Begin a group. What the data raises is raised once no whole batch can come any more."""
+        try:
+            prompt = next(self._prompts)
+        except Exception as error:  # noqa: BLE001  the data is the user's
+            self._data_error = error
+            LOG.warning("the data has come to an end: %r", error)
+        else:
+            self._begin(prompt)
+        self.turn_soon()
+
     def _see_version(self) -> None:
         newest = self._engine.replica_table.latest_version
-        for _ in range(newest - self.version):
-            self.schedule.updated()
+        self.schedule.updated(max(newest - self.version, 0))
         self.version = max(newest, self.version)
 
     def _give_out(self) -> None:
-        while self._is_wanted() and (numbers := self.schedule.take()):
+        while self._asked and (numbers := self.schedule.take()):
             groups = [self.groups.pop(number) for number in numbers]
             self._progress_at = time.monotonic()
             self._stats.gave_out(groups, self.version)
             batch = lazy_stack([row for group in groups for row in _rows(group)])
             self._asked.popleft().set_result(batch)
-
-    def _is_wanted(self) -> bool:
-        while self._asked and self._asked[0].cancelled():
-            self._asked.popleft()
-        return bool(self._asked)
+        if self._asked and self._data_error is not None and self.schedule.in_line < self.schedule.groups_per_batch:
+            raise self._data_error
 
     # -- groups -----------------------------------------------------------------------------------------------------
 
     def _begin(self, prompt: Prompt) -> None:
         number = self.schedule.begin()
         group = self.groups[number] = Group(number, prompt, self.version)
-        oldest_allowed = self.version - self.schedule.slack(number)
+        oldest_allowed = self.version - self.schedule.slack
         self._tasks[number] = task = asyncio.get_running_loop().create_task(self._play(group, oldest_allowed))
         task.add_done_callback(lambda _: self._tasks.pop(number, None))
 
@@ -141,17 +165,25 @@ class Rollouts:
                 return
             group.complete(episodes, self._settings.only_last_turns)
             self._progress_at = time.monotonic()
-            if self._settings.group_filter is not None and not self._settings.group_filter(group.rows):
-                self._drop(group, "filtered")
+            keep = self._settings.group_filter
+            is_kept = keep is None or await self._environments.call(keep, group.rows)
+            if group.number not in self.groups:
+                return
+            if is_kept:
+                self._ready(group)
             else:
-                self._stats.completed(group)
-                self.schedule.ready(group.number)
+                self._drop(group, "filtered")
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001  environments and rewards are the user's
             if group.number in self.groups:
                 self._failed(group, error)
         self.turn()
+
+    def _ready(self, group: Group) -> None:
+        group.is_ready = True
+        self._stats.completed(group)
+        self.schedule.ready(group.number)
 
     async def _live(self, group: Group, start: int, size: int, oldest_allowed: int) -> list[TensorDictBase]:
         """Play the samples of one environment."""
@@ -168,20 +200,36 @@ class Rollouts:
         arguments = {"session_id": session, **request.arguments}
         if oldest_allowed > 0:
             arguments["min_version"] = max(oldest_allowed, arguments.get("min_version") or 0)
-        async with self._slots:
-            self._stats.in_flight += 1
-            try:
-                completion = await self._engine.agenerate(**arguments)
-            finally:
-                self._stats.in_flight -= 1
-        if completion.aborted:
-            raise EngineError(f"request {completion.request_id!r} was aborted", [completion])
+        try:
+            async with self._slots:
+                self._stats.in_flight += 1
+                try:
+                    completion = await self._ask_engine(arguments)
+                finally:
+                    self._stats.in_flight -= 1
+        except EngineError as error:
+            if not isinstance(error, GROUP_ERRORS):
+                self.fail(error)
+            raise
         self._progress_at = time.monotonic()
         return completion
 
+    async def _ask_engine(self, arguments: dict[str, Any]) -> Completion:
+        while True:
+            try:
+                completion = await self._engine.agenerate(**arguments)
+            except StaleReplicaError:  # the one that had the newest weights died; others will have them
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            if completion.aborted:
+                raise EngineError(f"request {completion.request_id!r} was aborted", [completion])
+            return completion
+
     def _failed(self, group: Group, error: Exception) -> None:
         """Count a failure; more than may be end the collection."""
-        if isinstance(error, EngineError | CollectionError) and not isinstance(error, GROUP_ERRORS):
+        if self.error is not None:
+            return
+        if isinstance(error, CollectionError):
             self.fail(error)
             return
         self._stats.failures += 1
@@ -202,7 +250,7 @@ class Rollouts:
         if self._settings.on_stale != "drop":
             return
         for group in list(self.groups.values()):
-            oldest = group.begun_version if group.rows is None else group.oldest
+            oldest = group.oldest if group.is_ready else group.begun_version
             if self.version - oldest > self._settings.max_staleness:
                 self._drop(group, "stale")
                 if (task := self._tasks.get(group.number)) is not None:
@@ -212,20 +260,9 @@ class Rollouts:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, prompts under way, and complete groups."""
-        under_way = [group.prompt for group in self.groups.values() if group.rows is None]
-        ready = [group for group in self.groups.values() if group.rows is not None]
-        return {
-            "prompts": self._prompts.state_dict(under_way),
-            "ready": [
-                {
-                    "position": group.prompt.position,
-                    "data": group.prompt.data,
-                    "rows": group.rows,
-                    "oldest": group.oldest,
-                }
-                for group in ready
-            ],
-        }
+        under_way = [group.prompt for group in self.groups.values() if not group.is_ready]
+        ready = [group.state_dict(self.version) for group in self.groups.values() if group.is_ready]
+        return {"prompts": self._prompts.state_dict(under_way), "ready": ready, "begun": self.schedule.begun}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, with the complete groups first.
@@ -233,14 +270,16 @@ class Rollouts:
         Raises:
             RuntimeError: groups have begun already.
         """
-        if self.groups:
+        if self._has_begun:
             raise RuntimeError("load_state_dict must be called before the first batch is asked for")
+        self.groups.clear()
+        self._see_version()
         self._prompts.load_state_dict(state["prompts"])
+        self.schedule.restart(state["begun"])
         for entry in state["ready"]:
-            group = Group(self.schedule.begin(), Prompt(entry["position"], entry["data"]), self.version)
-            group.rows, group.oldest = entry["rows"], entry["oldest"]
+            group = Group.restored(self.schedule.begin(), entry, self.version)
             self.groups[group.number] = group
-            self.schedule.ready(group.number)
+            self._ready(group)
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
@@ -275,17 +314,17 @@ class Rollouts:
         while self.error is None:
             await asyncio.sleep(min(0.5, limit / 4 if limit else 0.5))
             self.turn()
-            is_awaited = self._asked and not self.paused
-            if not is_awaited:
+            if not self._asked:
                 self._progress_at = time.monotonic()
             elif limit is not None and time.monotonic() - self._progress_at > limit:
                 self.fail(CollectionStalledError(f"nothing has moved for {limit:g} s: {self.waits()}"))
 
     def waits(self) -> str:
         """Return, in words, what everything waits for."""
-        running = [group.number for group in self.groups.values() if group.rows is None]
+        running = [group.number for group in self.groups.values() if not group.is_ready]
+        paused = "it is paused; " if self.pauses else ""
         return (
-            f"{len(running)} groups are under way (the oldest is {min(running, default=None)}), "
+            f"{paused}{len(running)} groups are under way (the oldest is {min(running, default=None)}), "
             f"{self.schedule.ready_groups} are ready, {self.schedule.groups_per_batch} make a batch; "
             f"{self._stats.in_flight} answers are being generated; {self._engine.replica_table!r}"
         )

@@ -83,11 +83,12 @@ class Schedule:
         self._places: dict[int, _Place] = {}  # of the groups that are not taken
         self.ready_groups = 0
         """Groups that are complete and not given out."""
-        self._begun = 0
+        self.begun = 0
+        """Groups that have begun, the number of the next."""
         self._given = 0  # batches
         self._trained = 0
         self._updates = 0  # since the last batch was given
-        self._most_updates = 1  # between two batches, seen so far
+        self._recent = deque([1], maxlen=4)  # updates between batches, of late
 
     @property
     def in_line(self) -> int:
@@ -100,9 +101,13 @@ class Schedule:
         return self._given
 
     @property
+    def _updates_per_batch(self) -> int:
+        return max(1, *self._recent)
+
+    @property
     def _lead(self) -> int:
         """Batches that a group may be ahead: S, or less if the weights change more than once a batch."""
-        return self.max_staleness // self._most_updates
+        return self.max_staleness // self._updates_per_batch
 
     @property
     def may_begin(self) -> bool:
@@ -112,17 +117,22 @@ class Schedule:
 
     def begin(self) -> int:
         """Put a group in line, and return its number."""
-        group = self._begun
-        self._begun += 1
+        group = self.begun
+        self.begun += 1
         self._places[group] = place = _Place(group)
         self._line.append(place)
         return group
 
-    def slack(self, group: int) -> int:
-        """Return by how many updates the weights that a group is generated with may lag behind the newest."""
-        before = sum(place.group < group for place in self._places.values())
-        batch = self._given + before // self.groups_per_batch
-        return max(0, self.max_staleness - (batch - self._trained) * self._most_updates)
+    @property
+    def slack(self) -> int:
+        """By how many updates the weights may lag behind the newest, for the group that began last."""
+        batch = self._given + (self.in_line - 1) // self.groups_per_batch
+        return max(0, self.max_staleness - (batch - self._trained) * self._updates_per_batch)
+
+    def restart(self, begun: int) -> None:
+        """Go on with the numbers of another schedule; nothing may have begun."""
+        assert not self._line
+        self.begun = begun
 
     def ready(self, group: int) -> None:
         """Note that a group is complete."""
@@ -148,8 +158,9 @@ class Schedule:
             del self._places[place.group]
         self.ready_groups -= len(found)
         self._trim()
+        if self._given:
+            self._recent.append(self._updates)
         self._given += 1
-        self._most_updates = max(self._most_updates, self._updates)
         self._updates = 0
         return sorted(place.group for place in found)
 
@@ -170,10 +181,11 @@ class Schedule:
         while self._line and self._line[0].is_taken:
             self._line.popleft()
 
-    def updated(self) -> None:
-        """Note that the weights have changed; if a batch is out, it has been trained."""
-        self._updates += 1
-        self._trained = min(self._trained + 1, self._given)
+    def updated(self, times: int = 1) -> None:
+        """Note that the weights have changed; after as many updates as there are in a batch, it has been trained."""
+        self._updates += times
+        if times and self._updates >= self._updates_per_batch:
+            self._trained = self._given
 
     def trained(self) -> None:
         """Note that the trainer has done with all batches it was given, whether the weights changed or not."""
