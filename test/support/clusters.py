@@ -32,6 +32,7 @@ class ClusterHolder:
         node = {"num_cpus": 2, "resources": {"slot": 1}, "object_store_memory": STORE_BYTES}
         with pytest.MonkeyPatch.context() as patch:  # what its workers import is what this process imports
             patch.setenv("PYTHONPATH", PYTHONPATH)
+            patch.setenv("RAY_worker_niceness", "0")  # at Ray's 15 a busy machine starves actors: 10 s became 100
             self._cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
             self._cluster.add_node(**node)
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="error")

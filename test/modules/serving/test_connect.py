@@ -211,7 +211,7 @@ def test_who_comes_later_sees_which_replicas_serve_and_with_which_weights(
         assert generate(guest, [1]) == [2]
         again = RayReplica(1, guest.replica_table[0].replica._service)  # as who restarts it would
         again.start()
-        assert again.wait_ready(60).model == "toy"
+        assert again.wait_ready(240).model == "toy"
         again.disconnect()
         assert running_services(NAMESPACE) == {"partly": [0, 1, 2]}
         guest.shutdown()  # ends what it has never met, too

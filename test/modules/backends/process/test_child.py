@@ -350,7 +350,7 @@ def test_a_replica_whose_process_cannot_be_started_says_so_at_once(
         with pytest.raises(
             ReplicaDiedError, match=r"replica 0 could not be started: OSError: .*Cannot allocate memory"
         ):
-            replica.wait_ready(60)
+            replica.wait_ready(240)
         assert not replica.is_alive()
     finally:
         replica.shutdown()

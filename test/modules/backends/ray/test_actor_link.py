@@ -352,7 +352,7 @@ with toy_actors():
     cpus = 64.0 if how == "waits" else 1.0
     replica = RayReplica(0, ray_service(name=how, detached=detached, cpus=cpus, sleeper=how != "killed"))
     replica.start()
-    replica.wait_ready(600 if how == "waits" else 60)
+    replica.wait_ready(600 if how == "waits" else 240)
 replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
 print(*pids(replica), replica.stats(10).running, flush=True)
 if how == "killed":
