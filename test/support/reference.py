@@ -180,18 +180,20 @@ def side_at_ties(ours: Tensor, scores: Tensor, theirs: Tensor) -> Tensor:
 
 
 def runner_ups(chosen: Tensor, scores: Tensor) -> dict[int, Tensor]:
-    """Return, for rows whose last expert ties with the next one, the choice with that instead: row -> ``[K]``.
+    """Return, for rows in which an expert ties with one that was not chosen, the choice with that: row -> ``[K]``.
 
     Args:
         chosen: ``[T, K]``.
         scores: ``[T, E]``, by which they were chosen.
     """
     scores = scores.float()
-    last = scores.gather(1, chosen).argmin(-1, keepdim=True)
-    rest = scores.scatter(1, chosen, -torch.inf).max(-1, keepdim=True)
-    tied = (scores.gather(1, chosen).gather(1, last) - rest.values).abs()[:, 0] <= TIE
-    others = chosen.scatter(1, last, rest.indices)
-    return {row: others[row] for row in tied.nonzero()[:, 0].tolist()}
+    gaps = (scores.gather(1, chosen)[:, :, None] - scores[:, None, :]).abs()
+    gaps.scatter_(2, chosen[:, None, :].expand(-1, chosen.shape[1], -1), torch.inf)
+    found = {}
+    for row, place, other in (gaps <= TIE).nonzero().tolist():
+        found[row] = chosen[row].clone()
+        found[row][place] = other
+    return found
 
 
 def route_mismatches(routes: Tensor, reference: dict[int, Tensor], rows: slice = slice(None)) -> tuple[int, int]:
