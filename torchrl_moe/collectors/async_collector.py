@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
@@ -353,12 +352,13 @@ class AsyncLLMCollector(BaseCollector):
         self._in_loop(self._rollouts.load_state_dict, state_dict)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed torch, which shuffles the data, and the environment. Draws of the engine depend on batching too.
+        """Seed what shuffles the data, the engine and the environment. Draws of an engine depend on batching too.
 
         Returns:
             The next seed to use.
         """
-        torch.manual_seed(seed)
+        self._prompts.seed(seed)
+        self.policy.model.set_seed(seed)
         return int(self.env.set_seed(seed, static_seed=static_seed))
 
     # -- end --------------------------------------------------------------------------------------------------------

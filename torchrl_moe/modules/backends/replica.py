@@ -112,8 +112,7 @@ class CompletionOutput:
 class Completion:
     """What came of one request, in the shape of vLLM's ``RequestOutput``.
 
-    ``prompt_token_ids`` is int64 ``[P]`` whatever the prompt was given as; ``num_cached_tokens`` counts prefix-cache
-    hits of the prompt.
+    ``prompt_token_ids`` is int64 ``[P]`` however the prompt came; ``num_cached_tokens`` are its prefix-cache hits.
     """
 
     request_id: str
@@ -341,6 +340,9 @@ class Replica(Protocol):
     def reset_prefix_cache(self, timeout: float) -> bool:
         """Forget cached prefixes; false if requests are running."""
 
+    def set_seed(self, seed: int, timeout: float) -> None:
+        """Seed what samples for requests without a seed of their own."""
+
     def collective_rpc(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float
     ) -> list[Any]:
@@ -369,7 +371,6 @@ class Replica(Protocol):
             verify: ``"digest"``, ``"canary"`` or ``"off"``.
             threads: that read and hash.
             manifest: of the version, where the transport does not bring it.
-            timeout: in seconds.
         """
 
     def swap_weights(
@@ -390,7 +391,6 @@ class Replica(Protocol):
             clear_cache: whether frozen requests are recomputed under the new weights.
             canary: what the new weights must answer.
             patience: seconds that requests get to finish, for ``pause="wait"``.
-            timeout: in seconds.
         """
 
     def is_alive(self) -> bool:
