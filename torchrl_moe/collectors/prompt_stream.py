@@ -67,6 +67,11 @@ class PromptStream:
         self._again = deque(sorted((*self._again, *prompts), key=lambda prompt: prompt.position))
 
     @property
+    def next_position(self) -> int:
+        """The position of the row that comes next."""
+        return self._again[0].position if self._again else self._position
+
+    @property
     def position(self) -> int:
         """Rows read so far, those that were given back included."""
         return self._position
