@@ -26,8 +26,7 @@ class CollectionRecord:
     """Notes of a collector, the newest of each kind. Safe to use from any thread; seconds are those of the clock.
 
     Args:
-        limit: how many batches, waits, samples of answers in flight, and updates are kept. 10 000 take at most about
-            50 MB.
+        limit: how many batches, waits, samples of answers in flight, and updates are kept; 10 000 take 25 MB.
         clock: monotonic seconds.
 
     Attributes:

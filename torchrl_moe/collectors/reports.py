@@ -102,8 +102,8 @@ class Reports(BaseCollector):
         """Draw over time: whether the trainer trains or waits, answers in flight at each replica, and weight updates.
 
         All time between two batches counts as training. In flight is what the engine has handed to a replica, for
-        other callers too, looked at ten times a second at most. The axis counts seconds since the collector was made,
-        and ends with the last thing that happened.
+        other callers too, looked at as groups begin and end and every half second. The axis counts seconds since the
+        collector was made, and ends with the last thing that happened.
 
         Args:
             seconds: how much of it, up to that end; default: all that is remembered.

@@ -45,12 +45,13 @@ class SampleReader:
         The deviation is that of the rows themselves (divided by their number). NaN where no row has a reward.
         """
         rows = rows_of(batch)
+        is_padded = self._is_padded(rows[0])  # one policy wrote all of them
         rewards = [reward for row in rows if (reward := _reward(row)) is not None] or [float("nan")]
         groups = {group for row in rows if (group := _plain(row.get("group_id", None))) is not None}
         return {
             "rows": len(rows),
             "groups": len(groups),
-            "tokens": sum(self._num_tokens(row) for row in rows),
+            "tokens": sum(self._num_tokens(row, is_padded) for row in rows),
             "reward_mean": float(np.mean(rewards)),
             "reward_std": float(np.std(rewards)),
         }
@@ -66,33 +67,39 @@ class SampleReader:
             _cell(_plain(row.get("group_id", None))),
             *(one_line(self._part(row, part), characters) for part in ("prompt", "response")),
             _cell(_reward(row)),
-            _cell(self._num_tokens(row)),
+            _cell(self._num_tokens(row, self._is_padded(row))),
             _cell(_plain(row.get("policy_version", None))) if versions is None else _span(versions),
             _cell(segments),
             _cell(_plain(row.get("finish_reason", None))),
         )
 
-    def _num_tokens(self, row: TensorDictBase) -> int:
-        """How many tokens were generated, padding left out."""
-        tokens = row.get(self._tokens, None)
-        ids = None if tokens is None else tokens.get("response", None)
-        if ids is None:
-            return 0
-        mask = row.get((self._masks, "all_attention_mask"), None) if getattr(tokens, "padded", False) else None
-        return len(ids) if mask is None or not len(ids) else int(mask[-len(ids) :].sum())
+    def _is_padded(self, row: TensorDictBase) -> bool:
+        return bool(getattr(row.get(self._tokens, None), "padded", False))
+
+    def _num_tokens(self, row: TensorDictBase, is_padded: bool) -> int:
+        """How many tokens were generated."""
+        ids = self._ids(row, "response", is_padded)
+        return 0 if ids is None else len(ids)
+
+    def _ids(self, row: TensorDictBase, part: str, is_padded: bool) -> torch.Tensor | None:
+        """Return the ids of the prompt or the response, padding left out."""
+        ids = row.get((self._tokens, part), None)
+        if ids is None or not is_padded:
+            return ids
+        mask = row.get((self._masks, "all_attention_mask")).bool()
+        return ids[mask[: len(ids)] if part == "prompt" else mask[len(mask) - len(ids) :]]
 
     def _part(self, row: TensorDictBase, part: str) -> str:
         """Return the prompt or the response as text; in token mode it is decoded here."""
         text = _plain(row.get((self._text, part), None))
-        ids = row.get((self._tokens, part), None)
-        if text is not None or ids is None:
-            return "" if text is None else str(text)
-        if getattr(row.get(self._tokens), "padded", False):
-            mask = row.get((self._masks, "all_attention_mask"), None)
-            if mask is not None and len(ids):
-                ids = ids[(mask[-len(ids) :] if part == "response" else mask[: len(ids)]).bool()]
-        ids = ids.tolist()
-        return str(ids) if self._tokenizer is None else str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        if text is not None:
+            return str(text)
+        ids = self._ids(row, part, self._is_padded(row))
+        if ids is None:
+            return ABSENT
+        if self._tokenizer is None:
+            return str(ids.tolist())
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
 def _plain(value: Any) -> Any:

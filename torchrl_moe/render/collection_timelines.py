@@ -40,7 +40,7 @@ def collection_figure(
     bar, *panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for number, name in enumerate(sorted({row["phase"] for row in phases})):
         spans = [(row["start"], row["seconds"]) for row in phases if row["phase"] == name]
-        bar.broken_barh(spans, (0, 1), color=f"C{number}", label=name)
+        bar.broken_barh(spans, (0, 1), color=f"C{number}", linewidth=0, label=name)
     if panels:
         bar.plot([], [], color="C2", linewidth=6, alpha=0.5, label="answers in flight")
     bar.set(ylim=(0, 1), yticks=[])

@@ -53,6 +53,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         if len(row) != len(header):
             raise ValueError(f"a row has {len(row)} cells, the header {len(header)}: {row!r}")
     try:
+        from rich.box import HORIZONTALS
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
@@ -62,12 +63,9 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     console = Console()
     if not (console.is_terminal or console.is_jupyter):
         console = Console(width=WIDTH)
-    table = Table(title=Text(title), title_justify="left", show_lines=True)
+    table = Table(title=Text(title), title_justify="left", box=HORIZONTALS, show_lines=True, collapse_padding=True)
     for name in header:
-        if name in wide:
-            table.add_column(Text(name), overflow="fold", ratio=1)
-        else:
-            table.add_column(Text(name), justify="right", no_wrap=True)
+        table.add_column(Text(name), justify="left" if name in wide else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
