@@ -234,6 +234,7 @@ def test_the_figure_shows_trainer_replicas_and_updates(
         new_weights(engine, version + 1)
         collector.increment_version()
     until(lambda: len(collector.record.updates()) == 3)
+    collector.shutdown()  # from now on nothing is noted
     assert [version for _, version in collector.record.updates()] == [1, 2, 3]
     figure = collector.plot()
     assert [axes.get_ylabel() for axes in figure.axes] == ["trainer", "replica 0", "replica 1"]
