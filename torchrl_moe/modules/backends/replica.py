@@ -161,8 +161,7 @@ def nothing_yet(request: Request) -> Completion:
 class ReplicaInfo:
     """What a replica says of itself once it serves.
 
-    ``layout`` is ``None`` if no routes are captured. ``dtype`` is torch's name of the one that the model computes in;
-    empty if that is not known.
+    ``layout`` is ``None`` if no routes are captured. ``dtype``: torch's name of what the model computes in, if known.
     """
 
     model: str
@@ -229,8 +228,7 @@ class StageReport:
         digest: of names, dtypes, shapes, and bytes.
         fetched: seconds until the bytes were there and checked.
         loaded: seconds to load them into the shadow, or beside other adapters.
-        stage: ``"shadow"`` if they are loaded already, ``"plain"`` if the pause will have to, ``"adapter"`` if they are
-            an adapter, which is loaded and needs no pause.
+        stage: ``"shadow"``: loaded already; ``"plain"``: in the pause; ``"adapter"``: loaded, and needs no pause.
         reason: why there is no shadow; empty if there is.
     """
 
@@ -371,6 +369,7 @@ class Replica(Protocol):
             verify: ``"digest"``, ``"canary"`` or ``"off"``.
             threads: that read and hash.
             manifest: of the version, where the transport does not bring it.
+            timeout: in seconds.
         """
 
     def swap_weights(
@@ -391,6 +390,7 @@ class Replica(Protocol):
             clear_cache: whether frozen requests are recomputed under the new weights.
             canary: what the new weights must answer.
             patience: seconds that requests get to finish, for ``pause="wait"``.
+            timeout: in seconds.
         """
 
     def is_alive(self) -> bool:
