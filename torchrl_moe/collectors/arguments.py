@@ -8,13 +8,14 @@ from typing import Any, TypeAlias
 
 from torchrl.envs import EnvBase
 
-from torchrl_moe.collectors.environments import take_dataloader, with_batch_size
+from torchrl_moe.collectors.environments import EnvironmentPool, take_dataloader, with_batch_size
 from torchrl_moe.collectors.settings import Settings
+from torchrl_moe.collectors.workflow import EpisodeFunction, Workflow, is_episode_function
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
-__all__ = ["EnvLike", "environments_of", "policy_of", "refuse", "settings_of"]
+__all__ = ["EnvLike", "environments_of", "policy_of", "pool_of", "refuse", "settings_of"]
 
-EnvLike: TypeAlias = "EnvBase | Callable[[], EnvBase]"
+EnvLike: TypeAlias = "EnvBase | Callable[[], EnvBase] | EpisodeFunction"
 
 
 def refuse(arguments: Mapping[str, Any]) -> None:
@@ -54,10 +55,13 @@ def policy_of(policy: Any, factory: Callable[[], Any] | None) -> vLLMWrapper:
 
 def environments_of(
     env: EnvLike, group_size: int | None
-) -> tuple[EnvBase, Callable[[], EnvBase] | None, Iterable[Any] | None, int | None]:
-    """Return an environment, what makes more of them, its data, and how often that is repeated."""
+) -> tuple[EnvBase | EpisodeFunction, Callable[[], EnvBase] | None, Iterable[Any] | None, int | None]:
+    """Return an environment, or the async function; what makes more; its data, and how often that is repeated."""
+    if is_episode_function(env):
+        return env, None, None, None
     if not isinstance(env, EnvBase) and not callable(env):
-        raise TypeError(f"env must be an environment or a callable that makes one, got {type(env).__name__}")
+        got = type(env).__name__
+        raise TypeError(f"env must be an environment, a callable that makes one, or an async function, got {got}")
 
     def fitted(one: EnvBase, size: int) -> EnvBase:
         return with_batch_size(take_dataloader(one)[0], size)
@@ -67,6 +71,11 @@ def environments_of(
     size = group_size if group_size is not None else repeats or 1
     make = None if isinstance(env, EnvBase) else lambda: fitted(env(), size)
     return fitted(first, size), make, dataloader, repeats
+
+
+def pool_of(env: EnvBase | EpisodeFunction, make: Callable[[], EnvBase] | None) -> EnvironmentPool | Workflow:
+    """Return what plays samples in an environment, or by an async function."""
+    return EnvironmentPool(env, make) if isinstance(env, EnvBase) else Workflow(env)
 
 
 def settings_of(arguments: Mapping[str, Any], repeats: int | None) -> Settings:
