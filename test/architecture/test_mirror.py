@@ -20,6 +20,7 @@ ACROSS: dict[str, str] = {
     "test_readme.py": "the README's words",
     "test_vllm_versions.py": "the names of vLLM that are used, in its other releases",
     "collectors/test_collected_segments.py": "answers in several parts, by a real engine, through the collector",
+    "collectors/test_tools.py": "TorchRL's tool transforms under the collector",
     "modules/replay/test_families.py": "every MoE of transformers, and the page that lists them",
     "modules/policies/test_fidelity.py": "what replay is worth in bf16, with a real engine",
     "modules/backends/test_conformance.py": "the replica protocol, for each kind of replica",

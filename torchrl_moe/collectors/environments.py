@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
+from tensordict import TensorDictBase, lazy_stack
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms import DataLoadingPrimer, RayDataLoadingPrimer
 from torchrl.envs.transforms import Compose, Transform
 
 from torchrl_moe._errors import CollectionError
+from torchrl_moe.collectors.episode import Episode, Generate, InThread
+from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
 __all__ = [
     "EnvironmentPool",
     "EnvironmentTimeoutError",
-    "InThread",
+    "call_in",
     "primer_of",
     "rows_of_primer",
     "take_dataloader",
@@ -28,8 +31,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-InThread = Callable[..., Awaitable[Any]]
-"""Calls a function with an environment and what else is given."""
 MOST_THREADS = 32
 ONLY_ONE = "the environment did not come back in time, and there is no other: pass a callable that makes environments."
 _Outcome: TypeAlias = "tuple[Any, BaseException | None]"
@@ -127,6 +128,27 @@ class EnvironmentPool:
         self._threads = ThreadPoolExecutor(2 * MOST_THREADS, "torchrl_moe-env")  # some may hang
         self._hung = 0
 
+    async def play(
+        self,
+        policy: vLLMWrapper,
+        generate: Generate,
+        data: TensorDictBase,
+        timeout: float | None,
+        **generate_kwargs: Any,
+    ) -> list[TensorDictBase]:
+        """Play the samples of one environment; see :class:`Episode`.
+
+        Args:
+            policy: reads prompts and lays out answers.
+            generate: asks the engine.
+            data: ``[]``, what every sample is reset with.
+            timeout: seconds that a call of the environment may take; then it raises :class:`EnvironmentTimeoutError`.
+            **generate_kwargs: change the policy's.
+        """
+        async with self.lend(timeout) as in_thread:
+            samples = lazy_stack([data.copy() for _ in range(self.group_size)])
+            return await Episode(policy, generate, in_thread, **generate_kwargs).run(samples)
+
     @asynccontextmanager
     async def lend(self, timeout: float | None) -> AsyncIterator[InThread]:
         """Lend an environment for an episode: yields what calls a function with it, in a thread.
@@ -165,12 +187,10 @@ class EnvironmentPool:
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function in one of the threads."""
-        call = self._submit(function, *arguments)
-        await asyncio.wait([call])
-        return _value(call)
+        return await call_in(self._threads, function, *arguments)
 
     def _submit(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[_Outcome]:
-        return asyncio.get_running_loop().run_in_executor(self._threads, _outcome, function, *arguments)
+        return _submitted(self._threads, function, *arguments)
 
     def _came_back(self, env: EnvBase, _: asyncio.Future[_Outcome]) -> None:
         self._hung -= 1
@@ -198,6 +218,17 @@ class EnvironmentPool:
         for env in self._all:
             if env is not keep:
                 env.close(raise_if_closed=False)
+
+
+async def call_in(threads: Executor, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function in one of these threads."""
+    call = _submitted(threads, function, *arguments)
+    await asyncio.wait([call])
+    return _value(call)
+
+
+def _submitted(threads: Executor, function: Callable[..., Any], *arguments: Any) -> asyncio.Future[_Outcome]:
+    return asyncio.get_running_loop().run_in_executor(threads, _outcome, function, *arguments)
 
 
 def _outcome(function: Callable[..., Any], *arguments: Any) -> _Outcome:
