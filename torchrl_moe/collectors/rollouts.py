@@ -289,8 +289,11 @@ class Rollouts:
         untaken = self._given[1] if self._given is not None and self._given[0] is awaited else []
         under_way = [group.prompt for group in self.groups.values() if not group.is_ready]
         ready = [group.state_dict(self.version) for group in (*untaken, *self.groups.values()) if group.is_ready]
-        ready += self._restored
-        return {"prompts": self._prompts.state_dict(under_way), "ready": ready, "begun": self.schedule.begun}
+        return {
+            "prompts": self._prompts.state_dict(under_way),
+            "ready": [*ready, *self._restored],
+            "begun": self.schedule.begun,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there: complete groups, and prompts that were under way, stand in line in the order of the data.
