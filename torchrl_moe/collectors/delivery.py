@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from tensordict import TensorDictBase
@@ -23,12 +23,18 @@ class Delivery:
         self._turn = threading.Lock()  # threads that wait for batches do so one after the other
         self._still = threading.RLock()  # while a batch is neither here nor there
 
-    def take(self, ask: Callable[[Future[TensorDictBase]], object], accept: Callable[[TensorDictBase], T]) -> T:
+    def take(
+        self,
+        ask: Callable[[Future[TensorDictBase]], object],
+        accept: Callable[[TensorDictBase], T],
+        waiting: AbstractContextManager[object],
+    ) -> T:
         """Wait for the next batch; after a Ctrl-C, or an error of ``accept``, the next call takes the same one.
 
         Args:
             ask: has a future fulfilled with the next batch, ``[rows]``, unless it was called with that before.
             accept: gets the batch; once it returns, the batch is the trainer's.
+            waiting: is entered while there is no batch.
 
         Returns:
             What ``accept`` returns.
@@ -42,7 +48,8 @@ class Delivery:
                     self._awaited = Future()
                 ask(self._awaited)
             try:
-                batch = self._awaited.result()
+                with waiting:
+                    batch = self._awaited.result()
             except Exception:
                 self._awaited = None
                 raise

@@ -76,6 +76,10 @@ class PromptStream:
         """Rows read so far, those that were given back included."""
         return self._position
 
+    def seed(self, seed: int) -> None:
+        """Seed what shuffles the data, from the next epoch on; that is the first one if nothing was read."""
+        _rng(self._dataloader).manual_seed(seed)
+
     def _next_row(self) -> TensorDictBase:
         for _ in range(2):  # this epoch, and the next
             while not self._rows and (batch := self._next_batch()) is not None:

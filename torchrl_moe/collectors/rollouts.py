@@ -25,6 +25,7 @@ from torchrl_moe._errors import (
     RequestRefusedError,
     StaleReplicaError,
 )
+from torchrl_moe.collectors.collection_record import CollectionRecord
 from torchrl_moe.collectors.collection_stats import CollectionStats
 from torchrl_moe.collectors.environments import EnvironmentPool, EnvironmentTimeoutError
 from torchrl_moe.collectors.episode import Episode, gather
@@ -54,6 +55,7 @@ class Rollouts:
         settings: see there.
         schedule: the order of the groups.
         stats: what is counted.
+        record: what is remembered over time.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Rollouts:
         settings: Settings,
         schedule: Schedule,
         stats: CollectionStats,
+        record: CollectionRecord,
     ) -> None:
         self._policy = policy
         self._engine = policy.model
@@ -72,6 +75,7 @@ class Rollouts:
         self._settings = settings
         self.schedule = schedule
         self._stats = stats
+        self._record = record
         self.pauses = 0
         """How many want that nothing begins."""
         self.error: BaseException | None = None
@@ -114,6 +118,7 @@ class Rollouts:
             return
         try:
             self._see_version()
+            self._record.in_flight((entry.index, entry.inflight) for entry in self._engine.replica_table)
             self._drop_stale()
             self._give_out()
             if self._has_begun and self.schedule.may_begin:
@@ -153,8 +158,10 @@ class Rollouts:
 
     def _see_version(self) -> None:
         newest = self._engine.replica_table.latest_version
-        self.schedule.updated(max(newest - self.version, 0))
-        self.version = max(newest, self.version)
+        if newest > self.version:
+            self.schedule.updated(newest - self.version)
+            self._record.updated(newest)
+            self.version = newest
 
     def _give_out(self) -> None:
         while self._asked and (numbers := self.schedule.take()):
