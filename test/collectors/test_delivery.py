@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -29,13 +31,17 @@ class Source:
             future.set_result(batch(len(self.asked) - 1))
 
 
+def take(delivery: Delivery, ask: Callable[[Future[Any]], object], accept: Callable[[TensorDict], Any]) -> Any:
+    return delivery.take(ask, accept, nullcontext())
+
+
 def number_of(given: TensorDict) -> int:
     return int(given["number"])
 
 
 def test_batches_are_given_in_their_order() -> None:
     delivery, source = Delivery(), Source()
-    assert [delivery.take(source, number_of) for _ in range(3)] == [0, 1, 2]
+    assert [take(delivery, source, number_of) for _ in range(3)] == [0, 1, 2]
 
 
 def test_what_was_not_accepted_is_given_again() -> None:
@@ -46,8 +52,8 @@ def test_what_was_not_accepted_is_given_again() -> None:
 
     for _ in range(2):
         with pytest.raises(ArithmeticError):
-            delivery.take(source, refuse)
-    assert [delivery.take(source, number_of) for _ in range(2)] == [0, 1]
+            take(delivery, source, refuse)
+    assert [take(delivery, source, number_of) for _ in range(2)] == [0, 1]
 
 
 @pytest.mark.parametrize("when", ["before it is asked", "after"])
@@ -60,15 +66,15 @@ def test_a_ctrl_c_as_it_asks_loses_nothing(when: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        delivery.take(interrupted, number_of)
-    assert [delivery.take(source, number_of) for _ in range(2)] == [0, 1]
+        take(delivery, interrupted, number_of)
+    assert [take(delivery, source, number_of) for _ in range(2)] == [0, 1]
 
 
 def test_after_an_error_another_batch_is_asked_for() -> None:
     delivery, source = Delivery(), Source()
     with pytest.raises(OSError, match="disk"):
-        delivery.take(lambda future: future.set_exception(OSError("disk")), number_of)
-    assert delivery.take(source, number_of) == 0
+        take(delivery, lambda future: future.set_exception(OSError("disk")), number_of)
+    assert take(delivery, source, number_of) == 0
 
 
 def test_a_batch_that_is_not_accepted_yet_is_known() -> None:
@@ -78,7 +84,7 @@ def test_a_batch_that_is_not_accepted_yet_is_known() -> None:
         with delivery.still() as awaited:
             seen.append(awaited)
 
-    delivery.take(source, accept)
+    take(delivery, source, accept)
     assert seen == source.asked
     with delivery.still() as awaited:
         assert awaited is None
@@ -87,9 +93,22 @@ def test_a_batch_that_is_not_accepted_yet_is_known() -> None:
 def test_nothing_is_accepted_while_it_stands_still() -> None:
     delivery, source = Delivery(), Source()
     with delivery.still():
-        taking = in_thread(lambda: delivery.take(source, number_of))
+        taking = in_thread(lambda: take(delivery, source, number_of))
         assert not source.asked
     assert taking.result(60) == 0
+
+
+def test_the_wait_is_over_as_it_is_accepted() -> None:
+    delivery, source, log = Delivery(), Source(), []
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        log.append("waits")
+        yield
+        log.append("has it")
+
+    delivery.take(source, lambda given: log.append("accepts"), waiting())
+    assert log == ["waits", "has it", "accepts"]
 
 
 def test_two_threads_get_different_batches() -> None:
@@ -99,7 +118,7 @@ def test_two_threads_get_different_batches() -> None:
         if future not in futures:
             futures.append(future)
 
-    taking = [in_thread(lambda: delivery.take(ask, number_of)) for _ in range(2)]
+    taking = [in_thread(lambda: take(delivery, ask, number_of)) for _ in range(2)]
     for number in range(2):
         until(lambda count=number: len(futures) > count)
         futures[number].set_result(batch(number))
