@@ -28,8 +28,8 @@ def run(folder: Path, order: str, steps: float) -> bool:
             if step >= steps:
                 process.kill()
                 process.join()
-                assert process.exitcode == -9
-                return False
+                assert process.exitcode in (-9, 0)
+                return process.exitcode == 0  # it was quicker
     raise AssertionError
 
 

@@ -62,11 +62,10 @@ def train(folder: Path, order: Any, progress: Connection) -> None:
             os.replace(folder / "unfinished", folder / "checkpoint")
             progress.send("saved")
 
-        for batch in collector:
-            trained += queries(batch)[::2]
+        batches = iter(collector)
+        while len(trained) < PROMPTS:
+            trained += queries(next(batches))[::2]
             progress.send("trained")
-            if len(trained) >= PROMPTS:
-                break
             if rng.random() < 0.5:
                 save()
         save()
