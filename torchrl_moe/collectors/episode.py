@@ -94,6 +94,7 @@ async def gather(asked: Sequence[Awaitable[T]]) -> list[T]:
         return list(await asyncio.gather(*tasks))
     except BaseException:
         for task in tasks:
-            task.cancel()
+            if not task.cancelling():  # by a cancel of ours; a second one would end a wait for an environment's call
+                task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
