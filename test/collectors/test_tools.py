@@ -7,8 +7,10 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tensordict import TensorDictBase
@@ -23,7 +25,8 @@ from torchrl.envs.llm.transforms import (
 )
 
 from support.collecting import TOKENIZER, Questions, policy_of, queries
-from support.waiting import until
+from support.waiting import in_thread, until
+from torchrl_moe._errors import CollectionError
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -153,6 +156,27 @@ def test_a_group_that_fails_leaves_no_interpreter_behind(collect: Callable[..., 
     with pytest.raises(ZeroDivisionError):
         next(iter(collector))
     until(lambda: not interpreters.running())
+
+
+def test_a_shutdown_while_code_runs_leaves_no_process(
+    collect: Callable[..., AsyncLLMCollector], tmp_path: Path
+) -> None:
+    """If a process ends under its code the tool starts another one, so all children are looked at, not those known."""
+    over = tmp_path / "over"
+    waiting = code("import os, time", f"while not os.path.exists({str(over)!r}): time.sleep(0.01)")
+
+    def children() -> set[int]:
+        return {child.pid for child in psutil.Process().children()}
+
+    before = children()
+    collector = collect(Interpreters(), lambda prompt: waiting)
+    trainer = in_thread(lambda: next(iter(collector)))
+    until(lambda: len(children() - before) == 2)
+    collector.shutdown(timeout=0.1)
+    over.touch()
+    with pytest.raises(CollectionError, match="the collector was shut down"):
+        trainer.result(60)
+    until(lambda: not children() - before)
 
 
 def calling(prompt: str) -> str:
