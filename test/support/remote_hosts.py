@@ -22,7 +22,7 @@ from torchrl_moe.testing import FakeAsyncVLLM
 class ReusableHost(CollectorHost):
     """Makes a collector in the place of the one that it had, and runs what a test sends."""
 
-    def make(self, kind: str, arguments: Mapping[str, Any]) -> dict[str, int]:
+    def make(self, kind: str, arguments: Mapping[str, Any]) -> int | None:
         if self._made is not None:
             self._made.shutdown()
         super().__init__()

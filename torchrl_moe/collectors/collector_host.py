@@ -28,7 +28,7 @@ class CollectorHost:
         self._batches: Iterator[TensorDictBase | None] | None = None
         self._pauses: list[AbstractContextManager[None]] = []
 
-    def make(self, kind: str, arguments: Mapping[str, Any]) -> dict[str, int]:
+    def make(self, kind: str, arguments: Mapping[str, Any]) -> int | None:
         """Make the collector.
 
         Args:
@@ -36,10 +36,11 @@ class CollectorHost:
             arguments: by name.
 
         Returns:
-            What does not change: ``dialog_turns_per_batch`` and ``total_dialog_turns``.
+            Its ``dialog_turns_per_batch``.
         """
         self._made = getattr(import_module("torchrl_moe.collectors"), kind)(**arguments)
-        return {name: int(getattr(self._made, name)) for name in ("dialog_turns_per_batch", "total_dialog_turns")}
+        turns: int | None = self._made.dialog_turns_per_batch
+        return turns
 
     @property
     def _collector(self) -> Any:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -40,6 +39,8 @@ class RayCollector(BaseCollector):
 
     init_random_frames = 0
     """For TorchRL's trainer."""
+    _rests = False
+    """Whether the local collector does nothing but what it is asked for, and has a state between batches only."""
 
     def __init__(self, kind: str, given: Mapping[str, Any]) -> None:
         super().__init__()
@@ -62,9 +63,8 @@ class RayCollector(BaseCollector):
         self._writer: threading.Thread | None = None
         options = actor_options(given["remote_config"], num_cpus=given["num_cpus"], num_gpus=given["num_gpus"])
         self._host = RemoteHost(kind, self._sendable(arguments), options, given["ray_init_config"])
-        facts = self._host.facts
-        self.total_dialog_turns = self.total_frames = facts["total_dialog_turns"]
-        self.dialog_turns_per_batch = self.requested_frames_per_batch = facts["dialog_turns_per_batch"]
+        self.total_dialog_turns = self.total_frames = given["total_dialog_turns"]
+        self.dialog_turns_per_batch = self.requested_frames_per_batch = self._host.dialog_turns_per_batch
         self.weight_updater = weight_updater
 
     def _sendable(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -127,8 +127,14 @@ class RayCollector(BaseCollector):
                 if self._is_over:  # meanwhile
                     return ()
                 raise
-            self._awaited = None if self.sync_iter or not found else self._host.begin("next")
+            asks_ahead = found and not self.sync_iter and not self._pauses
+            self._awaited = self._host.begin("next") if asks_ahead else None
             return found
+
+    def _is_here(self) -> bool:
+        """Whether a batch that was asked for is here. A local collector that rests after it is waited for."""
+        awaited = self._awaited
+        return awaited is not None and self._host.is_done(awaited, None if self._rests else 0.0)
 
     # -- free running -----------------------------------------------------------------------------------------------
 
@@ -181,6 +187,7 @@ class RayCollector(BaseCollector):
         try:
             with self._changed:
                 self._changed.wait_for(lambda: not self._is_writing)
+            self._is_here()
             self._ask("pause", resume)
             try:
                 yield
@@ -274,23 +281,27 @@ class RayCollector(BaseCollector):
     def state_dict(self) -> dict[str, Any]:
         """Return the local collector's state, and under ``"ahead"`` a batch that it gave out and nobody has been given.
 
-        A batch is asked for ahead if ``sync_iter`` is false, and is waited for; a Ctrl-C leaves one, too.
+        There is one if it was asked for ahead, or if a Ctrl-C ended the wait for it.
         """
-        ahead = list(self._ahead)
-        if self._taking.acquire(blocking=False):  # else somebody is being given one
-            try:
-                if self._awaited is not None and self._host.is_done(self._awaited, 0.0 if self.sync_iter else None):
-                    with contextlib.suppress(Exception):  # who asks for the next batch gets it
-                        ahead += self._host.wait(self._awaited)
-            finally:
-                self._taking.release()
-        return {**self._ask("call", "state_dict"), "ahead": ahead}
+        with self.pause() if self._rests else nullcontext():
+            ahead = list(self._ahead)
+            if self._taking.acquire(blocking=False):  # else somebody is being given one
+                try:
+                    if self._is_here():
+                        with suppress(Exception):  # who asks for the next batch gets it
+                            ahead += [batch for batch in self._host.wait(self._awaited) if batch is not None]
+                finally:
+                    self._taking.release()
+            return {**self._ask("call", "state_dict"), "ahead": ahead}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where another collector of the same data was, a local one too; call it before the first batch."""
         state = dict(state_dict)
-        self._ahead = deque(state.pop("ahead", ()))
-        self._ask("call", "load_state_dict", state)
+        ahead = state.pop("ahead", ())
+        with self._taking:
+            self._awaited = None
+            self._ask("call", "load_state_dict", state)
+            self._ahead = deque(ahead)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the actor's data and environment.

@@ -40,6 +40,8 @@ class RayLLMCollector(RayCollector):
         CollectionError: no node of the cluster has room for the actor.
     """
 
+    _rests = True
+
     def __init__(
         self,
         env: EnvLike,

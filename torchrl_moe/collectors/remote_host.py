@@ -48,7 +48,7 @@ class RemoteHost:
         ray_init_config: for ``ray.init``, if this process is in no cluster; ``None``: one that is found, or a new one.
 
     Attributes:
-        facts: what :meth:`CollectorHost.make` returned.
+        dialog_turns_per_batch: the collector's.
 
     Raises:
         TypeError: an argument cannot be sent to an actor.
@@ -70,7 +70,7 @@ class RemoteHost:
         sent = _put(arguments)
         self._actor = _place(options)
         try:
-            self.facts: dict[str, int] = self.wait(self._actor.make.remote(kind, sent))
+            self.dialog_turns_per_batch: int | None = self.wait(self._actor.make.remote(kind, sent))
         except BaseException:
             self._kill()
             raise
