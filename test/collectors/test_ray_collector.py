@@ -21,15 +21,14 @@ import ray
 import torch
 from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import StepCounter
-from torchrl.envs.llm import DatasetChatEnv
 
 from support.actors import toy_actors
-from support.collecting import TOKENIZER, Questions, chat, plain, policy_of, queries
+from support.collecting import Questions, chat, plain, policy_of, queries
 from support.processes import PYTHONPATH, is_gone
 from support.remote_hosts import (
     BufferClient,
     BufferOfRay,
+    dataset,
     fake_policy,
     joined_policy,
     placing,
@@ -40,7 +39,6 @@ from support.remote_hosts import (
 from support.waiting import in_thread, until
 from torchrl_moe._errors import CollectionError, CollectionStalledError
 from torchrl_moe.collectors import AsyncLLMCollector, RayAsyncLLMCollector, RayLLMCollector
-from torchrl_moe.collectors.ray_collector import RayCollector
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -241,7 +239,7 @@ def test_calls_do_not_wait_for_a_batch(collect: Make, actor: Any) -> None:
     collector = collect()
     with collector.pause(resume=False):
         batch = in_thread(collector.next)
-        until(lambda: run(actor, lambda local: local._rollouts._asked))
+        until(lambda: run(actor, lambda local: len(local._rollouts._asked)) == 1)
         assert collector.state_dict()["frames"] == 0
         assert collector.stats()["batches"] == 0
         collector.increment_version()
@@ -358,45 +356,6 @@ def test_a_restored_collector_uses_each_prompt_once_also_after_a_local_one(colle
     assert sorted(seen) == sorted(f"q{i}" for i in range(40))
 
 
-def ahead(collect: Make, **kwargs: Any) -> Any:
-    """A collector that asks ahead; the asynchronous one is never made so, but does as well here."""
-    given = {
-        "weight_updater": None,
-        "verbose": False,
-        "replay_buffer": None,
-        "flatten_data": None,
-        "yield_only_last_steps": None,
-        "ray_init_config": None,
-        "remote_config": None,
-        "num_cpus": None,
-        "num_gpus": None,
-        "sync_iter": False,
-    }
-
-    def make(env: Any, **more: Any) -> RayCollector:
-        return RayCollector("AsyncLLMCollector", {**given, "env": env, "order": "fifo", **more})
-
-    return collect(kind=make, **kwargs)
-
-
-def test_a_batch_that_was_asked_for_ahead_is_part_of_the_state(collect: Make) -> None:
-    collector = ahead(collect)
-    assert queries(collector.next()) == ["q0", "q0"]
-    until(lambda: collector.stats()["batches"] == 2)  # nobody has asked for the second
-    state = collector.state_dict()
-    assert [queries(batch) for batch in state["ahead"]] == [["q1", "q1"]]
-    assert queries(collector.next()) == ["q1", "q1"]  # the state has a copy
-    collector.shutdown()
-    restored = ahead(collect)
-    restored.load_state_dict(state)
-    assert [queries(batch)[0] for batch in restored.state_dict()["ahead"]] == ["q1"]
-    assert [queries(restored.next())[0] for _ in range(3)] == ["q1", "q2", "q3"]
-
-
-def test_asking_ahead_ends_with_the_data(collect: Make) -> None:
-    assert [queries(batch)[0] for batch in ahead(collect, total_dialog_turns=4)] == ["q0", "q1"]
-
-
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 
@@ -422,42 +381,89 @@ without_it = pytest.mark.skipif(
 )
 
 
-def dataset(repeats: int = 2) -> Any:
-    env = DatasetChatEnv.from_dataloader(Questions(64), repeats=repeats, batch_size=(4,), tokenizer=TOKENIZER)
-    return env.append_transform(StepCounter(max_steps=1))
+@pytest.fixture
+def collect_in_turns(collect: Make) -> Callable[..., RayLLMCollector]:
+    """Makes collectors of two prompts a batch, each twice."""
+
+    def make(policy_factory: Any = None, **kwargs: Any) -> RayLLMCollector:
+        factory = policy_factory or fake_policy()
+        given = {"group_size": None, "dataloader": None, **kwargs}
+        return collect(dataset, in_turns, policy_factory=factory, dialog_turns_per_batch=4, **given)
+
+    def in_turns(env: Any, *, group_size: None, dataloader: None, **kwargs: Any) -> RayLLMCollector:
+        return RayLLMCollector(env, **kwargs)
+
+    return make
 
 
 @without_it
 @pytest.mark.parametrize("sync_iter", [True, False])
-def test_the_other_collector_gives_the_batches_of_its_local_one(ended: list[Any], sync_iter: bool) -> None:
+def test_the_other_collector_gives_the_batches_of_its_local_one(
+    collect_in_turns: Callable[..., RayLLMCollector], sync_iter: bool
+) -> None:
     from torchrl_moe import collectors
 
-    arguments = {"policy_factory": fake_policy(), "dialog_turns_per_batch": 4}
-    local = collectors.LLMCollector(dataset, **arguments)
+    local = collectors.LLMCollector(dataset, policy_factory=fake_policy(), dialog_turns_per_batch=4)
     expected = list(islice(local, 3))
     local.shutdown()
-    remote = RayLLMCollector(dataset, **arguments, sync_iter=sync_iter)
-    found = list(islice(remote, 3))
-    remote.shutdown()
+    found = list(islice(collect_in_turns(sync_iter=sync_iter), 3))
     for one, other in zip(found, expected, strict=True):
         assert one.batch_size == other.batch_size
         assert list(map(plain, one.reshape(-1).unbind(0))) == list(map(plain, other.reshape(-1).unbind(0)))
 
 
 @without_it
-def test_the_other_collector_fills_a_buffer_of_this_process_with_flat_rows(ended: list[Any]) -> None:
-    collector = RayLLMCollector(
-        dataset,
-        policy_factory=fake_policy(),
-        dialog_turns_per_batch=4,
-        replay_buffer=buffer(),
-        total_dialog_turns=12,
-    )
+def test_the_other_collector_fills_a_buffer_of_this_process_with_flat_rows_while_its_state_is_saved(
+    collect_in_turns: Callable[..., RayLLMCollector],
+) -> None:
+    collector = collect_in_turns(replay_buffer=buffer(), total_dialog_turns=40)
+    assert collector.total_dialog_turns == 40
     collector.start()
-    until(lambda: collector.getattr_rb("write_count") == 12)
-    assert collector.replay_buffer[:].batch_size == (12,)
-    assert collector.stats()["frames"] == 12
+    frames = []
+    while collector.is_running():
+        state = collector.state_dict()
+        frames.append((state["frames"], state["ahead"]))
+    assert collector.getattr_rb("write_count") == 40
+    assert collector.replay_buffer[:].batch_size == (40,)
+    assert collector.stats()["frames"] == 40
+    assert [ahead for _, ahead in frames if ahead] == []
+    assert frames == sorted(frames)
+
+
+def asked(batch: Any) -> list[str]:
+    return queries(batch.reshape(-1))[::2]
+
+
+@without_it
+def test_a_batch_that_was_asked_for_ahead_is_part_of_the_state(
+    collect_in_turns: Callable[..., RayLLMCollector],
+) -> None:
+    collector = collect_in_turns(sync_iter=False)
+    assert asked(collector.next()) == ["q0", "q1"]
+    state = collector.state_dict()
+    assert [asked(batch) for batch in state["ahead"]] == [["q2", "q3"]]
+    assert asked(collector.next()) == ["q2", "q3"]  # the state has a copy
     collector.shutdown()
+    restored = collect_in_turns(sync_iter=False)
+    assert asked(restored.next()) == ["q0", "q1"]
+    restored.load_state_dict(state)
+    assert [asked(batch) for batch in restored.state_dict()["ahead"]] == [["q2", "q3"]]
+    assert [asked(restored.next()) for _ in range(3)] == [["q2", "q3"], ["q4", "q5"], ["q6", "q7"]]
+
+
+@without_it
+def test_nothing_is_asked_for_ahead_during_a_pause_nor_at_the_end(
+    collect_in_turns: Callable[..., RayLLMCollector],
+) -> None:
+    collector = collect_in_turns(sync_iter=False, total_dialog_turns=16)
+    assert asked(collector.next()) == ["q0", "q1"]
+    with collector.pause():
+        assert asked(collector.next()) == ["q2", "q3"]  # was here
+        assert collector.stats()["frames"] == 8
+        with pytest.raises(RuntimeError, match="the collector is paused"):
+            collector.next()
+    assert [asked(batch) for batch in collector] == [["q4", "q5"], ["q6", "q7"]]
+    assert collector.next() is None
 
 
 # -- several over one engine ------------------------------------------------------------------------------------------

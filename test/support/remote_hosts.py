@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import ray
 from torchrl.data import RayReplayBuffer
+from torchrl.envs import EnvBase, StepCounter
+from torchrl.envs.llm import DatasetChatEnv
 
-from support.collecting import TOKENIZER, policy_of, queries
+from support.collecting import TOKENIZER, Questions, policy_of, queries
 from torchrl_moe.collectors import remote_host
 from torchrl_moe.collectors.collector_host import CollectorHost
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
@@ -78,6 +80,12 @@ def fake_policy(**settings: Any) -> Callable[[], vLLMWrapper]:
 def joined_policy(name: str, **settings: Any) -> Callable[[], vLLMWrapper]:
     """A factory of a policy over a service with a name."""
     return lambda: policy_of(AsyncVLLM.connect(name), tokenizer=TOKENIZER, **settings)
+
+
+def dataset() -> EnvBase:
+    """An environment of four samples with data of its own, each prompt twice."""
+    env = DatasetChatEnv.from_dataloader(Questions(64), repeats=2, batch_size=(4,), tokenizer=TOKENIZER)
+    return env.append_transform(StepCounter(max_steps=1))
 
 
 class BufferClient:
