@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
@@ -38,7 +37,7 @@ from support.remote_hosts import (
 )
 from support.waiting import in_thread, until
 from torchrl_moe._errors import CollectionError, CollectionStalledError
-from torchrl_moe.collectors import AsyncLLMCollector, RayAsyncLLMCollector, RayLLMCollector
+from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector, RayAsyncLLMCollector, RayLLMCollector
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -376,10 +375,6 @@ def test_a_collector_that_was_shut_down_says_so(collect: Make, ended: list[Any],
 
 # -- the other local collector ----------------------------------------------------------------------------------------
 
-without_it = pytest.mark.skipif(
-    find_spec("torchrl_moe.collectors.llm_collector") is None, reason="there is no LLMCollector yet"
-)
-
 
 @pytest.fixture
 def collect_in_turns(collect: Make) -> Callable[..., RayLLMCollector]:
@@ -396,14 +391,11 @@ def collect_in_turns(collect: Make) -> Callable[..., RayLLMCollector]:
     return make
 
 
-@without_it
 @pytest.mark.parametrize("sync_iter", [True, False])
 def test_the_other_collector_gives_the_batches_of_its_local_one(
     collect_in_turns: Callable[..., RayLLMCollector], sync_iter: bool
 ) -> None:
-    from torchrl_moe import collectors
-
-    local = collectors.LLMCollector(dataset, policy_factory=fake_policy(), dialog_turns_per_batch=4)
+    local = LLMCollector(dataset, policy_factory=fake_policy(), dialog_turns_per_batch=4)
     expected = list(islice(local, 3))
     local.shutdown()
     found = list(islice(collect_in_turns(sync_iter=sync_iter), 3))
@@ -412,7 +404,6 @@ def test_the_other_collector_gives_the_batches_of_its_local_one(
         assert list(map(plain, one.reshape(-1).unbind(0))) == list(map(plain, other.reshape(-1).unbind(0)))
 
 
-@without_it
 def test_the_other_collector_fills_a_buffer_of_this_process_with_flat_rows_while_its_state_is_saved(
     collect_in_turns: Callable[..., RayLLMCollector],
 ) -> None:
@@ -434,7 +425,6 @@ def asked(batch: Any) -> list[str]:
     return queries(batch.reshape(-1))[::2]
 
 
-@without_it
 def test_a_batch_that_was_asked_for_ahead_is_part_of_the_state(
     collect_in_turns: Callable[..., RayLLMCollector],
 ) -> None:
@@ -451,7 +441,6 @@ def test_a_batch_that_was_asked_for_ahead_is_part_of_the_state(
     assert [asked(restored.next()) for _ in range(3)] == [["q2", "q3"], ["q4", "q5"], ["q6", "q7"]]
 
 
-@without_it
 def test_nothing_is_asked_for_ahead_during_a_pause_nor_at_the_end(
     collect_in_turns: Callable[..., RayLLMCollector],
 ) -> None:

@@ -58,7 +58,7 @@ def test_a_call_after_ray_was_left_starts_no_other_cluster(monkeypatch: pytest.M
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(CollectionError, match="Ray was shut down"):
         host.begin("next")
-    host.end(1.0, None, True)
+    host.end(1.0, None, None, True)
 
 
 @pytest.mark.ray

@@ -120,6 +120,7 @@ class RayCollector(BaseCollector):
                 return (self._ahead.popleft(),)
             try:
                 if self._awaited is None:
+                    self._check_unpaused()
                     self._awaited = self._host.begin("next")
                 found: tuple[TensorDictBase | None, ...] = self._host.wait(self._awaited)
             except Exception:
@@ -130,6 +131,11 @@ class RayCollector(BaseCollector):
             asks_ahead = found and not self.sync_iter and not self._pauses
             self._awaited = self._host.begin("next") if asks_ahead else None
             return found
+
+    def _check_unpaused(self) -> None:
+        """Refuse to ask a local collector that is paused and would give nothing; a pause waits for the writer."""
+        if self._rests and self._pauses and threading.current_thread() is not self._writer:
+            raise RuntimeError("the collector is paused")
 
     def _is_here(self) -> bool:
         """Whether a batch that was asked for is here. A local collector that rests after it is waited for."""
@@ -327,7 +333,8 @@ class RayCollector(BaseCollector):
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        self._host.end(END_SECONDS if timeout is None else timeout + JOIN_SECONDS, timeout, close_env)
+        seconds = END_SECONDS if timeout is None else timeout + JOIN_SECONDS
+        self._host.end(seconds, self._awaited, timeout, close_env)
         if self._writer is not None and self._writer is not threading.current_thread():
             self._writer.join(JOIN_SECONDS)
 

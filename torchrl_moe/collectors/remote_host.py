@@ -104,11 +104,20 @@ class RemoteHost:
         """Whether a method has returned or raised within some seconds; ``None``: it is waited for."""
         return bool(ray.wait([reference], timeout=seconds)[0])
 
-    def end(self, seconds: float, *arguments: Any) -> None:
-        """Have the collector shut down, which has so many seconds, and end the actor, in whatever state that is."""
+    def end(self, seconds: float, awaited: Any, *arguments: Any) -> None:
+        """Have the collector shut down, and end the actor, in whatever state that is.
+
+        Args:
+            seconds: that the collector has.
+            awaited: a reference to what nobody waits for any more, or ``None``.
+            arguments: of :meth:`CollectorHost.shutdown`.
+        """
         if ray.is_initialized():  # else it is gone
             self.is_done(self._actor.shutdown.remote(*arguments), seconds)
             self._kill()
+            if awaited is not None:
+                with contextlib.suppress(Exception):  # it was cut off; Ray would log that nobody has seen its error
+                    self.wait(awaited)
 
     def _kill(self) -> None:
         ray.kill(self._actor)
