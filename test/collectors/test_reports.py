@@ -23,7 +23,6 @@ from torchrl.record.loggers.tensorboard import TensorboardLogger
 from support.collecting import TOKENIZER, Questions, chat, new_weights, policy_of, queries
 from support.html_table import TableReader
 from support.waiting import in_thread, until
-from torchrl_moe._errors import CollectionError
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.collectors.reports import Reports
 from torchrl_moe.collectors.settings import Settings
@@ -264,7 +263,7 @@ def test_answers_in_flight_are_those_of_the_engines_replicas(
     assert last() == [entry.inflight for entry in engine.replica_table]
     assert [row["phase"] for row in collector.record.phases()] == ["waiting for a batch"]
     collector.shutdown()
-    assert isinstance(waiting.exception(), CollectionError)
+    assert isinstance(waiting.exception(), StopIteration)
 
 
 def test_a_thread_that_fills_a_buffer_is_no_trainer(collect: Callable[..., AsyncLLMCollector]) -> None:

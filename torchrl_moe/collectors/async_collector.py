@@ -8,13 +8,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from torchrl_moe._errors import CollectionError
 from torchrl_moe.collectors.arguments import EnvLike, environments_of, policy_of, refuse, settings_of
 from torchrl_moe.collectors.collection_stats import CollectionStats
+from torchrl_moe.collectors.delivery import Delivery
 from torchrl_moe.collectors.environments import EnvironmentPool
 from torchrl_moe.collectors.evaluation import evaluate
 from torchrl_moe.collectors.prompt_stream import PromptStream
@@ -28,6 +28,7 @@ from torchrl_moe.modules.serving.event_loop import EventLoop
 __all__ = ["AsyncLLMCollector"]
 
 JOIN_SECONDS = 5.0
+OVER = "the collector was shut down"
 
 
 class _ShutDown(CollectionError):
@@ -150,7 +151,7 @@ class AsyncLLMCollector(Reports):
         self._watches = self._is_over = False
         self._writer: threading.Thread | None = None
         self._iterator: Iterator[TensorDictBase | None] | None = None
-        self._awaited: Future[TensorDictBase] | None = None
+        self._delivery = Delivery()
 
     # -- batches ----------------------------------------------------------------------------------------------------
 
@@ -160,19 +161,21 @@ class AsyncLLMCollector(Reports):
             raise self._failure
         with self._progress:
             while not self._has_enough:
-                batch = self._take_batch()
-                if self.replay_buffer is None:
-                    yield batch
-                else:
-                    self.replay_buffer.extend(batch)
-                    yield None
+                try:
+                    batch = self._delivery.take(self._ask, self._accept, self.record.wait())
+                except _ShutDown:  # by another thread
+                    return
+                yield batch
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
-        """Yield batches; after an error the collector is shut down, and raises it again."""
+        """Yield batches; after an error the collector is shut down, and raises it again. A Ctrl-C leaves it running."""
         try:
             yield from self.iterator()
-        except Exception:
-            self.shutdown()
+        except BaseException as error:
+            self._iterator = None  # next() needs another one
+            if isinstance(error, Exception):
+                self._rollouts.error = self._rollouts.error or error
+                self.shutdown()
             raise
 
     @property
@@ -185,27 +188,23 @@ class AsyncLLMCollector(Reports):
     def _has_enough(self) -> bool:
         return self._is_over or 0 <= self.total_dialog_turns <= self._frames
 
-    def _take_batch(self) -> TensorDictBase:
-        """Wait for the next batch. A Ctrl-C leaves everything running, and the next call waits for the same batch."""
+    def _ask(self, future: Future[TensorDictBase]) -> None:
         self._progress.begin(self._frames)
-        if self._awaited is None:
-            self._awaited = Future()
-            if not self._call(self._rollouts.ask, self._awaited):
-                raise RuntimeError("the collector was shut down")
-        try:
-            with self.record.wait():
-                batch = self._awaited.result()
-        except Exception:
-            self._awaited = None
-            raise
+        if not self._call(self._rollouts.ask, future):
+            raise _ShutDown(OVER) if self._is_over else RuntimeError("a collector is of no use in a forked process")
+
+    def _accept(self, batch: TensorDictBase) -> TensorDictBase | None:
+        """Give a batch to the trainer, or to the buffer."""
         frames = self._frames + batch.numel()
         self._report(batch, frames)
-        self._frames, self._awaited = frames, None
         if self.postproc is not None:
             batch = self.postproc(batch)
         if self._post_collect_hook is not None:
             self._post_collect_hook(batch)
-        return batch
+        if self.replay_buffer is not None:
+            self.replay_buffer.extend(batch)
+        self._frames = frames
+        return batch if self.replay_buffer is None else None
 
     def _call(self, function: Callable[..., object], *arguments: Any) -> bool:
         if not self._watches:
@@ -223,10 +222,9 @@ class AsyncLLMCollector(Reports):
             except BaseException as error:  # noqa: BLE001  it is raised where it was asked
                 future.set_exception(error)
 
-        if self._is_over:  # then nothing else touches it
+        if not self._call(call):  # the loop has stopped
+            self._loop.join(JOIN_SECONDS)  # then nothing else touches it
             call()
-        elif not self._call(call):
-            raise RuntimeError("the collector was shut down")
         return future.result()
 
     # -- free running -----------------------------------------------------------------------------------------------
@@ -343,20 +341,22 @@ class AsyncLLMCollector(Reports):
 
         Batches that were given out count as trained.
         """
-        return {"frames": self._frames, **self._in_loop(self._rollouts.state_dict)}
+        with self._delivery.still() as awaited:
+            return {"frames": self._frames, **self._in_loop(self._rollouts.state_dict, awaited)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where another collector of the same data was; call it before the first batch."""
-        self._frames = state_dict["frames"]
         self._in_loop(self._rollouts.load_state_dict, state_dict)
+        self._frames = state_dict["frames"]
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed torch, which shuffles the data, and the environment. Draws of the engine depend on batching too.
+        """Seed what shuffles the data, the engine and the environment. Draws of an engine depend on batching too.
 
         Returns:
             The next seed to use.
         """
-        torch.manual_seed(seed)
+        self._prompts.seed(seed)
+        self.policy.model.set_seed(seed)
         return int(self.env.set_seed(seed, static_seed=static_seed))
 
     # -- end --------------------------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ class AsyncLLMCollector(Reports):
         if self._is_over:
             return
         self._is_over = True
-        self._rollouts.error = self._rollouts.error or _ShutDown("the collector was shut down")
+        self._rollouts.error = self._rollouts.error or _ShutDown(OVER)
         stopped = threading.Event()
 
         async def stop() -> None:
@@ -375,9 +375,9 @@ class AsyncLLMCollector(Reports):
             stopped.set()
 
         self._progress.close()
-        self._loop.call(self._rollouts.turn)
-        self._loop.spawn(stop())
-        stopped.wait(10.0 if timeout is None else timeout)
+        if self._loop.call(self._rollouts.turn):
+            self._loop.spawn(stop())
+            stopped.wait(10.0 if timeout is None else timeout)
         self._loop.stop()
         self._loop.join(JOIN_SECONDS)
         if self._writer is not None and self._writer is not threading.current_thread():
