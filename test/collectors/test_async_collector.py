@@ -544,5 +544,5 @@ def test_a_policy_of_several_samples_is_refused(engine: FakeAsyncVLLM) -> None:
 
 
 def test_what_is_no_environment_is_refused(engine: FakeAsyncVLLM) -> None:
-    with pytest.raises(TypeError, match="env must be an environment or a callable"):
+    with pytest.raises(TypeError, match="env must be an environment, a callable that makes one, or an async"):
         AsyncLLMCollector(3, policy=policy_of(engine), dataloader=Questions())  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.envs import EnvBase, Transform
 
 from support.collecting import chat, policy_of
+from support.waiting import HOUR
 from torchrl_moe.collectors.episode import Episode, gather
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.sample_request import SampleRequest
@@ -88,6 +89,33 @@ def test_the_first_failure_cancels_the_rest() -> None:
     with pytest.raises(ZeroDivisionError):
         asyncio.run(gather([wait(), fail(), wait()]))
     assert cancelled == [1, 1]
+
+
+def test_a_cancelled_gathering_cancels_each_once() -> None:
+    """Whoever ends slowly is not cut short by a second cancel because another one has ended."""
+    ended: list[str] = []
+
+    async def quick() -> None:
+        await asyncio.sleep(HOUR)
+
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(HOUR)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.01)
+            ended.append("slow")
+            raise
+
+    async def main() -> None:
+        gathering = asyncio.ensure_future(gather([slow(), quick()]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        gathering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gathering
+
+    asyncio.run(main())
+    assert ended == ["slow"]
 
 
 def test_results_come_in_order() -> None:

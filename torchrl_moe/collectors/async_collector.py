@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
+from torchrl.envs import EnvBase
 
 from torchrl_moe._errors import CollectionError
-from torchrl_moe.collectors.arguments import EnvLike, environments_of, policy_of, refuse, settings_of
+from torchrl_moe.collectors.arguments import EnvLike, environments_of, policy_of, pool_of, refuse, settings_of
 from torchrl_moe.collectors.collection_stats import CollectionStats
 from torchrl_moe.collectors.delivery import Delivery
-from torchrl_moe.collectors.environments import EnvironmentPool
 from torchrl_moe.collectors.evaluation import evaluate
 from torchrl_moe.collectors.prompt_stream import PromptStream
 from torchrl_moe.collectors.reports import Reports
@@ -40,7 +40,8 @@ class AsyncLLMCollector(Reports):
 
     Args:
         env: an environment, or a callable that makes one. Of batch size ``(group_size,)`` it plays groups of one turn;
-            of ``(1,)`` one sample, for as many turns as it likes. A ``ChatEnv`` of another size is made again.
+            of ``(1,)`` one sample, for as many turns as it likes. A ``ChatEnv`` of another size is made again. Or an
+            async function that plays a sample: ``await episode(data, ask)`` returns the reward.
         policy: a :class:`~torchrl_moe.modules.vLLMWrapper`, without ``num_samples``.
         policy_factory: makes it instead.
         dialog_turns_per_batch: answers in a batch, if ``groups_per_batch`` is not given.
@@ -135,8 +136,8 @@ class AsyncLLMCollector(Reports):
         self.weight_updater = weight_updater
         self._prompts = PromptStream(dataloader)
         self._schedule = Schedule(settings.groups_per_batch, max_staleness, order, window, over_sample)
-        self._environments = EnvironmentPool(self.env, make)
-        self._begin_reports(self.policy, total_dialog_turns, verbose)
+        self._environments = pool_of(self.env, make)
+        self._begin_reports(self.policy, settings.by_name(), total_dialog_turns, verbose)
         self._begin_counting()
         self.policy.register_collector(self)
 
@@ -357,7 +358,7 @@ class AsyncLLMCollector(Reports):
         """
         self._prompts.seed(seed)
         self.policy.model.set_seed(seed)
-        return int(self.env.set_seed(seed, static_seed=static_seed))
+        return int(self.env.set_seed(seed, static_seed=static_seed)) if isinstance(self.env, EnvBase) else seed + 1
 
     # -- end --------------------------------------------------------------------------------------------------------
 

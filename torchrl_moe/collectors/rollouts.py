@@ -28,11 +28,12 @@ from torchrl_moe._errors import (
 from torchrl_moe.collectors.collection_record import CollectionRecord
 from torchrl_moe.collectors.collection_stats import CollectionStats
 from torchrl_moe.collectors.environments import EnvironmentPool, EnvironmentTimeoutError
-from torchrl_moe.collectors.episode import Episode, gather
+from torchrl_moe.collectors.episode import gather
 from torchrl_moe.collectors.group import Group
 from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream
 from torchrl_moe.collectors.schedule import Schedule
 from torchrl_moe.collectors.settings import Settings
+from torchrl_moe.collectors.workflow import Workflow
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
@@ -61,7 +62,7 @@ class Rollouts:
     def __init__(
         self,
         policy: vLLMWrapper,
-        environments: EnvironmentPool,
+        environments: EnvironmentPool | Workflow,
         prompts: PromptStream,
         settings: Settings,
         schedule: Schedule,
@@ -188,7 +189,7 @@ class Rollouts:
         try:
             size = self._environments.group_size
             count = self._settings.group_size
-            lives = [self._live(group, start, size, oldest_allowed) for start in range(0, count, size)]
+            lives = [self._live(group, start, oldest_allowed) for start in range(0, count, size)]
             episodes = await gather(lives)
             if group.number not in self.groups:  # dropped meanwhile
                 return
@@ -214,15 +215,14 @@ class Rollouts:
         self._stats.completed(group)
         self.schedule.ready(group.number)
 
-    async def _live(self, group: Group, start: int, size: int, oldest_allowed: int) -> list[TensorDictBase]:
+    async def _live(self, group: Group, start: int, oldest_allowed: int) -> list[TensorDictBase]:
         """Play the samples of one environment."""
 
         async def generate(request: SampleRequest, index: int) -> Completion:
             return await self._generate(request, f"{id(self):x}-{group.number}-{start + index}", oldest_allowed)
 
-        async with self._environments.lend(self._settings.reward_timeout) as in_thread:
-            data = lazy_stack([group.prompt.data.copy() for _ in range(size)])
-            return await Episode(self._policy, generate, in_thread).run(data)
+        timeout = self._settings.reward_timeout
+        return await self._environments.play(self._policy, generate, group.prompt.data, timeout)
 
     async def _generate(self, request: SampleRequest, session: str, oldest_allowed: int) -> Completion:
         """Ask the engine for one answer; a slot is taken for just that long."""
@@ -295,8 +295,8 @@ class Rollouts:
         """
         untaken = self._given[1] if self._given is not None and self._given[0] is awaited else []
         under_way = [group.prompt for group in self.groups.values() if not group.is_ready]
-        ready = [group.state_dict(self.version) for group in (*untaken, *self.groups.values()) if group.is_ready]
-        ready += self._restored
+        complete = [group for group in (*untaken, *self.groups.values()) if group.is_ready]
+        ready = [*(group.state_dict(self.version) for group in complete), *self._restored]
         return {"prompts": self._prompts.state_dict(under_way), "ready": ready, "begun": self.schedule.begun}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
