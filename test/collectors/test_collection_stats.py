@@ -63,10 +63,8 @@ def test_an_engine_is_idle_while_nothing_is_in_flight(monkeypatch: pytest.Monkey
     now[0] += 1
     stats.in_flight -= 1
     now[0] += 2  # idle
-    stats.waited = 3.0
     found = stats.scalars()
     assert found["inference/idle"] == pytest.approx(0.4)
-    assert found["training/idle"] == pytest.approx(0.3)
     assert found["inference/in_flight"] == 0.0
 
 

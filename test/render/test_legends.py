@@ -11,6 +11,7 @@ from matplotlib import style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from torchrl_moe.render.collection_timelines import collection_figure
 from torchrl_moe.render.curves import PHASES, training_figure
 from torchrl_moe.render.histograms import log_ratio_figure
 from torchrl_moe.render.legends import legend_above
@@ -33,8 +34,15 @@ def timeline() -> Any:
     return timeline_figure(rows, "a swap")
 
 
+def collection() -> Any:
+    phases = ("training", "waiting for a batch")
+    rows = [{"phase": phase, "start": i, "seconds": 1.0} for i, phase in enumerate(phases)]
+    flights = {f"replica {index}": [(0.0, index), (1.0, 9)] for index in range(3)}
+    return collection_figure("trainer", rows, flights, [0.5], end=2.0, title="a collector")
+
+
 @pytest.mark.parametrize("background", ["default", "dark_background"])
-@pytest.mark.parametrize("draw", [curves, histogram, timeline])
+@pytest.mark.parametrize("draw", [curves, histogram, timeline, collection])
 def test_no_legend_covers_what_is_drawn(draw: Callable[[], Any], background: str) -> None:
     with style.context(background):
         figure = draw()

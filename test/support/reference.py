@@ -73,6 +73,7 @@ class Reference:
         self._router = ROUTERS[self.model.config.model_type]
         self._seen: dict[int, Tensor] = {}
         self._theirs: Tensor | None = None
+        self._ties: list[tuple[int, int, Tensor]] | None = None
         for layer, block in enumerate(self.model.model.layers):
             routers = [
                 module
@@ -93,6 +94,9 @@ class Reference:
                 sided = (experts != own).any(-1, keepdim=True)
                 if self._router.weights is not None and sided.any():
                     weights = torch.where(sided, self._router.weights(router, logits, experts), weights)
+            if self._ties is not None:
+                others = runner_ups(experts, self._router.scores(router, logits))
+                self._ties += [(row, layer, chosen) for row, chosen in others.items()]
             self._seen[layer] = experts
             return logits, weights, experts
 
@@ -120,6 +124,15 @@ class Reference:
             self._theirs = None  # others run the model too
         log_probs = logits.log_softmax(-1)[:-1].gather(1, row[0, 1:, None])[:, 0]
         return torch.cat([log_probs.new_full((1,), float("nan")), log_probs]), dict(self._seen)
+
+    def ties(self, ids: Tensor, routes: Tensor) -> list[tuple[int, int, Tensor]]:
+        """Return where two experts score the same for the last place: row, layer, and the choice with the other one."""
+        self._ties = []
+        try:
+            self(ids, routes=routes)
+            return self._ties
+        finally:
+            self._ties = None
 
     def expected(self, completion: Any, output: Any) -> tuple[Tensor, dict[int, Tensor]]:
         """Return log-probs of one of an engine's answers, and routes of the whole."""
@@ -164,6 +177,23 @@ def side_at_ties(ours: Tensor, scores: Tensor, theirs: Tensor) -> Tensor:
     tied = near & (lost.sum(-1, keepdim=True) == 1) & (won.sum(-1, keepdim=True) == 1)
     sided = torch.where(tied & (ours[:rows] == out), to, ours[:rows])
     return torch.cat([sided, ours[rows:]])
+
+
+def runner_ups(chosen: Tensor, scores: Tensor) -> dict[int, Tensor]:
+    """Return, for rows in which an expert ties with one that was not chosen, the choice with that: row -> ``[K]``.
+
+    Args:
+        chosen: ``[T, K]``.
+        scores: ``[T, E]``, by which they were chosen.
+    """
+    scores = scores.float()
+    gaps = (scores.gather(1, chosen)[:, :, None] - scores[:, None, :]).abs()
+    gaps.scatter_(2, chosen[:, None, :].expand(-1, chosen.shape[1], -1), torch.inf)
+    found = {}
+    for row, place, other in (gaps <= TIE).nonzero().tolist():
+        found[row] = chosen[row].clone()
+        found[row][place] = other
+    return found
 
 
 def route_mismatches(routes: Tensor, reference: dict[int, Tensor], rows: slice = slice(None)) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.reference import TIE, Reference, route_mismatches, side_at_ties
+from support.reference import TIE, Reference, route_mismatches, runner_ups, side_at_ties
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 
 SCORES = torch.tensor(
@@ -33,6 +33,11 @@ def test_only_a_tie_is_decided_by_the_other_side(theirs: list[list[int]], expect
     assert side_at_ties(OURS, SCORES, torch.tensor(theirs)).tolist() == expected
 
 
+def test_a_tie_has_a_runner_up() -> None:
+    found = {row: chosen.tolist() for row, chosen in runner_ups(OURS, SCORES).items()}
+    assert found == {0: [0, 2], 2: [0, 3], 3: [0, 2]}
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_a_sequence_goes_the_way_of_the_engine_at_a_tie_and_nowhere_else(family: str, tmp_path: Path) -> None:
     reference = Reference(save_tiny_moe(tmp_path, family))
@@ -54,6 +59,8 @@ def test_a_sequence_goes_the_way_of_the_engine_at_a_tie_and_nowhere_else(family:
     first = int(tied.nonzero()[0])
     torch.testing.assert_close(sided[1 : first + 1], log_probs[1 : first + 1], atol=1e-5, rtol=0)
     assert (sided - log_probs)[first + 1 :].abs().max() > 1e-3
+    ties = {row for row, layer, _ in reference.ties(ids, theirs) if layer == 2}
+    assert set(tied.nonzero()[:, 0].tolist()) <= ties < set(range(200))
 
     theirs[:, 2] = (routes[2] + 1) % 16  # an engine that is wrong stays wrong
     wrong, total = route_mismatches(theirs[:, 2:3], {0: reference(ids, routes=theirs)[1][2]})

@@ -6,5 +6,8 @@ from torchrl_moe._lazy import attach
 
 if TYPE_CHECKING:
     from torchrl_moe.collectors.async_collector import AsyncLLMCollector as AsyncLLMCollector
+    from torchrl_moe.collectors.llm_collector import LLMCollector as LLMCollector
 else:
-    __getattr__, __dir__, __all__ = attach(__name__, {"AsyncLLMCollector": ".async_collector"})
+    __getattr__, __dir__, __all__ = attach(
+        __name__, {"AsyncLLMCollector": ".async_collector", "LLMCollector": ".llm_collector"}
+    )

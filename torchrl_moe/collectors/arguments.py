@@ -13,7 +13,18 @@ from torchrl_moe.collectors.settings import Settings
 from torchrl_moe.collectors.workflow import EpisodeFunction, Workflow, is_episode_function
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
-__all__ = ["EnvLike", "environments_of", "policy_of", "pool_of", "refuse", "settings_of"]
+__all__ = [
+    "EnvLike",
+    "environments_of",
+    "one_env",
+    "one_policy",
+    "policy_of",
+    "pool_of",
+    "refuse",
+    "refuse_queue",
+    "refuse_version_tracker",
+    "settings_of",
+]
 
 EnvLike: TypeAlias = "EnvBase | Callable[[], EnvBase] | EpisodeFunction"
 
@@ -28,10 +39,8 @@ def refuse(arguments: Mapping[str, Any]) -> None:
     for name, (value, reason) in reasons.items():
         if arguments[name] is value:
             raise ValueError(f"{name}={value}: {reason}")
-    if arguments["queue"] is not None:
-        raise ValueError("queue: it would lose the oldest data silently. Iterate, or pass replay_buffer=.")
-    if not isinstance(arguments["track_policy_version"], bool):
-        raise ValueError("track_policy_version: the rows carry the engine's versions; leave the transform out")
+    refuse_queue(arguments["queue"])
+    refuse_version_tracker(arguments["track_policy_version"])
     if arguments["on_weight_update"] is not None:
         raise ValueError(
             f"on_weight_update={arguments['on_weight_update']!r}: what an update does to running answers is the "
@@ -39,17 +48,54 @@ def refuse(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def policy_of(policy: Any, factory: Callable[[], Any] | None) -> vLLMWrapper:
-    """Return the policy; in history mode one that sends the ids of earlier turns."""
+def refuse_queue(queue: Any) -> None:
+    """Refuse TorchRL's queue."""
+    if queue is not None:
+        raise ValueError("queue: it would lose the oldest data silently. Iterate, or pass replay_buffer=.")
+
+
+def refuse_version_tracker(track_policy_version: Any) -> None:
+    """Refuse TorchRL's transform, which would overwrite the versions in the rows."""
+    if not isinstance(track_policy_version, bool):
+        raise ValueError("track_policy_version: the rows carry the engine's versions; leave the transform out")
+
+
+def one_env(env: Any) -> EnvBase:
+    """Return the environment.
+
+    Raises:
+        TypeError: it is none, and no callable that makes one.
+    """
+    env = env() if callable(env) and not isinstance(env, EnvBase) and not is_episode_function(env) else env
+    if not isinstance(env, EnvBase):
+        raise TypeError(
+            f"env must be an environment or a callable that makes one, got {type(env).__name__}; async functions are "
+            "played by AsyncLLMCollector"
+        )
+    return env
+
+
+def one_policy(policy: Any, factory: Callable[[], Any] | None) -> Any:
+    """Return the policy; one of ours in history mode sends the ids of earlier turns.
+
+    Raises:
+        ValueError: there are none, or two.
+    """
     if (policy is None) == (factory is None):
         raise ValueError("pass either policy= or policy_factory=")
     policy = factory() if factory is not None else policy
+    if isinstance(policy, vLLMWrapper) and policy.input_mode == "history" and not policy.prefer_tokens:
+        return policy.get_new_version(prefer_tokens=True)
+    return policy
+
+
+def policy_of(policy: Any, factory: Callable[[], Any] | None) -> vLLMWrapper:
+    """Return the policy of a collector that asks the engine for one answer at a time."""
+    policy = one_policy(policy, factory)
     if not isinstance(policy, vLLMWrapper):
         raise TypeError(f"the policy must be a torchrl_moe vLLMWrapper, got {type(policy).__name__}")
     if policy.num_samples is not None:
         raise ValueError(f"the policy has num_samples={policy.num_samples}: use the collector's group_size instead")
-    if policy.input_mode == "history" and not policy.prefer_tokens:
-        return policy.get_new_version(prefer_tokens=True)  # later turns send the ids of earlier ones
     return policy
 
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from tensordict import TensorDictBase
-from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
 from torchrl_moe._errors import CollectionError
 from torchrl_moe.collectors.arguments import EnvLike, environments_of, policy_of, pool_of, refuse, settings_of
 from torchrl_moe.collectors.collection_stats import CollectionStats
+from torchrl_moe.collectors.delivery import Delivery
 from torchrl_moe.collectors.evaluation import evaluate
 from torchrl_moe.collectors.prompt_stream import PromptStream
+from torchrl_moe.collectors.reports import Reports
 from torchrl_moe.collectors.rollouts import Rollouts
 from torchrl_moe.collectors.schedule import Order, Schedule
 from torchrl_moe.collectors.settings import GroupFilter
@@ -29,13 +28,14 @@ from torchrl_moe.modules.serving.event_loop import EventLoop
 __all__ = ["AsyncLLMCollector"]
 
 JOIN_SECONDS = 5.0
+OVER = "the collector was shut down"
 
 
 class _ShutDown(CollectionError):
     """The collector was shut down, and nothing was wrong."""
 
 
-class AsyncLLMCollector(BaseCollector):
+class AsyncLLMCollector(Reports):
     """Collects groups of answers without pause, for a trainer that takes them batch by batch.
 
     Args:
@@ -56,7 +56,7 @@ class AsyncLLMCollector(BaseCollector):
         weight_updater: TorchRL's, used by :meth:`update_policy_weights_`.
         queue: refused; it would lose the oldest data silently.
         track_policy_version: ``True`` or ``False``; rows always carry ``"policy_version"``.
-        verbose: accepted.
+        verbose: whether to show a bar over answers, with the mean reward, the mean age and the groups in line.
         dataloader: prompts; default: that of the environment's ``DataLoadingPrimer``.
         group_size: answers to a prompt; default: the primer's ``repeats``, or 1.
         groups_per_batch: whole groups in a batch.
@@ -86,6 +86,8 @@ class AsyncLLMCollector(BaseCollector):
             train(batch)
             sender.update_weights()
     """
+
+    init_random_frames = 0  # TorchRL's trainer reads it
 
     def __init__(
         self,
@@ -129,27 +131,28 @@ class AsyncLLMCollector(BaseCollector):
         if dataloader is None and (dataloader := found) is None:
             raise ValueError("there is no data: pass dataloader=, or an environment that has a DataLoadingPrimer")
         self.settings = settings = settings_of(given, repeats)
-        self.postproc, self.replay_buffer, self.verbose = postproc, replay_buffer, verbose
+        self.postproc, self.replay_buffer = postproc, replay_buffer
         self.total_dialog_turns = self.total_frames = total_dialog_turns
         self.weight_updater = weight_updater
         self._prompts = PromptStream(dataloader)
         self._schedule = Schedule(settings.groups_per_batch, max_staleness, order, window, over_sample)
         self._environments = pool_of(self.env, make)
+        self._begin_reports(self.policy, settings.by_name(), total_dialog_turns, verbose)
         self._begin_counting()
         self.policy.register_collector(self)
 
     def _begin_counting(self) -> None:
         """Make what a collection changes."""
-        self.init_random_frames = self._frames = self._updates = 0
+        self._frames = 0
         self._collection = CollectionStats()
         self._rollouts = Rollouts(
-            self.policy, self._environments, self._prompts, self.settings, self._schedule, self._collection
+            self.policy, self._environments, self._prompts, self.settings, self._schedule, self._collection, self.record
         )
         self._loop = EventLoop("torchrl_moe-collector")
         self._watches = self._is_over = False
         self._writer: threading.Thread | None = None
         self._iterator: Iterator[TensorDictBase | None] | None = None
-        self._awaited: Future[TensorDictBase] | None = None
+        self._delivery = Delivery()
 
     # -- batches ----------------------------------------------------------------------------------------------------
 
@@ -157,20 +160,23 @@ class AsyncLLMCollector(BaseCollector):
         """Yield batches, ``[rows]``; with a buffer, extend it and yield ``None``."""
         if self._failure is not None:
             raise self._failure
-        while not self._has_enough:
-            batch = self._take_batch()
-            if self.replay_buffer is None:
+        with self._progress:
+            while not self._has_enough:
+                try:
+                    batch = self._delivery.take(self._ask, self._accept, self.record.wait())
+                except _ShutDown:  # by another thread
+                    return
                 yield batch
-            else:
-                self.replay_buffer.extend(batch)
-                yield None
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
-        """Yield batches; after an error the collector is shut down, and raises it again."""
+        """Yield batches; after an error the collector is shut down, and raises it again. A Ctrl-C leaves it running."""
         try:
             yield from self.iterator()
-        except Exception:
-            self.shutdown()
+        except BaseException as error:
+            self._iterator = None  # next() needs another one
+            if isinstance(error, Exception):
+                self._rollouts.error = self._rollouts.error or error
+                self.shutdown()
             raise
 
     @property
@@ -183,26 +189,23 @@ class AsyncLLMCollector(BaseCollector):
     def _has_enough(self) -> bool:
         return self._is_over or 0 <= self.total_dialog_turns <= self._frames
 
-    def _take_batch(self) -> TensorDictBase:
-        """Wait for the next batch. A Ctrl-C leaves everything running, and the next call waits for the same batch."""
-        started = time.monotonic()
-        if self._awaited is None:
-            self._awaited = Future()
-            if not self._call(self._rollouts.ask, self._awaited):
-                raise RuntimeError("the collector was shut down")
-        try:
-            batch = self._awaited.result()
-        except Exception:
-            self._awaited = None
-            raise
-        self._awaited = None
-        self._collection.waited += time.monotonic() - started
-        self._frames += batch.numel()
+    def _ask(self, future: Future[TensorDictBase]) -> None:
+        self._progress.begin(self._frames)
+        if not self._call(self._rollouts.ask, future):
+            raise _ShutDown(OVER) if self._is_over else RuntimeError("a collector is of no use in a forked process")
+
+    def _accept(self, batch: TensorDictBase) -> TensorDictBase | None:
+        """Give a batch to the trainer, or to the buffer."""
+        frames = self._frames + batch.numel()
+        self._report(batch, frames)
         if self.postproc is not None:
             batch = self.postproc(batch)
         if self._post_collect_hook is not None:
             self._post_collect_hook(batch)
-        return batch
+        if self.replay_buffer is not None:
+            self.replay_buffer.extend(batch)
+        self._frames = frames
+        return batch if self.replay_buffer is None else None
 
     def _call(self, function: Callable[..., object], *arguments: Any) -> bool:
         if not self._watches:
@@ -220,10 +223,9 @@ class AsyncLLMCollector(BaseCollector):
             except BaseException as error:  # noqa: BLE001  it is raised where it was asked
                 future.set_exception(error)
 
-        if self._is_over:  # then nothing else touches it
+        if not self._call(call):  # the loop has stopped
+            self._loop.join(JOIN_SECONDS)  # then nothing else touches it
             call()
-        elif not self._call(call):
-            raise RuntimeError("the collector was shut down")
         return future.result()
 
     # -- free running -----------------------------------------------------------------------------------------------
@@ -237,6 +239,7 @@ class AsyncLLMCollector(BaseCollector):
         if self.replay_buffer is None:
             raise RuntimeError("start() fills a replay buffer: pass replay_buffer=, or iterate over the collector")
         if self._writer is None:
+            self.record.taker = "writer"
             self._writer = threading.Thread(target=self._write, name="torchrl_moe-writer", daemon=True)
             self._writer.start()
 
@@ -291,7 +294,6 @@ class AsyncLLMCollector(BaseCollector):
 
     def increment_version(self) -> None:
         """Note a weight update; a sender calls it, see ``sender.register_collector``."""
-        self._updates += 1
         self._loop.call(self._rollouts.turn)
 
     @property
@@ -323,15 +325,9 @@ class AsyncLLMCollector(BaseCollector):
     requested_frames_per_batch = dialog_turns_per_batch
 
     def stats(self) -> dict[str, int | float | bool]:
-        """Return figures by name, plain numbers for a logger."""
-        found: dict[str, int | float | bool] = {
-            "frames": self._frames,
-            "batches": self._collection.batches,
-            "policy_version": self.policy_version,
-        }
-        if self.total_dialog_turns >= 0:
-            found |= {"total_frames": self.total_dialog_turns, "completed": self._has_enough}
-        return found | self._collection.scalars()
+        """Return figures by name, plain numbers for a logger: ``logger.log_metrics(collector.stats(), step)``."""
+        in_line = {"collector/groups_in_line": self._schedule.in_line}
+        return {**super().stats(), **in_line, **self._collection.scalars()}
 
     def evaluate(
         self, env: EnvLike, n: int, *, dataloader: Iterable[Any] | None = None, **generate_kwargs: Any
@@ -346,20 +342,22 @@ class AsyncLLMCollector(BaseCollector):
 
         Batches that were given out count as trained.
         """
-        return {"frames": self._frames, **self._in_loop(self._rollouts.state_dict)}
+        with self._delivery.still() as awaited:
+            return {"frames": self._frames, **self._in_loop(self._rollouts.state_dict, awaited)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where another collector of the same data was; call it before the first batch."""
-        self._frames = state_dict["frames"]
         self._in_loop(self._rollouts.load_state_dict, state_dict)
+        self._frames = state_dict["frames"]
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed torch, which shuffles the data, and the environment. Draws of the engine depend on batching too.
+        """Seed what shuffles the data, the engine and the environment. Draws of an engine depend on batching too.
 
         Returns:
             The next seed to use.
         """
-        torch.manual_seed(seed)
+        self._prompts.seed(seed)
+        self.policy.model.set_seed(seed)
         return int(self.env.set_seed(seed, static_seed=static_seed)) if isinstance(self.env, EnvBase) else seed + 1
 
     # -- end --------------------------------------------------------------------------------------------------------
@@ -370,16 +368,17 @@ class AsyncLLMCollector(BaseCollector):
         if self._is_over:
             return
         self._is_over = True
-        self._rollouts.error = self._rollouts.error or _ShutDown("the collector was shut down")
+        self._rollouts.error = self._rollouts.error or _ShutDown(OVER)
         stopped = threading.Event()
 
         async def stop() -> None:
             await self._rollouts.stop()
             stopped.set()
 
-        self._loop.call(self._rollouts.turn)
-        self._loop.spawn(stop())
-        stopped.wait(10.0 if timeout is None else timeout)
+        self._progress.close()
+        if self._loop.call(self._rollouts.turn):
+            self._loop.spawn(stop())
+            stopped.wait(10.0 if timeout is None else timeout)
         self._loop.stop()
         self._loop.join(JOIN_SECONDS)
         if self._writer is not None and self._writer is not threading.current_thread():
@@ -390,6 +389,6 @@ class AsyncLLMCollector(BaseCollector):
         settings = self.settings
         return (
             f"AsyncLLMCollector({settings.groups_per_batch} groups of {settings.group_size} a batch, at most "
-            f"{settings.max_staleness} versions old, {settings.order}; {self._collection.batches} batches, "
+            f"{settings.max_staleness} versions old, {settings.order}; {self.record.batches} batches, "
             f"{self._schedule.in_line} groups in line, {self._collection.in_flight} answers in flight)"
         )

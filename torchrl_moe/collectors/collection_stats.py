@@ -21,7 +21,6 @@ class CollectionStats:
 
     def __init__(self) -> None:
         self.failures = 0
-        self.batches = 0
         self._in_flight = 0
         self._began = time.monotonic()
         self._changed_at = self._began
@@ -30,7 +29,6 @@ class CollectionStats:
         self._sampled = [0, 0]  # answers, tokens: of all groups that were completed
         self._trained = [0, 0]
         self._batch: dict[str, float] = {}
-        self.waited = 0.0  # seconds that the trainer waited for batches
 
     @property
     def in_flight(self) -> int:
@@ -59,7 +57,6 @@ class CollectionStats:
         now = time.monotonic()
         ages = [max(version - group.oldest, 0) for group in groups]
         segments = [int(row) for group in groups if group.rows is not None for row in _segments(group)]
-        self.batches += 1
         for group in groups:
             self._trained[0] += 1
             self._trained[1] += group.tokens
@@ -80,8 +77,6 @@ class CollectionStats:
             **self._batch,
             "inference/in_flight": float(self._in_flight),
             "inference/idle": idle / seconds,
-            "training/idle": self.waited / seconds,
-            "collector/wait_for_batch": self.waited,
             "collector/failures": float(self.failures),
             "collector/refills": float(sum(self._drops.values())),
         }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
 from tensordict import TensorDictBase, lazy_stack
@@ -20,7 +21,15 @@ from torchrl_moe._errors import CollectionError
 from torchrl_moe.collectors.episode import Episode, Generate, InThread
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
-__all__ = ["EnvironmentPool", "EnvironmentTimeoutError", "call_in", "take_dataloader", "with_batch_size"]
+__all__ = [
+    "EnvironmentPool",
+    "EnvironmentTimeoutError",
+    "call_in",
+    "primer_of",
+    "rows_of_primer",
+    "take_dataloader",
+    "with_batch_size",
+]
 
 T = TypeVar("T")
 MOST_THREADS = 32
@@ -41,11 +50,24 @@ def take_dataloader(env: EnvBase) -> tuple[EnvBase, Iterable[Any] | None, int | 
         raise ValueError(
             "the data of this environment comes from a Ray actor: pass dataloader= to the collector instead"
         )
-    primers = [transform for transform in transforms if isinstance(transform, DataLoadingPrimer)]
-    if not primers:
+    primer = primer_of(env)
+    if primer is None:
         return env, None, None
-    kept = [transform.clone() for transform in transforms if transform not in primers]
-    return TransformedEnv(env.base_env, Compose(*kept)), primers[0].dataloader, primers[0].repeats or None
+    kept = [transform.clone() for transform in transforms if not isinstance(transform, DataLoadingPrimer)]
+    return TransformedEnv(env.base_env, Compose(*kept)), rows_of_primer(primer), primer.repeats or None
+
+
+def primer_of(env: EnvBase) -> DataLoadingPrimer | None:
+    """Return what loads an environment's data; ``None`` if nothing does, or that is in another process."""
+    return next((one for one in _transforms(env) if isinstance(one, DataLoadingPrimer)), None)
+
+
+def rows_of_primer(primer: DataLoadingPrimer) -> Iterable[Any]:
+    """Return a primer's dataloader; of one that can be read once only, what is left, with the rows that it has read."""
+    loader: Iterable[Any] = primer.dataloader
+    if not isinstance(loader, Iterator):
+        return loader
+    return chain(list(primer._queue)[:: max(1, primer.repeats)], loader)
 
 
 def with_batch_size(env: EnvBase, group_size: int) -> EnvBase:

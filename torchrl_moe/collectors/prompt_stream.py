@@ -67,9 +67,18 @@ class PromptStream:
         self._again = deque(sorted((*self._again, *prompts), key=lambda prompt: prompt.position))
 
     @property
+    def next_position(self) -> int:
+        """The position of the row that comes next."""
+        return self._again[0].position if self._again else self._position
+
+    @property
     def position(self) -> int:
         """Rows read so far, those that were given back included."""
         return self._position
+
+    def seed(self, seed: int) -> None:
+        """Seed what shuffles the data, from the next epoch on; that is the first one if nothing was read."""
+        _rng(self._dataloader).manual_seed(seed)
 
     def _next_row(self) -> TensorDictBase:
         for _ in range(2):  # this epoch, and the next

@@ -25,6 +25,7 @@ from torchrl_moe._errors import (
     RequestRefusedError,
     StaleReplicaError,
 )
+from torchrl_moe.collectors.collection_record import CollectionRecord
 from torchrl_moe.collectors.collection_stats import CollectionStats
 from torchrl_moe.collectors.environments import EnvironmentPool, EnvironmentTimeoutError
 from torchrl_moe.collectors.episode import gather
@@ -55,6 +56,7 @@ class Rollouts:
         settings: see there.
         schedule: the order of the groups.
         stats: what is counted.
+        record: what is remembered over time.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Rollouts:
         settings: Settings,
         schedule: Schedule,
         stats: CollectionStats,
+        record: CollectionRecord,
     ) -> None:
         self._policy = policy
         self._engine = policy.model
@@ -73,25 +76,38 @@ class Rollouts:
         self._settings = settings
         self.schedule = schedule
         self._stats = stats
+        self._record = record
         self.pauses = 0
         """How many want that nothing begins."""
         self.error: BaseException | None = None
         self._data_error: Exception | None = None
         self._has_begun = False
+        self._restored: deque[Mapping[str, Any]] = deque()  # complete groups of a checkpoint, not in line yet
+        self._restored_at = 0  # the version that their ages count from
         self._will_turn = False
         self.version = self._engine.replica_table.latest_version
         self.groups: dict[int, Group] = {}
         """In line, by number."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._asked: deque[Future[TensorDictBase]] = deque()
+        self._given: tuple[Future[TensorDictBase], list[Group]] | None = None
         self._slots = _slots(settings)
         self._progress_at = time.monotonic()
 
     # -- the trainer's side -----------------------------------------------------------------------------------------
 
     def ask(self, future: Future[TensorDictBase]) -> None:
-        """Fulfil a future with the next batch; all earlier ones have been trained. The first begins the collection."""
-        self._has_begun = True
+        """Fulfil a future with the next batch; all earlier ones have been trained. The first begins the collection.
+
+        Asking again with a future changes nothing.
+        """
+        if future.done() or future in self._asked:
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            self._see_version()
+            self._restored_at = self.version
+        self._given = None
         self.schedule.trained()
         self._asked.append(future)
         self.turn()
@@ -103,9 +119,10 @@ class Rollouts:
             return
         try:
             self._see_version()
+            self._record.in_flight((entry.index, entry.inflight) for entry in self._engine.replica_table)
             self._drop_stale()
             self._give_out()
-            if self._has_begun and not self.pauses and self._data_error is None and self.schedule.may_begin:
+            if self._has_begun and self.schedule.may_begin:
                 self._begin_next()
         except Exception as error:  # noqa: BLE001  whatever it is, the trainer must get it
             self.fail(error)
@@ -121,20 +138,31 @@ class Rollouts:
         self.turn()
 
     def _begin_next(self) -> None:
-        """Begin a group. What the data raises is raised once no whole batch can come any more."""
-        try:
-            prompt = next(self._prompts)
-        except Exception as error:  # noqa: BLE001  the data is the user's
-            self._data_error = error
-            LOG.warning("the data has come to an end: %r", error)
+        """Put the next group in line. What the data raises is raised once no whole batch can come any more."""
+        if self._restored and self._restored[0]["position"] < self._prompts.next_position:
+            group = Group.restored(self.schedule.begin(), self._restored.popleft(), self._restored_at)
+            self.groups[group.number] = group
+            self._ready(group)
+        elif self.pauses or self._data_error is not None:
+            return
         else:
-            self._begin(prompt)
+            try:
+                prompt = next(self._prompts)
+            except BaseException as error:  # noqa: BLE001  it is the user's; a SystemExit would end the loop
+                self._data_error = (
+                    error if isinstance(error, Exception) else CollectionError(f"the data raised {error!r}")
+                )
+                LOG.warning("the data has come to an end: %r", error)
+            else:
+                self._begin(prompt)
         self.turn_soon()
 
     def _see_version(self) -> None:
         newest = self._engine.replica_table.latest_version
-        self.schedule.updated(max(newest - self.version, 0))
-        self.version = max(newest, self.version)
+        if newest > self.version:
+            self.schedule.updated(newest - self.version)
+            self._record.updated(newest)
+            self.version = newest
 
     def _give_out(self) -> None:
         while self._asked and (numbers := self.schedule.take()):
@@ -142,7 +170,8 @@ class Rollouts:
             self._progress_at = time.monotonic()
             self._stats.gave_out(groups, self.version)
             batch = lazy_stack([row for group in groups for row in _rows(group)])
-            self._asked.popleft().set_result(batch)
+            self._given = self._asked.popleft(), groups
+            self._given[0].set_result(batch)
         if self._asked and self._data_error is not None and self.schedule.in_line < self.schedule.groups_per_batch:
             raise self._data_error
 
@@ -207,7 +236,7 @@ class Rollouts:
                     completion = await self._ask_engine(arguments)
                 finally:
                     self._stats.in_flight -= 1
-        except EngineError as error:
+        except (EngineError, RuntimeError) as error:  # the latter from an engine that was shut down
             if not isinstance(error, GROUP_ERRORS):
                 self.fail(error)
             raise
@@ -258,28 +287,29 @@ class Rollouts:
 
     # -- state ------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, prompts under way, and complete groups."""
+    def state_dict(self, awaited: Future[TensorDictBase] | None = None) -> dict[str, Any]:
+        """Return the position in the data, prompts under way, and complete groups.
+
+        Args:
+            awaited: what the trainer has asked with; its batch, if it is fulfilled, is still ours.
+        """
+        untaken = self._given[1] if self._given is not None and self._given[0] is awaited else []
         under_way = [group.prompt for group in self.groups.values() if not group.is_ready]
-        ready = [group.state_dict(self.version) for group in self.groups.values() if group.is_ready]
+        complete = [group for group in (*untaken, *self.groups.values()) if group.is_ready]
+        ready = [*(group.state_dict(self.version) for group in complete), *self._restored]
         return {"prompts": self._prompts.state_dict(under_way), "ready": ready, "begun": self.schedule.begun}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, with the complete groups first.
+        """Go on from there: complete groups, and prompts that were under way, stand in line in the order of the data.
 
         Raises:
-            RuntimeError: groups have begun already.
+            RuntimeError: groups have begun already, or it has ended.
         """
-        if self._has_begun:
+        if self._has_begun or self.error is not None:
             raise RuntimeError("load_state_dict must be called before the first batch is asked for")
-        self.groups.clear()
-        self._see_version()
         self._prompts.load_state_dict(state["prompts"])
         self.schedule.restart(state["begun"])
-        for entry in state["ready"]:
-            group = Group.restored(self.schedule.begin(), entry, self.version)
-            self.groups[group.number] = group
-            self._ready(group)
+        self._restored = deque(sorted(state["ready"], key=lambda entry: entry["position"]))
 
     # -- ends -------------------------------------------------------------------------------------------------------
 

@@ -237,6 +237,7 @@ class FakeReplica(Commands):
         if name == "resume":
             return self._resume()
         answers: dict[str, Callable[[], Any]] = {
+            "set_seed": lambda: setattr(self, "seed", arguments["seed"]),
             "reset_prefix_cache": lambda: not self._running,
             "stats": lambda: self.last_stats,
             "tokenizer": ByteTokenizer,

@@ -21,7 +21,6 @@ from rich.console import Console
 from settings import CONFIG, InputError, load_settings
 from summary import summary
 from tensordict import TensorDict, TensorDictBase, set_list_to_stack
-from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
@@ -32,6 +31,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from warmup import warm_up
 
+from torchrl_moe.collectors import LLMCollector
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, UnsupportedRouterError, vLLMWrapper
 from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.render.curves import training_figure

@@ -307,6 +307,13 @@ def test_a_snapshot_shows_what_is_in_flight_and_disturbs_nothing(one: tuple[Repl
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_seed_is_taken_while_requests_run(one: tuple[Replica, Kind]) -> None:
+    replica, kind = one
+    running = replica.submit(requests(4, kind.quick))
+    replica.set_seed(5, SECONDS)
+    assert [len(future.result(SECONDS).outputs) for future in running] == [1] * 4
+
+
 def test_a_command_that_nobody_knows_is_refused_by_name_and_harms_nothing(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
     with pytest.raises((ValueError, EngineError), match="no command 'no_such_thing'") as caught:

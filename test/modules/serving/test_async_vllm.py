@@ -444,6 +444,18 @@ def test_a_greedy_answer_is_the_same_each_time(engine: AsyncVLLM) -> None:
 
 
 @pytest.mark.engine("qwen3_moe")
+def test_a_seed_repeats_what_is_sampled(engine: AsyncVLLM) -> None:
+    def sample(seed: int) -> list[int]:
+        assert engine.set_seed(seed) == seed + 1
+        answer = generate(engine, IDS, 24, params={"temperature": 1.0, "ignore_eos": True})
+        return answer.outputs[0].token_ids.tolist()
+
+    first = sample(3)
+    assert sample(4) != first
+    assert sample(3) == first
+
+
+@pytest.mark.engine("qwen3_moe")
 def test_many_prompts_with_many_answers_each_keep_their_order(engine: AsyncVLLM) -> None:
     prompts = [[65 + i] * (1 + i % 5) for i in range(40)]
     completions = generate(engine, prompts, 3, params={"n": 3})

@@ -145,3 +145,9 @@ def test_log_paths_are_the_replicas_own(serve: Callable[..., Any]) -> None:
     assert engine.log_paths() == [None, Path("/logs/replica-1.log")]
     engine.shutdown()
     assert engine.log_paths()[1] == Path("/logs/replica-1.log")  # to be read afterwards
+
+
+def test_each_replica_is_seeded_differently(serve: Callable[..., Any]) -> None:
+    engine = serve(num_replicas=3)
+    assert engine.set_seed(10) == 13
+    assert [replica.seed for replica in engine.replicas] == [10, 11, 12]

@@ -43,6 +43,10 @@ class Commands(abc.ABC):
         """Forget cached prefixes; false if requests are running."""
         return bool(self._command("reset_prefix_cache", timeout))
 
+    def set_seed(self, seed: int, timeout: float) -> None:
+        """Seed what samples; see the protocol."""
+        self._command("set_seed", timeout, seed=seed)
+
     def collective_rpc(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float
     ) -> list[Any]:

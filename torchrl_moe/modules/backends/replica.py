@@ -112,8 +112,7 @@ class CompletionOutput:
 class Completion:
     """What came of one request, in the shape of vLLM's ``RequestOutput``.
 
-    ``prompt_token_ids`` is int64 ``[P]`` whatever the prompt was given as; ``num_cached_tokens`` counts prefix-cache
-    hits of the prompt.
+    ``prompt_token_ids`` is int64 ``[P]`` however the prompt came; ``num_cached_tokens`` are its prefix-cache hits.
     """
 
     request_id: str
@@ -162,8 +161,7 @@ def nothing_yet(request: Request) -> Completion:
 class ReplicaInfo:
     """What a replica says of itself once it serves.
 
-    ``layout`` is ``None`` if no routes are captured. ``dtype`` is torch's name of the one that the model computes in;
-    empty if that is not known.
+    ``layout`` is ``None`` if no routes are captured. ``dtype``: torch's name of what the model computes in, if known.
     """
 
     model: str
@@ -230,8 +228,7 @@ class StageReport:
         digest: of names, dtypes, shapes, and bytes.
         fetched: seconds until the bytes were there and checked.
         loaded: seconds to load them into the shadow, or beside other adapters.
-        stage: ``"shadow"`` if they are loaded already, ``"plain"`` if the pause will have to, ``"adapter"`` if they are
-            an adapter, which is loaded and needs no pause.
+        stage: ``"shadow"``: loaded already; ``"plain"``: in the pause; ``"adapter"``: loaded, and needs no pause.
         reason: why there is no shadow; empty if there is.
     """
 
@@ -340,6 +337,9 @@ class Replica(Protocol):
 
     def reset_prefix_cache(self, timeout: float) -> bool:
         """Forget cached prefixes; false if requests are running."""
+
+    def set_seed(self, seed: int, timeout: float) -> None:
+        """Seed what samples for requests without a seed of their own."""
 
     def collective_rpc(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
@@ -27,8 +28,13 @@ class EventLoop:
         self._end = weakref.finalize(self, self._state.stop)
 
     def call(self, function: Callable[..., object], *arguments: Any) -> bool:
-        """Have the loop call a function soon, from any thread; false if it was stopped, and never will."""
+        """Have the loop call a function soon, from any thread; false if it never will.
+
+        It was stopped then, or belongs to a process that this one was forked from.
+        """
         state = self._state
+        if state.process != os.getpid():
+            return False
         with state.lock:
             if state.is_over:
                 return False
@@ -64,6 +70,7 @@ class _State:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self.process = os.getpid()
         self.lock = threading.RLock()  # a garbage collection may stop the loop in the middle of a call
         self.is_over = False
         self.runs = False  # or will, as soon as its thread does

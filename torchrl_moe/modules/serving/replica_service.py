@@ -172,6 +172,18 @@ class ReplicaService:
         self._check_running("reset_prefix_cache")
         return self._fleet.reset_prefix_cache()
 
+    def set_seed(self, seed: int) -> int:
+        """Seed what the replicas sample with, each differently. Their draws depend on how requests are batched, too.
+
+        A request with ``SamplingParams.seed`` draws from that alone. A replica that is restarted has its first seed.
+
+        Returns:
+            The next seed to use.
+        """
+        self._check_running("set_seed")
+        self._fleet.on_all(lambda replica: replica.set_seed(seed + replica.index, CALL_SECONDS))
+        return seed + self.num_replicas
+
     def collective_rpc(
         self, method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None
     ) -> list[Any]:

@@ -303,6 +303,24 @@ def test_a_killed_actor_is_dead_in_rays_words_and_leaves_nothing(in_cluster: Any
 
 
 @pytest.mark.ray
+def test_a_process_that_left_ray_is_not_brought_back_by_a_replica_that_it_had(ray_cluster: Any) -> None:
+    """Ray joins a cluster, or starts one, as soon as it is asked anything."""
+    with toy_actors():
+        replica = RayReplica(0, ray_service(name="left"))
+        replica.start()
+        replica.wait_ready(START)
+    ray.shutdown()
+    try:
+        until(lambda: replica.death)
+        replica.shutdown()
+        assert not ray.is_initialized()
+        assert replica.death == "replica 0 was lost: the connection to its actor ended: this process has left Ray"
+    finally:
+        ray.shutdown()
+        ray.init(address=ray_cluster.address, log_to_driver=False, logging_level="error")
+
+
+@pytest.mark.ray
 def test_a_replica_that_is_forgotten_is_ended(nothing_left: None) -> None:
     replica = RayReplica(0, ray_service(name="forgotten", sleeper=True))
     replica.start()

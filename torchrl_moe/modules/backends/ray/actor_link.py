@@ -208,7 +208,8 @@ class ActorLink:
         if not self._given_up.is_set() and not self.words and self._actor is not None:
             try:
                 self._ask_for_log()
-                self.words = "the connection to its actor ended"
+                left = "" if ray.is_initialized() else ": this process has left Ray"
+                self.words = f"the connection to its actor ended{left}"
             except RayError as error:
                 self.words = _cause(error)
         self.end_and_forget()
@@ -282,6 +283,8 @@ class ActorLink:
             return f"(no log: {_cause(error)})"
 
     def _ask_for_log(self) -> str:
+        if not ray.is_initialized():  # Ray would join a cluster, or start one, to ask
+            return "this process has left Ray"
         return str(ray.get(self._actor.log_tail.remote(), timeout=ASK_SECONDS))
 
 

@@ -165,6 +165,9 @@ class EngineProcess:
     async def command_reset_prefix_cache(self) -> bool:
         return bool(await self.engine.reset_prefix_cache())
 
+    async def command_set_seed(self, seed: int) -> None:
+        await self.engine.collective_rpc("torchrl_moe_set_seed", None, (seed,), None)
+
     async def command_collective_rpc(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         return await self.engine.collective_rpc(method, None, args, kwargs)
 

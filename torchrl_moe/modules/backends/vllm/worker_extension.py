@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchrl_moe import _compat
@@ -43,6 +44,10 @@ class WorkerExtension:
         zero is an expert.
         """
         return _compat.router_layer_ids(self.model_runner.get_model())
+
+    def torchrl_moe_set_seed(self, seed: int) -> None:
+        """Seed torch, from which vLLM's samplers draw; every worker alike, as vLLM does at its start."""
+        torch.manual_seed(seed)
 
     def torchrl_moe_stage(self, manifest: str, shadow: bool, verify: bool, threads: int) -> bool:
         """Begin to stage a version; see ``WeightEngine.stage``."""

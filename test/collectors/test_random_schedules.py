@@ -1,0 +1,67 @@
+"""Whatever a trainer, an environment and an engine do, and when: no prompt is lost, and none is trained twice."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from support.trainer import Plan, Trainer
+
+ACTIONS = ("take", "update", "cut", "kill", "freeze", "pause", "evaluate", "save", "crash", "move")
+COSTLY = {"evaluate", "crash", "move"}
+NO_CHECKS = list(HealthCheck)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    on_stale = draw(st.sampled_from(["wait", "drop"]))
+    prompts = draw(st.integers(3, 12))
+    names = [f"q{i}" for i in range(prompts)]
+    bad = draw(st.lists(st.sampled_from(names), unique=True, max_size=prompts // 2))
+    failing = draw(st.integers(0, len(bad)))
+    return Plan(
+        group_size=draw(st.integers(1, 4)),
+        groups_per_batch=draw(st.integers(1, 4)),
+        max_staleness=draw(st.integers(0, 3)),
+        order=draw(st.sampled_from(["fifo", "window", "ready"])),
+        window=draw(st.sampled_from([0.1, 0.3, 1.0])),
+        on_stale=on_stale,
+        over_sample=draw(st.sampled_from([1.0, 1.5, 2.0])) if on_stale == "drop" else 1.0,
+        max_in_flight=draw(st.sampled_from(["auto", 1, 5])),
+        prompts=prompts,
+        seed=draw(st.integers(0, 1 << 16)),
+        failing=frozenset(bad[:failing]),
+        filtered=frozenset(bad[failing:]),
+        turns=draw(st.sampled_from([1, 1, 1, 2])),
+        is_shared=draw(st.booleans()),
+        replicas=draw(st.integers(1, 3)),
+        updates_once=draw(st.booleans()),
+    )
+
+
+ACTS = st.lists(st.sampled_from([*["take"] * 8, *ACTIONS]), min_size=1, max_size=12)
+
+
+def play(plan: Plan, actions: list[str]) -> None:
+    trainer = Trainer(plan)
+    try:
+        for action in actions:
+            getattr(trainer, action)()
+        trainer.settle()
+        trainer.take()
+    finally:
+        trainer.close()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=NO_CHECKS)
+@given(plans(), ACTS)
+def test_no_prompt_is_lost_or_trained_twice(plan: Plan, actions: list[str]) -> None:
+    play(plan, actions)
+
+
+@pytest.mark.soak
+@settings(max_examples=1000, deadline=None, database=None, suppress_health_check=NO_CHECKS, print_blob=True)
+@given(plans(), ACTS)
+def test_no_prompt_is_lost_or_trained_twice_in_a_thousand_schedules(plan: Plan, actions: list[str]) -> None:
+    play(plan, actions)

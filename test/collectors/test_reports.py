@@ -1,0 +1,374 @@
+"""What people see: of an asynchronous collector, and of TorchRL's own with the same reports."""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tensordict import TensorDictBase
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs import StepCounter
+from torchrl.envs.llm import ChatEnv, DatasetChatEnv
+from torchrl.record.loggers.csv import CSVLogger
+from torchrl.record.loggers.tensorboard import TensorboardLogger
+
+from support.collecting import TOKENIZER, Questions, chat, new_weights, policy_of, queries
+from support.html_table import TableReader
+from support.waiting import in_thread, until
+from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector
+from torchrl_moe.testing import FakeAsyncVLLM
+
+
+def parity(query: str) -> float:
+    return float(int(query[1:]) % 2)
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeAsyncVLLM]:
+    with FakeAsyncVLLM(num_replicas=2) as engine:
+        yield engine
+
+
+@pytest.fixture
+def collect(engine: FakeAsyncVLLM) -> Iterator[Callable[..., AsyncLLMCollector]]:
+    """Makes collectors of groups of 2 over questions, whose reward is odd or even, and shuts them down."""
+    made: list[AsyncLLMCollector] = []
+
+    def make(env: Any = None, **kwargs: Any) -> AsyncLLMCollector:
+        kwargs = {"policy": policy_of(engine), "dataloader": Questions(), "group_size": 2, "order": "fifo", **kwargs}
+        made.append(AsyncLLMCollector(chat(2, reward=parity) if env is None else env, **kwargs))
+        return made[-1]
+
+    yield make
+    for collector in made:
+        collector.shutdown()
+
+
+def bar_lines(text: str) -> list[str]:
+    return [line for line in text.replace("\r", "\n").split("\n") if line.strip()]
+
+
+# -- samples ----------------------------------------------------------------------------------------------------------
+
+
+def table_lines(text: str) -> list[list[str]]:
+    """The cells of rows that rich has printed in one line each."""
+    return [line.split() for line in text.splitlines()[1:] if line.strip() and "─" not in line]
+
+
+def test_the_newest_samples_of_the_last_batch_are_shown(
+    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
+) -> None:
+    collector = collect(groups_per_batch=3)
+    (_, batch) = islice(collector, 2)
+    capsys.readouterr()
+    collector.show_samples(3, characters=10)
+    shown = capsys.readouterr().out
+    assert shown.startswith("batch 1, 3 of 6 samples")
+    header, *rows = table_lines(shown)
+    assert header == ["group", "prompt", "answer", "reward", "tokens", "version", "segments", "finish_reason"]
+    assert [row[0] for row in rows] == ["4", "5", "5"]
+    assert [row[-5:] for row in rows] == [[odd, "6", "0", "1", "length"] for odd in "011"]
+    assert queries(batch)[-3:] == ["q4", "q5", "q5"]
+
+
+def test_texts_of_any_kind_are_shown_as_they_are(
+    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = "[red]a[/red] \x1b[31m [/nonsense]"
+    collector = collect(chat(2), dataloader=[{"query": [question]}])
+    next(iter(collector))
+    capsys.readouterr()
+    collector.show_samples(1)
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    for word in ("[red]a[/red]", "\\x1b[31m", "[/nonsense]"):
+        assert word in shown
+
+
+def test_without_rich_they_are_shown_too(
+    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector = collect()
+    next(iter(collector))
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setitem(sys.modules, "rich.box", None)
+    capsys.readouterr()
+    collector.show_samples(8)
+    title, _, *rows = capsys.readouterr().out.splitlines()
+    assert title == "batch 0, 2 of 2 samples"
+    assert len(rows) == 2 and all("q0" in row for row in rows)
+
+
+def test_before_the_first_batch_there_is_nothing_to_show(
+    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
+) -> None:
+    collector = collect()
+    capsys.readouterr()
+    collector.show_samples()
+    assert capsys.readouterr().out.startswith("no batch yet")
+    assert len(collector.to_pandas()) == 0
+    assert len(collector.plot().axes) == 1
+
+
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+def test_other_modes_than_history_are_shown(
+    collect: Callable[..., AsyncLLMCollector],
+    engine: FakeAsyncVLLM,
+    mode: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    env = ChatEnv(batch_size=(2,), tokenizer=TOKENIZER, input_mode=mode, with_tokenizer=mode == "tokens")
+    collector = collect(env.append_transform(StepCounter(max_steps=1)), policy=policy_of(engine, input_mode=mode))
+    batch = next(iter(collector))
+    capsys.readouterr()
+    collector.show_samples(1)
+    shown = capsys.readouterr().out
+    assert "q0" in shown
+    assert TOKENIZER.decode(batch[1]["tokens", "response"].tolist()).split()[0] in shown
+
+
+@pytest.mark.parametrize(("arguments", "words"), [((0,), "n must be"), ((1, 0), "characters must be")])
+def test_no_sample_and_no_character_are_refused(
+    collect: Callable[..., AsyncLLMCollector], arguments: tuple[int, ...], words: str
+) -> None:
+    collector = collect()
+    next(iter(collector))
+    with pytest.raises(ValueError, match=words):
+        collector.show_samples(*arguments)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_batch_is_a_row(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
+    collector = collect(groups_per_batch=3, max_staleness=1, total_dialog_turns=18)
+    ages = []
+    for version, batch in enumerate(collector):
+        ages.append(version - int(batch["policy_version"].min()))
+        new_weights(engine, version + 1)
+    table = collector.to_pandas()
+    assert table["batch"].tolist() == [0, 1, 2]
+    assert table["rows"].tolist() == [6, 6, 6]
+    assert table["groups"].tolist() == [3, 3, 3]
+    assert table["tokens"].tolist() == [36, 36, 36]
+    assert table["frames"].tolist() == [6, 12, 18]
+    assert table["policy_version"].tolist() == [0, 1, 2]
+    assert table["inference/staleness_max"].tolist() == ages
+    assert table["reward_mean"].tolist() == pytest.approx([1 / 3, 2 / 3, 1 / 3])  # 0 1 2, 3 4 5, 6 7 8
+    assert table["reward_std"].tolist() == pytest.approx([math.sqrt(2) / 3] * 3)
+    assert table["waited"].sum() == pytest.approx(collector.stats()["collector/wait_for_batch"])
+    assert str(table["time"].dtype.tz) == "UTC" and table["time"].is_monotonic_increasing  # type: ignore[union-attr]
+    assert not table.isna().to_numpy().any()
+
+
+def test_in_a_notebook_settings_and_figures_are_a_table(collect: Callable[..., AsyncLLMCollector]) -> None:
+    class Nasty:
+        def __call__(self, rows: TensorDictBase) -> bool:
+            return True
+
+        def __repr__(self) -> str:
+            return "<script>alert(1)</script>\n" + "x" * 1000
+
+    collector = collect(groups_per_batch=3, group_filter=Nasty())
+    next(iter(collector))
+    html = collector._repr_html_()
+    assert "<script" not in html
+    read = TableReader(html)
+    cells = {(kind, name): value for kind, name, value in read.rows["tbody"]}
+    assert cells["setting", "groups_per_batch"] == "3"
+    assert len(cells["setting", "group_filter"]) == 80
+    assert cells["figure", "frames"] == "6"
+    assert cells["figure", "inference/staleness_mean"] == "0"
+    assert read.other == ["AsyncLLMCollector"]
+
+
+def test_stats_go_into_torchrls_csv_files(collect: Callable[..., AsyncLLMCollector], tmp_path: Path) -> None:
+    collector = collect(groups_per_batch=2)
+    logger = CSVLogger("run", log_dir=str(tmp_path))
+    for step, _ in enumerate(islice(collector, 3)):
+        stats = collector.stats()
+        assert all(type(value) in (int, float, bool) for value in stats.values())
+        assert logger.log_metrics(stats, step) == stats
+    logger.shutdown()
+    folder = tmp_path / "run" / "scalars"
+    files = {str(path.relative_to(folder).with_suffix("")): path for path in folder.rglob("*.csv")}
+    assert files.keys() == stats.keys()
+    with files["frames"].open() as file:
+        assert list(csv.reader(file)) == [["0", "4.0"], ["1", "8.0"], ["2", "12.0"]]
+
+
+def test_stats_go_into_torchrls_tensorboard_files(collect: Callable[..., AsyncLLMCollector], tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    collector = collect(total_dialog_turns=100)
+    next(iter(collector))
+    logger = TensorboardLogger("run", log_dir=str(tmp_path))
+    stats = collector.stats()
+    logger.log_metrics(stats, 7)
+    logger.shutdown()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    read = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert read == {name: [(7, np.float32(value))] for name, value in stats.items()}
+
+
+# -- the figure -------------------------------------------------------------------------------------------------------
+
+
+def test_the_figure_shows_trainer_replicas_and_updates(
+    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+) -> None:
+    collector = collect(groups_per_batch=3)
+    for version, _ in enumerate(islice(collector, 3)):
+        new_weights(engine, version + 1)
+        collector.increment_version()
+    until(lambda: len(collector.record.updates()) == 3)
+    collector.shutdown()  # from now on nothing is noted
+    assert [version for _, version in collector.record.updates()] == [1, 2, 3]
+    figure = collector.plot()
+    assert [axes.get_ylabel() for axes in figure.axes] == ["trainer", "replica 0", "replica 1"]
+    assert figure.axes[0].get_title() == "AsyncLLMCollector, 3 batches"
+    for axes in figure.axes:
+        (lines,) = (part for part in axes.collections if part.get_label() == "weight update")
+        assert len(lines.get_segments()) == 3
+    left, right = collector.plot(seconds=1e-3).axes[0].get_xlim()
+    assert right - left == pytest.approx(1e-3)
+    assert right == pytest.approx(collector.record.end)
+    with pytest.raises(ValueError, match="seconds must be above 0"):
+        collector.plot(seconds=0)
+
+
+def test_answers_in_flight_are_those_of_the_engines_replicas(
+    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+) -> None:
+    collector = collect(groups_per_batch=4, max_staleness=0)
+    for replica in engine.replicas:
+        replica.stall()
+    waiting = in_thread(lambda: next(iter(collector)))
+
+    def last() -> list[int]:
+        return [samples[-1][1] for samples in collector.record.flights().values()]
+
+    until(lambda: sum(last()) == 8)
+    assert last() == [entry.inflight for entry in engine.replica_table]
+    assert [row["phase"] for row in collector.record.phases()] == ["waiting for a batch"]
+    collector.shutdown()
+    assert isinstance(waiting.exception(), StopIteration)
+
+
+def test_a_thread_that_fills_a_buffer_is_no_trainer(collect: Callable[..., AsyncLLMCollector]) -> None:
+    buffer = ReplayBuffer(storage=LazyStackStorage(64))
+    collector = collect(replay_buffer=buffer, total_dialog_turns=4)
+    collector.start()
+    until(lambda: not collector.is_running())
+    assert collector.plot().axes[0].get_ylabel() == "writer"
+    assert collector.to_pandas()["rows"].tolist() == [2, 2]
+
+
+# -- the bar ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_bar_counts_answers_until_the_end(
+    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
+) -> None:
+    collector = collect(groups_per_batch=3, total_dialog_turns=12, verbose=True)
+    capsys.readouterr()
+    assert sum(1 for _ in collector) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    last = bar_lines(shown.err)[-1]
+    assert "12/12" in last
+    assert "reward=0.667" in last and "age=0" in last and "groups in line=" in last
+    collector.shutdown()
+    assert capsys.readouterr().err == ""
+
+
+def test_the_bar_ends_with_an_error(
+    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(query: str) -> float:
+        if query == "q3":
+            raise ZeroDivisionError
+        return 1.0
+
+    collector = collect(chat(2, reward=failing), verbose=True)
+    capsys.readouterr()
+    with pytest.raises(ZeroDivisionError):
+        for _ in collector:
+            pass
+    assert collector._progress._bar is None
+    assert "collect: " in capsys.readouterr().err
+
+
+def test_a_shutdown_ends_the_bar(collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]) -> None:
+    collector = collect(verbose=True)
+    next(iter(collector))
+    assert collector._progress._bar is not None
+    collector.shutdown()
+    assert collector._progress._bar is None
+    assert capsys.readouterr().err.endswith("\n")
+
+
+def test_nothing_is_printed_without_verbose(
+    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
+) -> None:
+    collector = collect(total_dialog_turns=4)
+    capsys.readouterr()
+    assert sum(1 for _ in collector) == 2
+    collector.shutdown()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_ctrl_c_while_the_bar_is_drawn_loses_no_batch(
+    collect: Callable[..., AsyncLLMCollector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector = collect(groups_per_batch=2, verbose=True)
+    assert queries(next(iter(collector)))[::2] == ["q0", "q1"]
+    show = collector._progress.show
+
+    def interrupted(*arguments: Any) -> None:
+        monkeypatch.setattr(collector._progress, "show", show)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(collector._progress, "show", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(collector))
+    assert collector._progress._bar is not None  # it goes on
+    assert queries(next(iter(collector)))[::2] == ["q2", "q3"]
+    assert collector.to_pandas()["frames"].tolist() == [4, 8]
+    assert collector.stats()["frames"] == 8
+
+
+# -- other collectors -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_synchronous_collector_reports_too(engine: FakeAsyncVLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    env = DatasetChatEnv.from_dataloader(Questions(64), repeats=2, batch_size=(4,), tokenizer=TOKENIZER)
+    collector = LLMCollector(
+        env.append_transform(StepCounter(max_steps=1)),
+        policy=policy_of(engine),
+        dialog_turns_per_batch=4,
+        total_dialog_turns=8,
+        verbose=True,
+    )
+    batches = list(collector)
+    assert "8/8" in bar_lines(capsys.readouterr().err)[-1]
+    table = collector.to_pandas()
+    assert table["rows"].tolist() == [batch.numel() for batch in batches] == [4, 4]
+    assert table["tokens"].tolist() == [24, 24]
+    assert table["groups"].tolist() == [0, 0]
+    assert table["reward_mean"].isna().all()
+    assert (collector.stats()["batches"], collector.stats()["completed"]) == (2, True)
+    collector.show_samples(2)
+    assert "batch 1, 2 of 4 samples" in capsys.readouterr().out
+    assert collector.plot().axes[0].get_title() == "LLMCollector, 2 batches"
+    assert ("figure", "frames", "8") in {tuple(row) for row in TableReader(collector._repr_html_()).rows["tbody"]}
+    collector.shutdown()

@@ -1,0 +1,312 @@
+"""``LLMCollector``: TorchRL's, whose errors reach the trainer, which can pause, and which knows where its data is."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tensordict import TensorDictBase
+from torchrl.collectors import llm as torchrl_llm
+from torchrl.data import ReplayBuffer
+from torchrl.envs import EnvBase
+
+from torchrl_moe.collectors.arguments import one_env, one_policy, refuse_queue, refuse_version_tracker
+from torchrl_moe.collectors.environments import primer_of
+from torchrl_moe.collectors.prompt_feed import PromptFeed
+from torchrl_moe.collectors.prompt_stream import Prompt
+from torchrl_moe.collectors.reports import Reports
+from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
+
+__all__ = ["LLMCollector"]
+
+LOG = logging.getLogger(__name__)
+END = object()
+SHOWN = ("dialog_turns_per_batch", "yield_completed_trajectories", "yield_only_last_steps", "reset_at_each_iter")
+
+
+class LLMCollector(Reports, torchrl_llm.LLMCollector):
+    """TorchRL's collector, in which all samples of the environment take a turn together, then the next.
+
+    Arguments and batches are TorchRL's. What is mended:
+
+    - An error in the thread of :meth:`start` is logged, and raised by :meth:`getattr_rb`, by iterating, and by
+      :meth:`async_shutdown`. TorchRL's trainer waits in ``getattr_rb`` for the first write.
+    - :meth:`pause` is there.
+    - :meth:`set_seed` seeds what shuffles the data and the engine besides the environment.
+    - :meth:`state_dict` holds the position in the data and the prompts that were read and not yielded: a restored
+      collector yields each prompt once.
+    - No prompt is lost: TorchRL drops the first batch, and with ``reset_at_each_iter`` one at each iteration.
+    - Later turns send the token ids of the earlier ones, so their log-probs and routes stay those of these tokens.
+    - :attr:`policy_version` is the engine's; rows carry those of their tokens.
+
+    Args:
+        env: an environment, or a callable that makes one.
+        policy: a :class:`~torchrl_moe.modules.vLLMWrapper`, or another policy of TorchRL's.
+        policy_factory: makes it instead.
+        dialog_turns_per_batch: answers in a batch.
+        yield_only_last_steps: whether to keep only the last turn of each sample.
+        yield_completed_trajectories: whether to yield whole samples as they are done.
+        postproc: applied to each batch.
+        total_dialog_turns: rows after which it ends; -1 for never.
+        async_envs: of effect with an ``AsyncEnvPool`` only.
+        replay_buffer: is extended with each batch; then ``None`` is yielded.
+        reset_at_each_iter: whether samples that are not done are given up at the end of a batch.
+        flatten_data: whether batches are ``[rows]``; else ``[*batch_size, turns]``.
+        weight_updater: TorchRL's, used by :meth:`update_policy_weights_`.
+        queue: refused; it would lose the oldest data silently.
+        track_policy_version: ``True`` or ``False`` with a policy of ours, whose rows always carry their versions.
+        verbose: whether to show a progress bar.
+
+    Raises:
+        ValueError: an argument makes no sense.
+        TypeError: the same, for TorchRL's.
+    """
+
+    def __init__(
+        self,
+        env: EnvBase | Callable[[], EnvBase],
+        *,
+        policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        policy_factory: Callable[[], Callable[[TensorDictBase], TensorDictBase]] | None = None,
+        dialog_turns_per_batch: int | None = None,
+        yield_only_last_steps: bool | None = None,
+        yield_completed_trajectories: bool | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        total_dialog_turns: int = -1,
+        async_envs: bool | None = None,
+        replay_buffer: ReplayBuffer | None = None,
+        reset_at_each_iter: bool = False,
+        flatten_data: bool | None = None,
+        weight_updater: Any = None,
+        queue: Any = None,
+        track_policy_version: Any = False,
+        verbose: bool = False,
+    ) -> None:
+        self._borders = threading.Condition()
+        self._pauses = 0
+        self._is_collecting = self._stop = False
+        self._failure: BaseException | None = None
+        refuse_queue(queue)
+        policy = one_policy(policy, policy_factory)
+        self._engine = policy.model if isinstance(policy, vLLMWrapper) else None
+        if self._engine is not None:
+            refuse_version_tracker(track_policy_version)
+            track_policy_version = False
+        env = one_env(env)
+        primer = primer_of(env)
+        self._feed = None if primer is None else PromptFeed(primer)
+        self._finished: deque[Prompt] = deque()
+        """Of samples that are done and wait to be yielded, as in TorchRL's ``_trajectory_queue``."""
+        super().__init__(
+            env,
+            policy=policy,
+            dialog_turns_per_batch=dialog_turns_per_batch,
+            yield_only_last_steps=yield_only_last_steps,
+            yield_completed_trajectories=yield_completed_trajectories,
+            postproc=postproc,
+            total_dialog_turns=total_dialog_turns,
+            async_envs=async_envs,
+            replay_buffer=replay_buffer,
+            reset_at_each_iter=reset_at_each_iter,
+            flatten_data=flatten_data,
+            weight_updater=weight_updater,
+            track_policy_version=track_policy_version,
+        )
+        if self._feed is not None:
+            self._feed.restart()  # TorchRL has reset the environment once, and forgets that
+        shown = [
+            "dialog_turns_per_batch",
+            "yield_completed_trajectories",
+            "yield_only_last_steps",
+            "reset_at_each_iter",
+        ]
+        self._begin_reports(policy, {name: getattr(self, name) for name in shown}, total_dialog_turns, verbose)
+
+    # -- batches ----------------------------------------------------------------------------------------------------
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Yield batches; with a buffer, extend it and yield ``None``.
+
+        Raises:
+            RuntimeError: it is paused by this very thread, and would wait for ever.
+        """
+        if self._failure is not None:
+            raise self._failure
+        batches = super().iterator()
+        with self._progress:
+            while self._may_collect():
+                self._progress.begin(self._frames)
+                try:
+                    with self.record.wait():
+                        batch = next(batches, END)
+                finally:
+                    with self._borders:
+                        self._is_collecting = False
+                        self._borders.notify_all()
+                if batch is END:
+                    return
+                yield batch
+
+    def _may_collect(self) -> bool:
+        """Wait while it is paused; false if its thread is to end instead."""
+        is_background = threading.current_thread() is getattr(self, "_thread", None)
+        with self._borders:
+            if not is_background and (self.closed or self._pauses):
+                raise RuntimeError("the collector was shut down" if self.closed else "the collector is paused")
+            self._borders.wait_for(lambda: not self._pauses or self._stop)
+            if is_background and self._stop:
+                return False
+            self._is_collecting = True
+            return True
+
+    def _postproc(self, tensordict_out: TensorDictBase) -> TensorDictBase:
+        self._report(tensordict_out, self._frames)
+        return super()._postproc(tensordict_out)
+
+    def _rollout_all(self) -> TensorDictBase:
+        if self.reset_at_each_iter and self._feed is not None:
+            self._feed.give_back()
+        batch = super()._rollout_all()
+        if self._feed is not None:
+            self._feed.forget_finished()
+        return batch
+
+    def _rollout_yield_trajs(self) -> TensorDictBase:
+        batch = super()._rollout_yield_trajs()
+        while len(self._finished) > len(self._trajectory_queue):
+            self._finished.popleft()
+        return batch
+
+    def _enqueue_completed_traj(self, idx: int) -> TensorDictBase:
+        if self._feed is not None:
+            self._finished.append(self._feed.finished(idx))
+        return super()._enqueue_completed_traj(idx)
+
+    # -- free running -----------------------------------------------------------------------------------------------
+
+    def _run_iterator(self) -> None:
+        """Collect in the thread of :meth:`start`; what ends that is kept for whoever asks."""
+        try:
+            super()._run_iterator()
+        except BaseException as error:  # noqa: BLE001  the trainer gets it from getattr_rb
+            self._failure = error
+            LOG.error("the collector has ended: %r", error)
+
+    def getattr_rb(self, attr: str) -> Any:
+        """Return an attribute of the buffer.
+
+        Raises:
+            Exception: what ended the collection.
+        """
+        if self._failure is not None:
+            raise self._failure
+        return super().getattr_rb(attr)
+
+    @contextmanager
+    def pause(self, resume: bool = True) -> Iterator[None]:
+        """Collect nothing within the context; waits for the batch that is under way.
+
+        Args:
+            resume: whether to go on after it.
+        """
+        with self._borders:
+            self._pauses += 1
+            self._borders.wait_for(lambda: not self._is_collecting)
+        try:
+            yield
+        finally:
+            if resume:
+                with self._borders:
+                    self._pauses -= 1
+                    self._borders.notify_all()
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> Any:
+        """The newest version of the engine's weights; of another policy, what TorchRL's transform counts."""
+        return super().policy_version if self._engine is None else int(self._engine.replica_table.latest_version)
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Return TorchRL's state, and where the data is. Between batches: it waits for the one that is under way.
+
+        Prompts of batches that were yielded count as used; samples that are under way begin again.
+        """
+        with self.pause():
+            state = super().state_dict()
+            state["prompts"] = None if self._feed is None else self._feed.state_dict(self._finished)
+        if self._feed is None:
+            warnings.warn(
+                "the collector's state has no position in the data: its environment has no DataLoadingPrimer in this "
+                "process",
+                stacklevel=2,
+            )
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
+        """Go on where another collector of the same data was; samples that are under way here are given up.
+
+        Args:
+            state_dict: of such a collector.
+            kwargs: TorchRL's ``strict``.
+
+        Raises:
+            ValueError: one of the two has a position in the data, and the other has not.
+        """
+        prompts = state_dict["prompts"]
+        if (prompts is None) != (self._feed is None):
+            raise ValueError("the state is of a collector whose data came from elsewhere")
+        with self.pause():
+            super().load_state_dict(OrderedDict(state_dict), **kwargs)
+            if self._feed is not None:
+                self._feed.load_state_dict(prompts)
+                self._begin_again()
+
+    def _begin_again(self) -> None:
+        """Forget samples that are under way."""
+        self._shuttle = None
+        self._result_numel = 0
+        self._finished.clear()
+        if self.yield_completed_trajectories:
+            self._trajectory_queue.clear()
+            for queue in self._yield_queues:
+                queue.clear()
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed what shuffles the data, the engine and the environment. Draws of an engine depend on batching too.
+
+        Returns:
+            The next seed to use.
+        """
+        if self._feed is not None:
+            self._feed.stream.seed(seed)
+        if self._engine is not None:
+            self._engine.set_seed(seed)
+        return int(super().set_seed(seed, static_seed=static_seed))
+
+    # -- end --------------------------------------------------------------------------------------------------------
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """End the thread after its batch, and close the environment. Idempotent; the engine is its owner's."""
+        with self._borders:
+            self._stop = True
+            self._borders.notify_all()
+        self._progress.close()
+        super().shutdown(timeout, close_env, raise_on_error)
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """:meth:`shutdown`.
+
+        Raises:
+            Exception: what had ended the collection.
+        """
+        self.shutdown(timeout, close_env)
+        if self._failure is not None:
+            raise self._failure

@@ -1,0 +1,146 @@
+"""What people see of a collector: samples, tables, a figure, a bar; whichever way it collects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tensordict import TensorDictBase
+from torchrl.collectors import BaseCollector
+
+from torchrl_moe.collectors.collection_progress import CollectionProgress
+from torchrl_moe.collectors.collection_record import OTHERS, CollectionRecord
+from torchrl_moe.collectors.sample_reader import SampleReader, rows_of
+from torchrl_moe.render.tables import html_table
+from torchrl_moe.render.text_tables import one_line, print_table
+
+__all__ = ["Reports"]
+
+POSTFIX = {
+    "reward": "reward_mean",
+    "age": "inference/staleness_mean",
+    "groups in line": "collector/groups_in_line",
+}
+"""Words beside the bar -> figures, as far as a collector has them."""
+NOT_KEPT = ("batches", "total_frames", "completed", "requested_frames_per_batch")
+"""Figures that are settings, or that others of a batch say too."""
+
+
+class Reports(BaseCollector):
+    """The part of a collector that reports. Its base comes after it: ``class MyCollector(Reports, LLMCollector)``.
+
+    A collector calls :meth:`_begin_reports` once, :meth:`_report` with each batch that it gives out, and waits for
+    batches within ``self.record.wait()``; its loop stands within ``with self._progress:``.
+
+    Attributes:
+        record: what it remembers of its past.
+    """
+
+    record: CollectionRecord
+
+    def _begin_reports(self, policy: Any, settings: Mapping[str, Any], total_dialog_turns: int, verbose: bool) -> None:
+        """Make what reports need.
+
+        Args:
+            policy: names the keys of rows.
+            settings: shown in :meth:`_repr_html_`.
+            total_dialog_turns: answers after which the collection ends; -1 for never.
+            verbose: whether to show a bar.
+        """
+        self.record = CollectionRecord()
+        self._shown_settings = settings
+        self._progress = CollectionProgress(total_dialog_turns, verbose)
+        self._samples = SampleReader(policy)
+
+    def _report(self, batch: TensorDictBase, frames: int) -> None:
+        """Note a batch that is given out; the same one again, after a Ctrl-C, is noted once.
+
+        Args:
+            batch: any batch size.
+            frames: answers so far, it included.
+        """
+        if batch is not self.record.batch:
+            now = {name: value for name, value in self.stats().items() if name not in NOT_KEPT}
+            self.record.add(batch, {**self._samples.figures(batch), **now, "frames": frames})
+        last = self.record.last
+        self._progress.show(frames, {word: last[name] for word, name in POSTFIX.items() if name in last})
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """Return figures by name, plain numbers for a logger: ``logger.log_metrics(collector.stats(), step)``."""
+        return {**super().stats(), "batches": self.record.batches, **self.record.scalars()}
+
+    def show_samples(self, n: int = 4, characters: int = 160) -> None:
+        """Print the newest samples of the last batch, as a table; as they were collected, before ``postproc``.
+
+        Args:
+            n: how many.
+            characters: of a prompt and of an answer; what is longer loses its middle.
+
+        Raises:
+            ValueError: one of them is below 1.
+        """
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}")
+        rows = [] if self.record.batch is None else rows_of(self.record.batch)
+        title = (
+            f"batch {self.record.batches - 1}, {min(n, len(rows))} of {len(rows)} samples" if rows else "no batch yet"
+        )
+        cells = [self._samples.cells(row, characters) for row in rows[-n:]]
+        print_table(title, SampleReader.COLUMNS, cells, wide=("prompt", "answer"))
+
+    def to_pandas(self) -> Any:
+        """Return a pandas ``DataFrame`` with a row for each of the last 10 000 batches.
+
+        Columns: ``time`` (UTC, as it was given out), ``batch`` (from 0), ``rows``, ``groups``, ``tokens`` (generated),
+        ``reward_mean`` and ``reward_std`` (over rows), ``waited`` (seconds for this batch), and :meth:`stats` of then.
+        """
+        import pandas
+
+        return pandas.DataFrame(self.record.rows())
+
+    def plot(self, seconds: float | None = None) -> Any:
+        """Draw over time: whether the trainer trains or waits, answers in flight at each replica, and weight updates.
+
+        All time between two batches counts as training. In flight is what the engine has handed to a replica, for
+        other callers too, looked at as groups begin and end and every half second. The axis counts seconds since the
+        collector was made, and ends with the last thing that happened.
+
+        Args:
+            seconds: how much of it, up to that end; default: all that is remembered.
+
+        Returns:
+            A matplotlib figure.
+
+        Raises:
+            ValueError: ``seconds`` is not above 0.
+        """
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"seconds must be above 0, or None, got {seconds}")
+        from torchrl_moe.render.collection_timelines import collection_figure
+
+        record = self.record
+        end = record.end
+        flights = record.flights()
+        names = {index: "others" if index == OTHERS else f"replica {index}" for index in flights}
+        figure = collection_figure(
+            record.taker,
+            record.phases(),
+            {names[index]: samples for index, samples in flights.items()},
+            [at for at, _ in record.updates()],
+            end=end,
+            title=f"{type(self).__name__}, {record.batches} batches",
+        )
+        if seconds is not None:
+            figure.axes[0].set_xlim(end - seconds, end)
+        return figure
+
+    def _repr_html_(self) -> str:
+        rows = [("setting", name, one_line(str(value), 80)) for name, value in self._shown_settings.items()]
+        rows += [("figure", name, _number(value)) for name, value in self.stats().items()]
+        return html_table(type(self).__name__, ("", "name", "value"), rows)
+
+
+def _number(value: float) -> str:
+    if isinstance(value, bool):
+        return str(value)
+    return f"{int(value):,}" if float(value).is_integer() else f"{value:,.3f}"
