@@ -13,6 +13,7 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
 from torchrl_moe._errors import CollectionError
+from torchrl_moe.collectors.answers import snapshots
 from torchrl_moe.collectors.arguments import EnvLike, environments_of, policy_of, pool_of, refuse, settings_of
 from torchrl_moe.collectors.collection_stats import CollectionStats
 from torchrl_moe.collectors.delivery import Delivery
@@ -339,12 +340,13 @@ class AsyncLLMCollector(Reports):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the data is, and all groups that wait for the trainer; generation goes on meanwhile.
+        """Return where the data is, groups that wait for the trainer, and answers so far; generation goes on meanwhile.
 
         Batches that were given out count as trained.
         """
+        cut = snapshots(self.policy.model)
         with self._delivery.still() as awaited:
-            return {"frames": self._frames, **self._in_loop(self._rollouts.state_dict, awaited)}
+            return {"frames": self._frames, **self._in_loop(self._rollouts.state_dict, awaited, cut)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where another collector of the same data was; call it before the first batch."""
