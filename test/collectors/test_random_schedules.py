@@ -66,6 +66,6 @@ def test_no_prompt_is_lost_or_trained_twice(plan: Plan, actions: list[str]) -> N
 
 @pytest.mark.soak
 @settings(max_examples=1000, print_blob=True, **COMMON)
-@given(plans(48), actions(12))
+@given(plans(24), actions(12))
 def test_no_prompt_is_lost_or_trained_twice_in_a_thousand_schedules(plan: Plan, actions: list[str]) -> None:
     play(plan, actions)
