@@ -14,7 +14,7 @@ from support.sources import PACKAGE, Source, imports, package_sources, snippet
 
 BELOW: dict[str, set[str]] = {
     "cli": {"collectors"},
-    "collectors": {"weight_update"},
+    "collectors": {"weight_update", "modules.backends.ray"},  # a collector in Ray joins the cluster as an engine does
     "weight_update": {"modules"},
     "testing": {"modules"},
     "objectives": {"data", "ops"},  # never modules: tensordict keys are the interface

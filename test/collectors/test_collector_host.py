@@ -10,6 +10,7 @@ import pytest
 from support.collecting import Questions, chat, policy_of, queries
 from torchrl_moe._errors import CollectionError
 from torchrl_moe.collectors.collector_host import CollectorHost
+from torchrl_moe.collectors.packed import unpack
 from torchrl_moe.testing import FakeAsyncVLLM
 
 
@@ -43,8 +44,8 @@ def failing(query: str) -> float:
 
 def test_batches_come_in_a_tuple_and_the_end_is_an_empty_one(host: Callable[..., CollectorHost]) -> None:
     made = host(total_dialog_turns=4)
-    assert [queries(*made.next()) for _ in range(2)] == [["q0", "q0"], ["q1", "q1"]]
-    assert [made.next(), made.next()] == [(), ()]
+    assert [queries(*unpack(made.next())) for _ in range(2)] == [["q0", "q0"], ["q1", "q1"]]
+    assert [unpack(made.next()) for _ in range(2)] == [(), ()]
 
 
 def test_an_error_is_raised_again_and_is_no_end(host: Callable[..., CollectorHost]) -> None:
@@ -85,7 +86,7 @@ def test_a_weight_update_counts_at_once_though_the_table_has_not_heard_of_it(
 def test_a_postproc_is_set_once(host: Callable[..., CollectorHost]) -> None:
     made = host()
     made.set_postproc(lambda batch: batch[:1])
-    assert queries(*made.next()) == ["q0"]
+    assert queries(*unpack(made.next())) == ["q0"]
     with pytest.raises(RuntimeError, match="postproc is set already"):
         made.set_postproc(lambda batch: batch)
 

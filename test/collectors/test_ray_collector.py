@@ -12,14 +12,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import pytest
 import ray
 import torch
+from tensordict import TensorDict
 from torchrl.collectors.weight_update import WeightUpdaterBase
-from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data import LazyStackStorage, RayReplayBuffer, ReplayBuffer
+from torchrl.trainers import Trainer
 
 from support.actors import toy_actors
 from support.collecting import Questions, chat, plain, policy_of, queries
@@ -140,6 +143,42 @@ def test_what_the_local_collector_refuses_is_refused_and_the_actor_ended(
     assert ended == [actor]
 
 
+class Loss(torch.nn.Module):
+    """Counts what a trainer trains on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.rows: list[int] = []
+
+    def forward(self, batch: Any) -> TensorDict:
+        self.rows.append(batch.numel())
+        return TensorDict(loss=self.weight * batch.numel())
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_torchrls_trainer_takes_it(collect: Make, is_async: bool) -> None:
+    collector = collect(groups_per_batch=2, replay_buffer=buffer() if is_async else None)
+    loss = Loss()
+    trainer = Trainer(
+        collector=collector,
+        total_frames=1 << 40,
+        frame_skip=1,
+        optim_steps_per_batch=1,
+        loss_module=loss,
+        optimizer=torch.optim.SGD(loss.parameters(), 1e-3),
+        progress_bar=False,
+        seed=3,
+        async_collection=is_async,
+    )
+    if is_async:
+        trainer.register_op("process_optim_batch", lambda batch: collector.replay_buffer.sample(3))
+    trainer.register_op("post_steps", lambda: len(loss.rows) == 3 and trainer.request_stop())
+    trainer.train()
+    assert loss.rows == [3 if is_async else 4] * 3
+    assert repr(collector) == "RayAsyncLLMCollector(the collector was shut down)"
+
+
 # -- buffers ----------------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +211,17 @@ def test_a_buffer_elsewhere_is_extended_by_the_actor(collect: Make, actor: Any, 
     assert run(actor, lambda local: local.replay_buffer.seen) == ["q0", "q0", "q1", "q1"]
     collector.start()
     until(lambda: run(actor, lambda local: len(local.replay_buffer.seen)) >= 10)
+
+
+@pytest.mark.soak  # one more process
+def test_a_buffer_in_ray_is_filled_by_the_actor(collect: Make) -> None:
+    shared = RayReplayBuffer(storage=partial(LazyStackStorage, 64), remote_config={"num_cpus": 0})
+    collector = collect(replay_buffer=shared, groups_per_batch=2, total_dialog_turns=24)
+    assert list(islice(collector, 2)) == [None, None]
+    assert queries(shared[:])[::2] == ["q0", "q1", "q2", "q3"]
+    collector.start()
+    until(lambda: collector.getattr_rb("write_count") == 24)
+    shared.shutdown()
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -342,16 +392,25 @@ def test_a_seed_shuffles_the_data_in_the_actor(collect: Make) -> None:
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_restored_collector_uses_each_prompt_once_also_after_a_local_one(collect: Make, actor: Any) -> None:
+def test_a_restored_collector_uses_each_prompt_once_and_local_ones_take_its_state_too(collect: Make) -> None:
     first = collect(groups_per_batch=4)
     seen = [query for batch in islice(first, 3) for query in queries(batch)[::2]]
     state = first.state_dict()
-    assert state.pop("ahead") == []
     assert next(iter(first)) is not None  # lost by the crash
     first.shutdown()
+    with FakeAsyncVLLM() as engine:
+        local = AsyncLLMCollector(
+            chat(2), policy=policy_of(engine), dataloader=Questions(40), group_size=2, groups_per_batch=4, order="fifo"
+        )
+        local.load_state_dict(state)
+        taken = queries(next(iter(local)))[::2]
+        local.shutdown()
+    assert state.pop("ahead") == []
     second = collect(groups_per_batch=4)
     second.load_state_dict(state)  # as a local collector's is
-    seen += [query for batch in islice(second, 7) for query in queries(batch)[::2]]
+    batches = [queries(batch)[::2] for batch in islice(second, 7)]
+    assert batches[0] == taken
+    seen += [query for batch in batches for query in batch]
     assert sorted(seen) == sorted(f"q{i}" for i in range(40))
 
 

@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from torchrl_moe._errors import CollectionError, EngineError
 from torchrl_moe.collectors.arguments import EnvLike
 from torchrl_moe.collectors.evaluation import evaluate
+from torchrl_moe.collectors.packed import pack
 from torchrl_moe.modules.serving.states import ReplicaState
 
 __all__ = ["CollectorHost"]
@@ -48,13 +49,13 @@ class CollectorHost:
             raise CollectionError("Ray has restarted the collector's actor, and its place in the data is lost")
         return self._made
 
-    def next(self) -> tuple[TensorDictBase | None, ...]:
-        """Return the next batch, or the ``None`` that stands for one, in a tuple; an empty one at the end."""
+    def next(self) -> bytes:
+        """Return the next batch, or the ``None`` that stands for one, in a tuple, packed; an empty one at the end."""
         self._batches = iter(self._collector) if self._batches is None else self._batches
         try:
-            return (next(self._batches),)
+            return pack((next(self._batches),))
         except StopIteration:
-            return ()
+            return pack(())
         except Exception:
             self._batches = None  # it would look like the end
             raise

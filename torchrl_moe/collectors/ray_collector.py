@@ -14,6 +14,7 @@ from torchrl.data import RayReplayBuffer, ReplayBuffer
 
 from torchrl_moe._errors import CollectionError
 from torchrl_moe.collectors.arguments import EnvLike
+from torchrl_moe.collectors.packed import unpack
 from torchrl_moe.collectors.remote_host import RemoteHost, actor_options
 
 __all__ = ["RayCollector"]
@@ -122,7 +123,7 @@ class RayCollector(BaseCollector):
                 if self._awaited is None:
                     self._check_unpaused()
                     self._awaited = self._host.begin("next")
-                found: tuple[TensorDictBase | None, ...] = self._host.wait(self._awaited)
+                found: tuple[TensorDictBase | None, ...] = unpack(self._host.wait(self._awaited))
             except Exception:
                 self._awaited = None
                 if self._is_over:  # meanwhile
@@ -295,7 +296,7 @@ class RayCollector(BaseCollector):
                 try:
                     if self._is_here():
                         with suppress(Exception):  # who asks for the next batch gets it
-                            ahead += [batch for batch in self._host.wait(self._awaited) if batch is not None]
+                            ahead += [batch for batch in unpack(self._host.wait(self._awaited)) if batch is not None]
                 finally:
                     self._taking.release()
             return {**self._ask("call", "state_dict"), "ahead": ahead}

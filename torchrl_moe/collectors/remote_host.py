@@ -113,8 +113,10 @@ class RemoteHost:
             arguments: of :meth:`CollectorHost.shutdown`.
         """
         if ray.is_initialized():  # else it is gone
-            self.is_done(self._actor.shutdown.remote(*arguments), seconds)
-            self._kill()
+            try:
+                self.is_done(self._actor.shutdown.remote(*arguments), seconds)
+            finally:
+                self._kill()
             if awaited is not None:
                 with contextlib.suppress(Exception):  # it was cut off; Ray would log that nobody has seen its error
                     self.wait(awaited)
