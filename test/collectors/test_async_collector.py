@@ -460,7 +460,7 @@ def test_a_restored_collector_goes_on_from_the_last_tokens(engine: FakeAsyncVLLM
 
     first = make()
     waiting = in_thread(lambda: next(iter(first)))
-    until(lambda: generated() > 60 and max(first._rollouts._answers._asked.values()) == turns)
+    until(lambda: generated() > 60 and max(first._rollouts._answers._asked.values(), default=0) >= min(turns, 2))
     state = pickle.loads(pickle.dumps(first.state_dict()))
     first.shutdown()
     assert isinstance(waiting.exception(60), StopIteration)
@@ -471,7 +471,7 @@ def test_a_restored_collector_goes_on_from_the_last_tokens(engine: FakeAsyncVLLM
         for turn, answer in answers.items()
         for output in answer.outputs
     }
-    assert max(turn for _, _, turn in had) == turns - 1
+    assert (40 in map(len, had.values())) == (turns > 1)  # whole ones
     assert sum(len(tokens) for tokens in had.values()) > 60
     for replica in engine.replicas:
         replica.submitted.clear()
