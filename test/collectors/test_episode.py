@@ -90,6 +90,40 @@ def test_the_first_failure_cancels_the_rest() -> None:
     assert cancelled == [1, 1]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_takes_time_to_end_is_cancelled_once(fails: bool) -> None:
+    """One of two ends at once, and the other one waits for its thread first; a second cancellation would end that."""
+
+    async def main() -> list[str]:
+        over, seen = asyncio.Event(), list[str]()
+
+        async def slow() -> None:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                await over.wait()
+                seen.append("ended by itself")
+                raise
+
+        async def quick() -> None:
+            await asyncio.sleep(0 if fails else 3600)
+            raise ZeroDivisionError
+
+        group = asyncio.ensure_future(gather([quick(), slow()]))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        group.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        over.set()
+        await asyncio.wait([group])
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return seen
+
+    assert asyncio.run(main()) == ["ended by itself"]
+
+
 def test_results_come_in_order() -> None:
     async def later(seconds: float) -> float:
         await asyncio.sleep(seconds)

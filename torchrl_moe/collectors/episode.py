@@ -94,6 +94,7 @@ async def gather(asked: Sequence[Awaitable[T]]) -> list[T]:
         return list(await asyncio.gather(*tasks))
     except BaseException:
         for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            if not task.cancelling():  # twice, it would no longer wait for the thread that uses its environment
+                task.cancel()
+        await asyncio.wait(tasks)  # if this is cancelled, they are not
         raise
