@@ -40,7 +40,10 @@ ONLY_IN_FUNCTIONS = {("modules.serving", f"modules.backends.{room}") for room in
 
 PLACES: dict[str, tuple[str, ...]] = {
     "vllm": ("modules.backends.vllm", "_compat"),
-    "ray": tuple(f"modules.backends.ray.{file}" for file in ("actor", "actor_link", "cluster")),  # they place actors
+    "ray": (  # they place actors
+        *(f"modules.backends.ray.{file}" for file in ("actor", "actor_link", "cluster")),
+        "collectors.remote_host",
+    ),
     "transformers": ("modules.policies", "modules.replay", "modules.backends.tokenizer_files", "testing"),
 }
 PURE: dict[str, set[str]] = {

@@ -11,6 +11,8 @@ FILE_LINES, FUNCTION_LINES, PARAMETERS = 400, 60, 8
 FROZEN_SIGNATURES: dict[str, str] = {
     "torchrl_moe.collectors.async_collector.AsyncLLMCollector.__init__": "TorchRL's signature, and the schedule's",
     "torchrl_moe.collectors.llm_collector.LLMCollector.__init__": "TorchRL's signature",
+    "torchrl_moe.collectors.ray_async_llm_collector.RayAsyncLLMCollector.__init__": "AsyncLLMCollector's, and Ray's",
+    "torchrl_moe.collectors.ray_llm_collector.RayLLMCollector.__init__": "TorchRL's signature",
     "torchrl_moe.modules.serving.service.GenerationService.generate": "TorchRL's signature, and what a request can ask",
     "torchrl_moe.modules.serving.service.GenerationService.agenerate": "generate, for one request",
     "torchrl_moe.modules.serving.async_vllm.AsyncVLLM.__init__": "TorchRL's names, and the service's own",

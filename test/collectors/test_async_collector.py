@@ -20,7 +20,7 @@ from torchrl.envs.llm import DatasetChatEnv
 from support.collecting import TOKENIZER, Questions, chat, new_weights, plain, policy_of, queries
 from support.waiting import until
 from torchrl_moe._errors import CollectionError, CollectionStalledError, GenerationTimeout, ReplicaDiedError
-from torchrl_moe.collectors import AsyncLLMCollector
+from torchrl_moe.collectors import AsyncLLMCollector, rollouts
 from torchrl_moe.testing import FakeAsyncVLLM
 
 
@@ -325,6 +325,27 @@ def test_it_fills_a_buffer_from_its_own_thread(collect: Callable[..., AsyncLLMCo
     until(lambda: collector.getattr_rb("write_count") == 12)
     assert len(buffer) == 12
     until(lambda: not collector.is_running())
+
+
+def test_its_own_thread_is_so_many_batches_ahead_of_the_weight_updates(
+    collect: Callable[..., AsyncLLMCollector],
+    engine: FakeAsyncVLLM,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollouts, "UPDATE_SECONDS", 0.0)
+    buffer = ReplayBuffer(storage=LazyStackStorage(64))
+    collector = collect(replay_buffer=buffer, max_staleness=1, heartbeat_timeout=0.5)
+    collector.start()
+    until(lambda: "it goes on after the next update" in caplog.text)  # and that is no stall
+    assert buffer.write_count == 4
+    for version in (1, 2, 3):
+        new_weights(engine, version)
+        collector.increment_version()
+        until(lambda: buffer.write_count == 4 + 2 * version)  # noqa: B023  it is over before the next round
+    until(lambda: not collector._rollouts._tasks)
+    assert buffer.write_count == 10
+    assert buffer[:]["policy_version"].tolist() == [0] * 4 + [1, 1, 2, 2, 3, 3]
 
 
 def test_an_error_in_its_thread_reaches_who_waits_for_the_buffer(collect: Callable[..., AsyncLLMCollector]) -> None:

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.trainer import Plan, Trainer
 
-ACTIONS = ("take", "update", "cut", "kill", "freeze", "pause", "evaluate", "save", "crash", "move")
-COSTLY = {"evaluate", "crash", "move"}
-NO_CHECKS = list(HealthCheck)
+ACTIONS = ["take"] * 8 + ["update", "cut", "kill", "freeze", "pause", "evaluate", "save", "crash", "move"]
+COMMON: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    on_stale = draw(st.sampled_from(["wait", "drop"]))
+def plans(draw: st.DrawFn, answers: int) -> Plan:
+    """Args: answers: about how many are in line at a time, at most."""
     prompts = draw(st.integers(3, 12))
-    names = [f"q{i}" for i in range(prompts)]
-    bad = draw(st.lists(st.sampled_from(names), unique=True, max_size=prompts // 2))
+    bad = draw(st.lists(st.sampled_from([f"q{i}" for i in range(prompts)]), unique=True, max_size=prompts // 2))
     failing = draw(st.integers(0, len(bad)))
+    on_stale = draw(st.sampled_from(["wait", "drop"]))
+    staleness, per_batch = draw(st.integers(0, 3)), draw(st.integers(1, 4))
+    room = answers // ((staleness + 1) * per_batch)
     return Plan(
-        group_size=draw(st.integers(1, 4)),
-        groups_per_batch=draw(st.integers(1, 4)),
-        max_staleness=draw(st.integers(0, 3)),
+        group_size=draw(st.integers(1, max(1, min(room, 4)))),
+        groups_per_batch=per_batch,
+        max_staleness=staleness,
         order=draw(st.sampled_from(["fifo", "window", "ready"])),
         window=draw(st.sampled_from([0.1, 0.3, 1.0])),
         on_stale=on_stale,
@@ -40,7 +43,8 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
-ACTS = st.lists(st.sampled_from([*["take"] * 8, *ACTIONS]), min_size=1, max_size=12)
+def actions(count: int) -> st.SearchStrategy[list[str]]:
+    return st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=count)
 
 
 def play(plan: Plan, actions: list[str]) -> None:
@@ -54,14 +58,14 @@ def play(plan: Plan, actions: list[str]) -> None:
         trainer.close()
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=NO_CHECKS)
-@given(plans(), ACTS)
+@settings(max_examples=40, derandomize=True, **COMMON)
+@given(plans(8), actions(6))
 def test_no_prompt_is_lost_or_trained_twice(plan: Plan, actions: list[str]) -> None:
     play(plan, actions)
 
 
 @pytest.mark.soak
-@settings(max_examples=1000, deadline=None, database=None, suppress_health_check=NO_CHECKS, print_blob=True)
-@given(plans(), ACTS)
+@settings(max_examples=1000, print_blob=True, **COMMON)
+@given(plans(48), actions(12))
 def test_no_prompt_is_lost_or_trained_twice_in_a_thousand_schedules(plan: Plan, actions: list[str]) -> None:
     play(plan, actions)

@@ -191,7 +191,8 @@ class AsyncLLMCollector(Reports):
 
     def _ask(self, future: Future[TensorDictBase]) -> None:
         self._progress.begin(self._frames)
-        if not self._call(self._rollouts.ask, future):
+        is_writer = threading.current_thread() is self._writer  # then nobody says what was trained but the updates
+        if not self._call(self._rollouts.ask, future, not is_writer):
             raise _ShutDown(OVER) if self._is_over else RuntimeError("a collector is of no use in a forked process")
 
     def _accept(self, batch: TensorDictBase) -> TensorDictBase | None:
@@ -231,7 +232,7 @@ class AsyncLLMCollector(Reports):
     # -- free running -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Fill the replay buffer from now on, in a thread.
+        """Fill the replay buffer from now on, in a thread, ``max_staleness + 1`` batches ahead of the weight updates.
 
         Raises:
             RuntimeError: there is no buffer.

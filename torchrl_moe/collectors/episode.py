@@ -94,7 +94,7 @@ async def gather(asked: Sequence[Awaitable[T]]) -> list[T]:
         return list(await asyncio.gather(*tasks))
     except BaseException:
         for task in tasks:
-            if not task.cancelling():  # twice, it would no longer wait for the thread that uses its environment
+            if not task.cancelling():  # by a cancel of ours; a second one would end a wait for an environment's call
                 task.cancel()
-        await asyncio.wait(tasks)  # if this is cancelled, they are not
+        await asyncio.wait(tasks)  # a cancel of this wait is none of theirs
         raise

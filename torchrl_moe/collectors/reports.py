@@ -127,6 +127,7 @@ class Reports(BaseCollector):
             record.phases(),
             {names[index]: samples for index, samples in flights.items()},
             [at for at, _ in record.updates()],
+            sums=["others"],
             end=end,
             title=f"{type(self).__name__}, {record.batches} batches",
         )

@@ -43,6 +43,7 @@ __all__ = ["Rollouts"]
 LOG = logging.getLogger(__name__)
 STOP_SECONDS = 5.0
 RETRY_SECONDS = 0.1
+UPDATE_SECONDS = 30.0  # without a weight update that is waited for
 GROUP_ERRORS = (RequestRefusedError, ReplicaDiedError)  # other engine errors concern all groups
 
 
@@ -92,14 +93,17 @@ class Rollouts:
         self._asked: deque[Future[TensorDictBase]] = deque()
         self._given: tuple[Future[TensorDictBase], list[Group]] | None = None
         self._slots = _slots(settings)
+        self._is_paced_by_updates = self._has_said_why = False
         self._progress_at = time.monotonic()
 
     # -- the trainer's side -----------------------------------------------------------------------------------------
 
-    def ask(self, future: Future[TensorDictBase]) -> None:
-        """Fulfil a future with the next batch; all earlier ones have been trained. The first begins the collection.
+    def ask(self, future: Future[TensorDictBase], trained: bool = True) -> None:
+        """Fulfil a future with the next batch; the first call begins the collection.
 
-        Asking again with a future changes nothing.
+        Args:
+            future: asking with it again changes nothing.
+            trained: whether all earlier batches have been trained; else each weight update says that of one.
         """
         if future.done() or future in self._asked:
             return
@@ -108,7 +112,9 @@ class Rollouts:
             self._see_version()
             self._restored_at = self.version
         self._given = None
-        self.schedule.trained()
+        self._is_paced_by_updates = not trained
+        if trained:
+            self.schedule.trained()
         self._asked.append(future)
         self.turn()
 
@@ -160,7 +166,7 @@ class Rollouts:
     def _see_version(self) -> None:
         newest = self._engine.replica_table.latest_version
         if newest > self.version:
-            self.schedule.updated(newest - self.version)
+            self.schedule.updated(newest - self.version, self._is_paced_by_updates)
             self._record.updated(newest)
             self.version = newest
 
@@ -346,8 +352,20 @@ class Rollouts:
             self.turn()
             if not self._asked:
                 self._progress_at = time.monotonic()
+            elif not self._tasks and not self.schedule.may_begin:
+                self._wait_for_update()
             elif limit is not None and time.monotonic() - self._progress_at > limit:
                 self.fail(CollectionStalledError(f"nothing has moved for {limit:g} s: {self.waits()}"))
+
+    def _wait_for_update(self) -> None:
+        """Say so once if that takes long; a step of the trainer may."""
+        if not self._has_said_why and time.monotonic() - self._progress_at > UPDATE_SECONDS:
+            self._has_said_why = True
+            LOG.warning(
+                "start() has written all that may be written before the weights change (max_staleness=%d): it goes on "
+                "after the next update",
+                self._settings.max_staleness,
+            )
 
     def waits(self) -> str:
         """Return, in words, what everything waits for."""
