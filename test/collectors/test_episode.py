@@ -118,6 +118,39 @@ def test_a_cancelled_gathering_cancels_each_once() -> None:
     assert ended == ["slow"]
 
 
+def test_a_gathering_that_failed_and_is_cancelled_then_cancels_each_once() -> None:
+    """One of two fails, and the other one waits for a thread before it ends; as a group that fails, and is stale then."""
+
+    async def main() -> list[str]:
+        over, seen = asyncio.Event(), list[str]()
+
+        async def slow() -> None:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                await over.wait()
+                seen.append("ended by itself")
+                raise
+
+        async def quick() -> None:
+            await asyncio.sleep(0)
+            raise ZeroDivisionError
+
+        group = asyncio.ensure_future(gather([quick(), slow()]))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        group.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        over.set()
+        await asyncio.wait([group])
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return seen
+
+    assert asyncio.run(main()) == ["ended by itself"]
+
+
 def test_results_come_in_order() -> None:
     async def later(seconds: float) -> float:
         await asyncio.sleep(seconds)

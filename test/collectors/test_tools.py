@@ -26,7 +26,6 @@ from torchrl.envs.llm.transforms import (
 
 from support.collecting import TOKENIZER, Questions, policy_of, queries
 from support.waiting import in_thread, until
-from torchrl_moe._errors import CollectionError
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -170,12 +169,11 @@ def test_a_shutdown_while_code_runs_leaves_no_process(
 
     before = children()
     collector = collect(Interpreters(), lambda prompt: waiting)
-    trainer = in_thread(lambda: next(iter(collector)))
+    trainer = in_thread(lambda: next(iter(collector), None))
     until(lambda: len(children() - before) == 2)
     collector.shutdown(timeout=0.1)
     over.touch()
-    with pytest.raises(CollectionError, match="the collector was shut down"):
-        trainer.result(60)
+    assert trainer.result(60) is None
     until(lambda: not children() - before)
 
 

@@ -18,7 +18,7 @@ from torchrl.data.llm import History
 
 from support.collecting import Questions, chat, new_weights, policy_of, queries
 from support.waiting import in_thread, until
-from torchrl_moe._errors import CollectionError, CollectionStalledError
+from torchrl_moe._errors import CollectionStalledError
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.collectors.environments import EnvironmentTimeoutError
 from torchrl_moe.collectors.evaluation import evaluate
@@ -340,11 +340,10 @@ def test_a_shutdown_cancels_it_and_aborts_its_answers(
         return 1.0
 
     collector = collect(episode, groups_per_batch=2, max_staleness=0)
-    trainer = in_thread(lambda: next(iter(collector)))
+    trainer = in_thread(lambda: next(iter(collector), None))
     until(lambda: running(engine) == 2)
     collector.shutdown()
-    with pytest.raises(CollectionError, match="the collector was shut down"):
-        trainer.result(60)
+    assert trainer.result(60) is None
     assert sorted(cancelled) == ["q0", "q0", "q1", "q1"]
     until(lambda: not running(engine))
 

@@ -96,5 +96,5 @@ async def gather(asked: Sequence[Awaitable[T]]) -> list[T]:
         for task in tasks:
             if not task.cancelling():  # by a cancel of ours; a second one would end a wait for an environment's call
                 task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait(tasks)  # a cancel of this wait is none of theirs
         raise
