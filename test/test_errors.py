@@ -57,9 +57,12 @@ def test_a_timeout_of_ours_is_caught_as_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", _errors.__all__)
 def test_every_error_pickles(name: str) -> None:
-    error = pickle.loads(pickle.dumps(getattr(_errors, name)("why")))
+    before = getattr(_errors, name)("why")
+    before.add_note("where")
+    error = pickle.loads(pickle.dumps(before))
     assert type(error).__name__ == name
     assert str(error) == "why"
+    assert error.__notes__ == ["where"]
 
 
 def test_a_timeout_keeps_what_had_finished() -> None:

@@ -89,7 +89,7 @@ class EngineError(TorchRLMoEError):
         self.partial = list(partial)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.args[0], self.partial)
+        return type(self), (self.args[0], self.partial), self.__dict__  # with its notes
 
 
 class ReplicaDiedError(EngineError):
@@ -133,7 +133,7 @@ class WeightSyncError(TorchRLMoEError):
         self.report = report
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.args[0], self.report)
+        return type(self), (self.args[0], self.report), self.__dict__  # with its notes
 
 
 class ManifestMismatch(WeightSyncError, ValueError):

@@ -14,7 +14,7 @@ from support.sources import PACKAGE, Source, imports, package_sources, snippet
 
 BELOW: dict[str, set[str]] = {
     "cli": {"collectors"},
-    "collectors": {"weight_update"},
+    "collectors": {"weight_update", "modules.backends.ray"},  # a collector in Ray joins the cluster as an engine does
     "weight_update": {"modules"},
     "testing": {"modules"},
     "objectives": {"data", "ops"},  # never modules: tensordict keys are the interface
@@ -40,7 +40,10 @@ ONLY_IN_FUNCTIONS = {("modules.serving", f"modules.backends.{room}") for room in
 
 PLACES: dict[str, tuple[str, ...]] = {
     "vllm": ("modules.backends.vllm", "_compat"),
-    "ray": tuple(f"modules.backends.ray.{file}" for file in ("actor", "actor_link", "cluster")),  # they place actors
+    "ray": (  # they place actors
+        *(f"modules.backends.ray.{file}" for file in ("actor", "actor_link", "cluster")),
+        "collectors.remote_host",
+    ),
     "transformers": ("modules.policies", "modules.replay", "modules.backends.tokenizer_files", "testing"),
 }
 PURE: dict[str, set[str]] = {

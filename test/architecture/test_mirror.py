@@ -20,6 +20,8 @@ ACROSS: dict[str, str] = {
     "test_readme.py": "the README's words",
     "test_vllm_versions.py": "the names of vLLM that are used, in its other releases",
     "collectors/test_collected_segments.py": "answers in several parts, by a real engine, through the collector",
+    "collectors/test_torchrl_trainer.py": "TorchRL's trainer over the collectors",
+    "collectors/test_tools.py": "TorchRL's tool transforms under the collector",
     "collectors/test_interruptions.py": "a collector that is interrupted, forked, forgotten, or goes on elsewhere",
     "collectors/test_kill_and_resume.py": "a trainer's process that is killed, and goes on from its checkpoint",
     "collectors/test_random_schedules.py": "no prompt lost or trained twice, whatever happens when",

@@ -11,10 +11,13 @@ FILE_LINES, FUNCTION_LINES, PARAMETERS = 400, 60, 8
 FROZEN_SIGNATURES: dict[str, str] = {
     "torchrl_moe.collectors.async_collector.AsyncLLMCollector.__init__": "TorchRL's signature, and the schedule's",
     "torchrl_moe.collectors.llm_collector.LLMCollector.__init__": "TorchRL's signature",
+    "torchrl_moe.collectors.ray_async_llm_collector.RayAsyncLLMCollector.__init__": "AsyncLLMCollector's, and Ray's",
+    "torchrl_moe.collectors.ray_llm_collector.RayLLMCollector.__init__": "TorchRL's signature",
     "torchrl_moe.modules.serving.service.GenerationService.generate": "TorchRL's signature, and what a request can ask",
     "torchrl_moe.modules.serving.service.GenerationService.agenerate": "generate, for one request",
     "torchrl_moe.modules.serving.async_vllm.AsyncVLLM.__init__": "TorchRL's names, and the service's own",
     "torchrl_moe.modules.serving.async_vllm.AsyncVLLM.from_pretrained": "TorchRL's signature, and the constructor's",
+    "torchrl_moe.testing.fake_engine.FakeReplica.__init__": "whatever a test injects, each by its name",
     "torchrl_moe.testing.fake_engine.FakeAsyncVLLM.__init__": "a replica's, and the service's own",
     "torchrl_moe.modules.policies.vllm_wrapper.vLLMWrapper.__init__": "TorchRL's signature",
     "torchrl_moe.modules.policies.transformers_wrapper.TransformersWrapper.__init__": "TorchRL's, and the replay",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import threading
 import time
 from collections import Counter
@@ -18,9 +19,10 @@ from torchrl.envs import StepCounter
 from torchrl.envs.llm import DatasetChatEnv
 
 from support.collecting import TOKENIZER, Questions, chat, new_weights, plain, policy_of, queries
-from support.waiting import until
+from support.waiting import in_thread, until
 from torchrl_moe._errors import CollectionError, CollectionStalledError, GenerationTimeout, ReplicaDiedError
-from torchrl_moe.collectors import AsyncLLMCollector
+from torchrl_moe.collectors import AsyncLLMCollector, rollouts
+from torchrl_moe.collectors.answers import snapshots
 from torchrl_moe.testing import FakeAsyncVLLM
 
 
@@ -327,6 +329,27 @@ def test_it_fills_a_buffer_from_its_own_thread(collect: Callable[..., AsyncLLMCo
     until(lambda: not collector.is_running())
 
 
+def test_its_own_thread_is_so_many_batches_ahead_of_the_weight_updates(
+    collect: Callable[..., AsyncLLMCollector],
+    engine: FakeAsyncVLLM,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollouts, "UPDATE_SECONDS", 0.0)
+    buffer = ReplayBuffer(storage=LazyStackStorage(64))
+    collector = collect(replay_buffer=buffer, max_staleness=1, heartbeat_timeout=0.5)
+    collector.start()
+    until(lambda: "it goes on after the next update" in caplog.text)  # and that is no stall
+    assert buffer.write_count == 4
+    for version in (1, 2, 3):
+        new_weights(engine, version)
+        collector.increment_version()
+        until(lambda: buffer.write_count == 4 + 2 * version)  # noqa: B023  it is over before the next round
+    until(lambda: not collector._rollouts._tasks)
+    assert buffer.write_count == 10
+    assert buffer[:]["policy_version"].tolist() == [0] * 4 + [1, 1, 2, 2, 3, 3]
+
+
 def test_an_error_in_its_thread_reaches_who_waits_for_the_buffer(collect: Callable[..., AsyncLLMCollector]) -> None:
     buffer = ReplayBuffer(storage=LazyStackStorage(64))
     collector = collect(chat(2, reward=failing), replay_buffer=buffer, groups_per_batch=4)
@@ -418,6 +441,61 @@ def test_a_restored_collector_uses_each_prompt_once(engine: FakeAsyncVLLM) -> No
     seen += [query for batch in islice(second, 7) for query in queries(batch)[::2]]
     second.shutdown()
     assert sorted(seen) == sorted(f"q{i}" for i in range(40))
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_a_restored_collector_goes_on_from_the_last_tokens(engine: FakeAsyncVLLM, turns: int) -> None:
+    """Answers are cut in their second half; what they had, whole turns too, is not generated twice."""
+    for replica in engine.replicas:
+        replica.token_seconds = 1e-3
+
+    def make() -> AsyncLLMCollector:
+        env = chat(2) if turns == 1 else lambda: chat(1, turns)
+        return AsyncLLMCollector(
+            env, policy=policy_of(engine, 40), dataloader=Questions(8), group_size=2, groups_per_batch=2
+        )
+
+    def generated() -> int:
+        return sum(len(output.token_ids) for one in snapshots(engine).values() for output in one.outputs)
+
+    first = make()
+    waiting = in_thread(lambda: next(iter(first)))
+    until(lambda: generated() > 60 and max(first._rollouts._answers._asked.values(), default=0) >= min(turns, 2))
+    state = pickle.loads(pickle.dumps(first.state_dict()))
+    first.shutdown()
+    assert isinstance(waiting.exception(60), StopIteration)
+    had = {
+        (position, sample, turn): output.token_ids.tolist()
+        for position, samples in state["answers"].items()
+        for sample, answers in samples.items()
+        for turn, answer in answers.items()
+        for output in answer.outputs
+    }
+    assert (40 in map(len, had.values())) == (turns > 1)  # whole ones
+    assert sum(len(tokens) for tokens in had.values()) > 60
+    for replica in engine.replicas:
+        replica.submitted.clear()
+
+    second = make()
+    second.load_state_dict(state)
+    batches = [next(second.iterator()) for _ in range(2)]
+    second.shutdown()
+    for batch in batches:
+        for number, row in enumerate(batch.unbind(0)):
+            position, sample, turn = int(row["query"][1:]), number // turns % 2, number % turns
+            tokens = had.get((position, sample, turn), [])
+            assert row["tokens", "response"].tolist()[: len(tokens)] == tokens
+            assert len(row["tokens", "response"]) == 40
+    asked = {
+        tuple(int(number) for number in request.request_id.split("-")[1:]): request.resume
+        for replica in engine.replicas
+        for request in replica.submitted
+    }
+    for place, tokens in had.items():
+        if len(tokens) == 40:
+            assert place not in asked
+        elif tokens and place in asked:  # later groups may not have begun again
+            assert asked[place].outputs[0].token_ids.tolist() == tokens
 
 
 def test_a_state_can_be_loaded_after_weights_were_pushed_and_numbers_go_on(
@@ -544,5 +622,5 @@ def test_a_policy_of_several_samples_is_refused(engine: FakeAsyncVLLM) -> None:
 
 
 def test_what_is_no_environment_is_refused(engine: FakeAsyncVLLM) -> None:
-    with pytest.raises(TypeError, match="env must be an environment or a callable"):
+    with pytest.raises(TypeError, match="env must be an environment, a callable that makes one, or an async"):
         AsyncLLMCollector(3, policy=policy_of(engine), dataloader=Questions())  # type: ignore[arg-type]

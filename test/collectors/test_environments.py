@@ -221,3 +221,72 @@ def test_a_cancelled_episode_gives_its_environment_back_when_the_call_is_over() 
 
     asyncio.run(main())
     assert used == ["first", "second"]
+
+
+def closings(env: EnvBase, into: list[EnvBase]) -> EnvBase:
+    env.close = lambda **_: into.append(env)
+    return env
+
+
+def test_an_environment_that_is_used_as_the_pool_closes_is_closed_after_that() -> None:
+    closed: list[EnvBase] = []
+    first, busy = closings(chat(1), closed), closings(chat(1), closed)
+    pool = EnvironmentPool(first, lambda: busy)
+    inside, over = threading.Event(), threading.Event()
+
+    def slow(env: EnvBase) -> list[EnvBase]:
+        if env is first:
+            return []
+        inside.set()
+        over.wait(60)
+        return list(closed)
+
+    async def main() -> list[EnvBase]:
+        async with pool.lend(None) as one, pool.lend(None) as two:
+            assert await one(slow) == []
+            call = asyncio.ensure_future(two(slow))
+            await asyncio.to_thread(inside.wait, 60)
+            pool.close()
+            assert closed == [first]
+            over.set()
+            return await call
+
+    assert asyncio.run(main()) == [first]
+    assert closed == [first, busy]
+
+
+def test_one_that_is_to_be_kept_is_not_closed_after_its_use_either() -> None:
+    closed: list[EnvBase] = []
+    env = closings(chat(2), closed)
+    pool = EnvironmentPool(env, None)
+
+    async def main() -> None:
+        async with pool.lend(None) as in_thread:
+            await in_thread(lambda env: pool.close(keep=env))
+
+    asyncio.run(main())
+    assert closed == []
+
+
+def test_an_environment_that_is_made_as_the_pool_closes_is_closed() -> None:
+    closed: list[EnvBase] = []
+    first, late = closings(chat(1), closed), closings(chat(1), closed)
+    inside, over = threading.Event(), threading.Event()
+
+    def make() -> EnvBase:
+        inside.set()
+        over.wait(60)
+        return late
+
+    pool = EnvironmentPool(first, make)
+
+    async def main() -> None:
+        async with pool.lend(None):
+            another = asyncio.ensure_future(pool.lend(None).__aenter__())
+            await asyncio.to_thread(inside.wait, 60)
+            pool.close()
+            over.set()
+            await another
+
+    asyncio.run(main())
+    assert closed == [first, late]

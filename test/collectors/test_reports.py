@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from tensordict import TensorDictBase
-from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import StepCounter
 from torchrl.envs.llm import ChatEnv, DatasetChatEnv
@@ -23,9 +22,7 @@ from torchrl.record.loggers.tensorboard import TensorboardLogger
 from support.collecting import TOKENIZER, Questions, chat, new_weights, policy_of, queries
 from support.html_table import TableReader
 from support.waiting import in_thread, until
-from torchrl_moe.collectors import AsyncLLMCollector
-from torchrl_moe.collectors.reports import Reports
-from torchrl_moe.collectors.settings import Settings
+from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector
 from torchrl_moe.testing import FakeAsyncVLLM
 
 
@@ -352,31 +349,10 @@ def test_a_ctrl_c_while_the_bar_is_drawn_loses_no_batch(
 # -- other collectors -------------------------------------------------------------------------------------------------
 
 
-class Reported(Reports, LLMCollector):
-    """TorchRL's collector, with reports: what another collector has to do."""
-
-    def __init__(self, *arguments: Any, verbose: bool = False, **kwargs: Any) -> None:
-        super().__init__(*arguments, **kwargs)
-        self.settings = Settings(group_size=2)
-        self._begin_reports(self.policy, self.total_dialog_turns, verbose)
-
-    def iterator(self) -> Iterator[TensorDictBase]:
-        batches = super().iterator()
-        with self._progress:
-            while True:
-                self._progress.begin(self._frames)
-                with self.record.wait():
-                    batch = next(batches, None)
-                if batch is None:
-                    return
-                self._report(batch, self._frames)
-                yield batch
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_torchrls_collector_takes_the_reports(engine: FakeAsyncVLLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_synchronous_collector_reports_too(engine: FakeAsyncVLLM, capsys: pytest.CaptureFixture[str]) -> None:
     env = DatasetChatEnv.from_dataloader(Questions(64), repeats=2, batch_size=(4,), tokenizer=TOKENIZER)
-    collector = Reported(
+    collector = LLMCollector(
         env.append_transform(StepCounter(max_steps=1)),
         policy=policy_of(engine),
         dialog_turns_per_batch=4,
@@ -393,6 +369,6 @@ def test_torchrls_collector_takes_the_reports(engine: FakeAsyncVLLM, capsys: pyt
     assert (collector.stats()["batches"], collector.stats()["completed"]) == (2, True)
     collector.show_samples(2)
     assert "batch 1, 2 of 4 samples" in capsys.readouterr().out
-    assert collector.plot().axes[0].get_title() == "Reported, 2 batches"
+    assert collector.plot().axes[0].get_title() == "LLMCollector, 2 batches"
     assert ("figure", "frames", "8") in {tuple(row) for row in TableReader(collector._repr_html_()).rows["tbody"]}
     collector.shutdown()

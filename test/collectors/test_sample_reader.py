@@ -23,7 +23,7 @@ def ids(text: str) -> torch.Tensor:
     return torch.tensor(TOKENIZER.encode(text, add_special_tokens=False))
 
 
-def row(answer: str = "42", reward: Any = 1.0, group: int = 7, **more: Any) -> TensorDictBase:
+def row(answer: str = "42", reward: Any = 1.0, group: int = 7, **changed: Any) -> TensorDictBase:
     return TensorDict(
         {
             "text": TensorDict({"prompt": NonTensorData("1+1="), "response": NonTensorData(answer)}),
@@ -33,7 +33,7 @@ def row(answer: str = "42", reward: Any = 1.0, group: int = 7, **more: Any) -> T
             "policy_versions": TensorDict({"full": torch.tensor([-1, -1, 3, 3, 5])}),
             "num_segments": torch.tensor(2),
             "finish_reason": NonTensorData("stop"),
-            **more,
+            **changed,
         }
     )
 
@@ -84,6 +84,15 @@ def test_without_rewards_their_mean_is_nan() -> None:
     found = READER.figures(lazy_stack([TensorDict(), TensorDict()]))
     assert (found["rows"], found["groups"], found["tokens"]) == (2, 0, 0)
     assert math.isnan(found["reward_mean"]) and math.isnan(found["reward_std"])
+
+
+def test_rows_that_nobody_expects_are_counted_too() -> None:
+    assert READER.figures(lazy_stack([row()])[:0])["rows"] == 0
+    strange = row(group_id=torch.tensor([1, 2]), next=TensorDict({"reward": NonTensorData("good")}))
+    found = READER.figures(lazy_stack([strange, row(group_id=NonTensorData("a"))]))
+    assert (found["groups"], found["reward_mean"]) == (2, 1.0)
+    assert READER.cells(strange, 80)[0] == "[1, 2]"
+    assert READER.cells(strange, 80)[3] == "–"
 
 
 def test_rows_of_any_shape_come_in_order() -> None:

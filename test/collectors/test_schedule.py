@@ -220,3 +220,20 @@ def test_no_group_is_older_than_promised_and_none_comes_twice(
     assert version >= 20  # it never gets stuck
     if order == "fifo":
         assert given_out == sorted(given_out)
+
+
+def test_each_update_may_be_for_one_batch() -> None:
+    schedule = Schedule(1, max_staleness=1, order="fifo", window=0.3, over_sample=1.0)
+
+    def given() -> int:
+        """Begin, complete and give out what may be; return the batches so far."""
+        while schedule.may_begin:
+            schedule.ready(schedule.begin())
+            schedule.take()
+        return schedule.batches
+
+    assert given() == 2  # S + 1
+    schedule.updated(by_update=True)
+    assert given() == 3
+    schedule.updated(5, by_update=True)  # more than were given count for no later ones
+    assert given() == 4  # five updates between two batches: none may be ahead

@@ -13,8 +13,17 @@ from torch import Tensor
 from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.objectives.llm import MCAdvantage
 
+from support.collecting import Questions, chat, policy_of, queries
 from support.rollouts import BigramActor, sample
-from torchrl_moe.objectives import DrGRPOAdvantage, GRPOLoss, ReinforcePlusPlusAdvantage, RLOOAdvantage
+from torchrl_moe.collectors import AsyncLLMCollector
+from torchrl_moe.objectives import (
+    DrGRPOAdvantage,
+    GRPOAdvantage,
+    GRPOLoss,
+    ReinforcePlusPlusAdvantage,
+    RLOOAdvantage,
+)
+from torchrl_moe.testing import FakeAsyncVLLM
 
 RETURNS = (1.0, 0.0, 0.0, 3.0)
 """Of four answers: mean 1, standard deviation sqrt(2)."""
@@ -49,6 +58,8 @@ def advantages(td: TensorDictBase | None) -> list[float]:
     [
         (RLOOAdvantage(4), [1 - 1, 0 - 4 / 3, 0 - 4 / 3, 3 - 1 / 3]),
         (DrGRPOAdvantage(4), [0, -1, -1, 2]),
+        (GRPOAdvantage(4), [0, -(2**-0.5), -(2**-0.5), 2**0.5]),
+        (GRPOAdvantage(), [0, -(2**-0.5), -(2**-0.5), 2**0.5]),
         (ReinforcePlusPlusAdvantage(4), [0, -(2**-0.5), -(2**-0.5), 2**0.5]),
         (MCAdvantage(4), [0, -(2**-0.5), -(2**-0.5), 2**0.5]),
     ],
@@ -66,7 +77,7 @@ def test_reinforce_plus_plus_normalises_over_all_prompts() -> None:
     assert baseline == pytest.approx([value / (4 / 3) ** 0.5 for value in (-1, 1, -1, 1)])
 
 
-@pytest.mark.parametrize("make", [lambda: RLOOAdvantage(3), lambda: DrGRPOAdvantage(3)])
+@pytest.mark.parametrize("make", [lambda: RLOOAdvantage(3), lambda: DrGRPOAdvantage(3), lambda: GRPOAdvantage(3)])
 def test_equal_returns_have_no_advantage(make: Callable[[], Any]) -> None:
     assert advantages(make().inv(lazy_stack(answers((0.5,) * 3)))) == [0, 0, 0]
     assert advantages(ReinforcePlusPlusAdvantage(3).inv(lazy_stack(answers((0.5,) * 3)))) == [0, 0, 0]
@@ -88,7 +99,7 @@ def test_rewards_per_token_give_advantages_per_token() -> None:
 # -- who waits for whom -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [RLOOAdvantage, DrGRPOAdvantage, MCAdvantage])
+@pytest.mark.parametrize("make", [RLOOAdvantage, DrGRPOAdvantage, GRPOAdvantage, MCAdvantage])
 def test_groups_may_arrive_mixed_and_an_incomplete_one_waits(make: Callable[[int], Any]) -> None:
     buffer = ReplayBuffer(
         storage=LazyStackStorage(16), sampler=SamplerWithoutReplacement(), batch_size=4, transform=make(2)
@@ -103,7 +114,7 @@ def test_groups_may_arrive_mixed_and_an_incomplete_one_waits(make: Callable[[int
     by_query: dict[str, list[float]] = {}
     for one in sorted(out.unbind(0), key=lambda one: float(one["advantage"])):
         by_query.setdefault(one["query"], []).append(float(one["advantage"]))
-    size = {RLOOAdvantage: (1.0, 3.0), DrGRPOAdvantage: (0.5, 1.5), MCAdvantage: (0.5**0.5, 0.5**0.5)}[make]
+    size = {RLOOAdvantage: (1.0, 3.0), DrGRPOAdvantage: (0.5, 1.5)}.get(make, (0.5**0.5, 0.5**0.5))
     assert by_query == {"a": pytest.approx([-size[0], size[0]]), "b": pytest.approx([-size[1], size[1]])}
     transform = buffer.transform[0]
     assert transform.queued_trajectories == 1
@@ -166,6 +177,133 @@ def test_a_buffer_shared_by_processes_is_refused() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(4), transform=RLOOAdvantage(2))
     with pytest.raises(RuntimeError, match="RLOOAdvantage keeps replay-buffer write state"):
         buffer.share()
+
+
+# -- two groups of one prompt -----------------------------------------------------------------------------------------
+
+
+def of_group(number: Any, reward: float, done: bool = True, query: str = "a") -> TensorDict:
+    return step(query, reward, done).set("group_id", torch.as_tensor(number))
+
+
+def by_group(td: TensorDictBase | None) -> dict[int, list[float]]:
+    assert td is not None
+    found: dict[int, list[float]] = {}
+    for one in td.unbind(0):
+        found.setdefault(int(one["group_id"]), []).append(float(one["advantage"]))
+    return found
+
+
+MIXED = [(7, 0.0), (8, 0.0), (8, 3.0), (7, 2.0)]
+"""Two groups of one prompt, mixed: returns 0, 2 and 0, 3."""
+
+
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [
+        (GRPOAdvantage(), {7: [-(0.5**0.5), 0.5**0.5], 8: [-(0.5**0.5), 0.5**0.5]}),
+        (GRPOAdvantage(2), {7: [-(0.5**0.5), 0.5**0.5], 8: [-(0.5**0.5), 0.5**0.5]}),
+        (MCAdvantage(2, prompt_key="group_id"), {7: [-(0.5**0.5), 0.5**0.5], 8: [-(0.5**0.5), 0.5**0.5]}),
+        (RLOOAdvantage(), {7: [-2, 2], 8: [-3, 3]}),
+        (DrGRPOAdvantage(2), {7: [-1, 1], 8: [-1.5, 1.5]}),
+        (ReinforcePlusPlusAdvantage(4, 2), {7: [-((6 / 13) ** 0.5), (6 / 13) ** 0.5],
+                                            8: [-((27 / 26) ** 0.5), (27 / 26) ** 0.5]}),
+    ],
+)  # fmt: skip
+def test_two_groups_of_one_prompt_are_two(transform: Any, expected: dict[int, list[float]]) -> None:
+    """REINFORCE++ sees -1, -1.5, 1.5, 1: variance 6.5 / 3."""
+    found = by_group(transform.inv(lazy_stack([of_group(*one) for one in MIXED])))
+    assert {group: sorted(values) for group, values in found.items()} == {
+        group: pytest.approx(values) for group, values in expected.items()
+    }
+
+
+def test_by_their_prompt_they_would_be_one() -> None:
+    """What the group's number mends: whoever comes first is compared, here 0 with 0 and 3 with 2."""
+    found = by_group(MCAdvantage(2).inv(lazy_stack([of_group(*one) for one in MIXED])))
+    assert found == {7: [0, pytest.approx(-(0.5**0.5))], 8: [0, pytest.approx(0.5**0.5)]}
+
+
+def test_groups_that_come_whole_may_be_of_any_size() -> None:
+    """A filter took answers out: 3, 2 and 1 are left. Of (0, 0, 3): mean 1, standard deviation sqrt(3)."""
+    rows = [of_group(1, 0.0), of_group(2, 5.0), of_group(3, 9.0), of_group(1, 0.0), of_group(2, 5.0), of_group(1, 3.0)]
+    transform = GRPOAdvantage()
+    found = by_group(transform.inv(lazy_stack(rows)))
+    assert found == {1: pytest.approx([-(3**-0.5), -(3**-0.5), 2 * 3**-0.5]), 2: [0, 0], 3: [0]}
+    assert transform.queued_trajectories == 0
+    assert advantages(RLOOAdvantage().inv(lazy_stack(rows[2:3]))) == [0]
+    assert advantages(DrGRPOAdvantage().inv(lazy_stack(rows[2:3]))) == [0]
+
+
+def test_each_batch_is_compared_with_itself() -> None:
+    transform = DrGRPOAdvantage()
+    assert advantages(transform.inv(lazy_stack([of_group(1, 0.0), of_group(1, 2.0)]))) == [-1, 1]
+    assert advantages(transform.inv(lazy_stack([of_group(1, 5.0), of_group(1, 9.0)]))) == [-2, 2]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_equal_returns_have_no_advantage_at_all(size: int) -> None:
+    """In float32 a mean of equal numbers may differ from them, and a standard deviation of 1e-9 makes that large."""
+    rows = [of_group(1, 0.1) for _ in range(size)]
+    assert advantages(GRPOAdvantage().inv(lazy_stack(rows))) == [pytest.approx(0, abs=1e-9)] * size
+
+
+def samples_of_turns() -> list[TensorDict]:
+    """Samples of 2, 1 and 3 turns in one group, rewarded at their ends with 1, 0 and 2."""
+    rewards = [[0.0, 1.0], [0.0], [0.0, 0.0, 2.0]]
+    return [of_group(4, reward, i == len(each) - 1) for each in rewards for i, reward in enumerate(each)]
+
+
+def test_turns_share_their_samples_advantage_as_in_torchrl_with_a_trajectorys_return() -> None:
+    """Returns 1, 0, 2: mean 1, standard deviation 1. By default TorchRL compares turns: its early ones lose."""
+    assert advantages(GRPOAdvantage().inv(lazy_stack(samples_of_turns()))) == pytest.approx([0, 0, -1, 1, 1, 1])
+    theirs = MCAdvantage(3, prompt_key="group_id", trajectory_return="sum").inv(lazy_stack(samples_of_turns()))
+    assert advantages(theirs) == pytest.approx([0, 0, -1, 1, 1, 1])
+    by_turn = advantages(MCAdvantage(3, prompt_key="group_id").inv(lazy_stack(samples_of_turns())))
+    mean, std = 0.5, 0.7**0.5  # of 0, 1, 0, 0, 0, 2
+    assert by_turn == pytest.approx([(reward - mean) / std for reward in (0, 1, 0, 0, 0, 2)])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_numbers_are_those_of_torchrls(seed: int) -> None:
+    """Six groups of four, mixed."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(24, generator=generator).tolist()
+    rows = [of_group(i % 6, float(torch.randn((), generator=generator))) for i in order]
+    ours = by_group(GRPOAdvantage().inv(lazy_stack([row.clone() for row in rows])))
+    theirs = by_group(MCAdvantage(4, prompt_key="group_id").inv(lazy_stack(rows)))
+    assert ours == {group: pytest.approx(values, abs=1e-5) for group, values in theirs.items()}
+
+
+def test_a_trajectory_of_two_groups_is_refused_and_nothing_of_its_batch_waits() -> None:
+    transform = GRPOAdvantage()
+    broken = [of_group(1, 1.0), of_group(2, 0.0, done=False), of_group(3, 1.0)]
+    with pytest.raises(ValueError, match=r"steps of groups \(2,\) and \(3,\): .* Was a last step filtered out"):
+        transform.inv(lazy_stack(broken))
+    assert transform.queued_trajectories == 0
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_rows_of_a_collector_come_whole(turns: int) -> None:
+    """One question, asked again and again: three groups of two in a batch. No two sums of rewards are equal."""
+    count = iter(range(100))
+    buffer = ReplayBuffer(storage=LazyStackStorage(64), transform=GRPOAdvantage(), batch_size=4)
+    env = chat(1, turns, reward=lambda _: 2.0 ** next(count))
+    with FakeAsyncVLLM() as engine:
+        collector = AsyncLLMCollector(
+            env, policy=policy_of(engine), dataloader=Questions(1), group_size=2, groups_per_batch=3,
+            replay_buffer=buffer, total_dialog_turns=6 * turns,
+        )  # fmt: skip
+        assert list(iter(collector.iterator())) == [None]
+        collector.shutdown()
+    assert len(buffer) == 6 * turns
+    rows = buffer[:]
+    assert set(queries(rows)) == {"q0"}
+    found = by_group(rows)
+    assert len(found) == 3
+    for values in found.values():
+        assert sorted(values) == pytest.approx([-(0.5**0.5)] * turns + [0.5**0.5] * turns)
+    assert rows[0]["advantage"].shape == (1, 1)
 
 
 # -- in the loss ------------------------------------------------------------------------------------------------------

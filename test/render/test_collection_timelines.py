@@ -35,6 +35,12 @@ def test_each_replica_is_a_step_line_until_the_end() -> None:
     assert first.get_ylim()[1] > 9
 
 
+def test_a_sum_has_a_scale_of_its_own() -> None:
+    _, first, others = collection_figure("trainer", PHASES, FLIGHTS, sums=["others"]).axes
+    assert 4 < first.get_ylim()[1] < 5
+    assert 9 < others.get_ylim()[1] < 10
+
+
 def test_an_update_is_a_line_through_every_panel() -> None:
     figure = collection_figure("writer", PHASES, FLIGHTS, [1.5, 4.0], title="a title")
     for axes in figure.axes:

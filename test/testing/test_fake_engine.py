@@ -443,11 +443,18 @@ def test_every_argument_reaches_every_replica() -> None:
     def refuse(request: Request) -> str | None:
         return None
 
-    engine = FakeAsyncVLLM(3, 7, sampling_params={"max_tokens": 2}, layout=layout, token_seconds=1e-4, refuse=refuse)
-    assert [(r.index, r.seed, r.layout, r.token_seconds, r.refuse) for r in engine.replicas] == [
-        (i, 7, layout, 1e-4, refuse) for i in range(3)
+    def script(prompt: str) -> str:
+        return prompt * 2
+
+    params = {"max_tokens": 2}
+    engine = FakeAsyncVLLM(
+        3, 7, sampling_params=params, layout=layout, token_seconds=1e-4, refuse=refuse, script=script
+    )
+    assert [(r.index, r.seed, r.layout, r.token_seconds, r.refuse, r.script) for r in engine.replicas] == [
+        (i, 7, layout, 1e-4, refuse, script) for i in range(3)
     ]
-    assert len(engine.generate("hi", use_tqdm=False).outputs[0].token_ids) == 2
+    assert engine.generate("hi", use_tqdm=False).outputs[0].text == "hi"
+    assert engine.generate("hi", {"max_tokens": 9}, use_tqdm=False).outputs[0].text == "hihi"
     engine.shutdown()
 
 

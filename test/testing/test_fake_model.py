@@ -73,3 +73,43 @@ def test_the_shortest_answer_has_most_tokens_to_come() -> None:
     assert tokens_to_come(ask(cut(full, None, 5))) == 1
     with pytest.raises(ValueError, match="an answer to resume has 5 tokens already: max_tokens=5 must be larger"):
         tokens_to_come(ask(cut(full, 2, 5), max_tokens=5))
+
+
+# -- scripts ----------------------------------------------------------------------------------------------------------
+
+
+def scripted(prompt: str) -> str | None:
+    return {"hi": "héy", "<|im_start|>user": "chat"}.get(prompt)
+
+
+def test_a_script_says_what_is_answered_and_ends_the_turn() -> None:
+    """Bytes of ``héy``, and 258, the end of a turn."""
+    model = FakeModel(3, 0, LAYOUT, scripted)
+    (output,) = [model.answer(ask(), PROMPT, 0, 6)]
+    assert output.token_ids.tolist() == [104, 195, 169, 121, 258]
+    assert (output.text, output.finish_reason) == ("héy", "stop")
+    assert output.logprobs is not None and output.routed_experts is not None
+    assert (len(output.logprobs), len(output.routed_experts)) == (5, len(PROMPT) + 4)
+    chat = np.array([257, *b"user"], np.int64)
+    assert model.answer(ask(), chat, 0, 6).text == "chat"
+    other = model.answer(ask(), np.array([105], np.int64), 0, 6)
+    assert other.token_ids.tolist() == OLD.answer(ask(), np.array([105], np.int64), 0, 6).token_ids.tolist()
+
+
+@pytest.mark.parametrize(("max_tokens", "reason"), [(4, "length"), (5, "stop"), (9, "stop")])
+def test_a_scripted_answer_may_be_too_long(max_tokens: int, reason: str) -> None:
+    output = FakeModel(3, 0, LAYOUT, scripted).answer(ask(max_tokens=max_tokens), PROMPT, 0, 9)
+    assert (len(output.token_ids), output.finish_reason) == (min(max_tokens, 5), reason)
+
+
+@pytest.mark.parametrize("had", [0, 2, 4])
+def test_a_scripted_answer_may_be_cut_and_goes_on(had: int) -> None:
+    """After the second token the text ends within a letter."""
+    full = complete(ask(), FakeModel(3, 0, LAYOUT, scripted))
+    partial = complete(ask(), FakeModel(3, 0, LAYOUT, scripted), tokens=had)
+    assert [(len(output.token_ids), output.finish_reason) for output in partial.outputs] == [(had, "abort")] * 2
+    done = complete(ask(partial), FakeModel(3, 1, LAYOUT, scripted))
+    for got, output in zip(done.outputs, full.outputs, strict=True):
+        assert got.token_ids.tolist() == output.token_ids.tolist()
+        assert got.policy_versions.tolist() == [0] * had + [1] * (5 - had)
+        assert (got.text, got.finish_reason) == ("héy", "stop")

@@ -8,22 +8,25 @@ from typing import Any, TypeAlias
 
 from torchrl.envs import EnvBase
 
-from torchrl_moe.collectors.environments import take_dataloader, with_batch_size
+from torchrl_moe.collectors.environments import EnvironmentPool, take_dataloader, with_batch_size
 from torchrl_moe.collectors.settings import Settings
+from torchrl_moe.collectors.workflow import EpisodeFunction, Workflow, is_episode_function
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
 __all__ = [
     "EnvLike",
     "environments_of",
+    "one_env",
     "one_policy",
     "policy_of",
+    "pool_of",
     "refuse",
     "refuse_queue",
     "refuse_version_tracker",
     "settings_of",
 ]
 
-EnvLike: TypeAlias = "EnvBase | Callable[[], EnvBase]"
+EnvLike: TypeAlias = "EnvBase | Callable[[], EnvBase] | EpisodeFunction"
 
 
 def refuse(arguments: Mapping[str, Any]) -> None:
@@ -57,6 +60,21 @@ def refuse_version_tracker(track_policy_version: Any) -> None:
         raise ValueError("track_policy_version: the rows carry the engine's versions; leave the transform out")
 
 
+def one_env(env: Any) -> EnvBase:
+    """Return the environment.
+
+    Raises:
+        TypeError: it is none, and no callable that makes one.
+    """
+    env = env() if callable(env) and not isinstance(env, EnvBase) and not is_episode_function(env) else env
+    if not isinstance(env, EnvBase):
+        raise TypeError(
+            f"env must be an environment or a callable that makes one, got {type(env).__name__}; async functions are "
+            "played by AsyncLLMCollector"
+        )
+    return env
+
+
 def one_policy(policy: Any, factory: Callable[[], Any] | None) -> Any:
     """Return the policy; one of ours in history mode sends the ids of earlier turns.
 
@@ -83,10 +101,13 @@ def policy_of(policy: Any, factory: Callable[[], Any] | None) -> vLLMWrapper:
 
 def environments_of(
     env: EnvLike, group_size: int | None
-) -> tuple[EnvBase, Callable[[], EnvBase] | None, Iterable[Any] | None, int | None]:
-    """Return an environment, what makes more of them, its data, and how often that is repeated."""
+) -> tuple[EnvBase | EpisodeFunction, Callable[[], EnvBase] | None, Iterable[Any] | None, int | None]:
+    """Return an environment, or the async function; what makes more; its data, and how often that is repeated."""
+    if is_episode_function(env):
+        return env, None, None, None
     if not isinstance(env, EnvBase) and not callable(env):
-        raise TypeError(f"env must be an environment or a callable that makes one, got {type(env).__name__}")
+        got = type(env).__name__
+        raise TypeError(f"env must be an environment, a callable that makes one, or an async function, got {got}")
 
     def fitted(one: EnvBase, size: int) -> EnvBase:
         return with_batch_size(take_dataloader(one)[0], size)
@@ -96,6 +117,11 @@ def environments_of(
     size = group_size if group_size is not None else repeats or 1
     make = None if isinstance(env, EnvBase) else lambda: fitted(env(), size)
     return fitted(first, size), make, dataloader, repeats
+
+
+def pool_of(env: EnvBase | EpisodeFunction, make: Callable[[], EnvBase] | None) -> EnvironmentPool | Workflow:
+    """Return what plays samples in an environment, or by an async function."""
+    return EnvironmentPool(env, make) if isinstance(env, EnvBase) else Workflow(env)
 
 
 def settings_of(arguments: Mapping[str, Any], repeats: int | None) -> Settings:

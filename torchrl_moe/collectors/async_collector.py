@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
+from torchrl.envs import EnvBase
 
 from torchrl_moe._errors import CollectionError
-from torchrl_moe.collectors.arguments import EnvLike, environments_of, policy_of, refuse, settings_of
+from torchrl_moe.collectors.answers import snapshots
+from torchrl_moe.collectors.arguments import EnvLike, environments_of, policy_of, pool_of, refuse, settings_of
 from torchrl_moe.collectors.collection_stats import CollectionStats
 from torchrl_moe.collectors.delivery import Delivery
-from torchrl_moe.collectors.environments import EnvironmentPool
 from torchrl_moe.collectors.evaluation import evaluate
 from torchrl_moe.collectors.prompt_stream import PromptStream
 from torchrl_moe.collectors.reports import Reports
@@ -40,7 +41,8 @@ class AsyncLLMCollector(Reports):
 
     Args:
         env: an environment, or a callable that makes one. Of batch size ``(group_size,)`` it plays groups of one turn;
-            of ``(1,)`` one sample, for as many turns as it likes. A ``ChatEnv`` of another size is made again.
+            of ``(1,)`` one sample, for as many turns as it likes. A ``ChatEnv`` of another size is made again. Or an
+            async function that plays a sample: ``await episode(data, ask)`` returns the reward.
         policy: a :class:`~torchrl_moe.modules.vLLMWrapper`, without ``num_samples``.
         policy_factory: makes it instead.
         dialog_turns_per_batch: answers in a batch, if ``groups_per_batch`` is not given.
@@ -135,8 +137,8 @@ class AsyncLLMCollector(Reports):
         self.weight_updater = weight_updater
         self._prompts = PromptStream(dataloader)
         self._schedule = Schedule(settings.groups_per_batch, max_staleness, order, window, over_sample)
-        self._environments = EnvironmentPool(self.env, make)
-        self._begin_reports(self.policy, total_dialog_turns, verbose)
+        self._environments = pool_of(self.env, make)
+        self._begin_reports(self.policy, settings.by_name(), total_dialog_turns, verbose)
         self._begin_counting()
         self.policy.register_collector(self)
 
@@ -190,7 +192,8 @@ class AsyncLLMCollector(Reports):
 
     def _ask(self, future: Future[TensorDictBase]) -> None:
         self._progress.begin(self._frames)
-        if not self._call(self._rollouts.ask, future):
+        is_writer = threading.current_thread() is self._writer  # then nobody says what was trained but the updates
+        if not self._call(self._rollouts.ask, future, not is_writer):
             raise _ShutDown(OVER) if self._is_over else RuntimeError("a collector is of no use in a forked process")
 
     def _accept(self, batch: TensorDictBase) -> TensorDictBase | None:
@@ -230,7 +233,7 @@ class AsyncLLMCollector(Reports):
     # -- free running -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Fill the replay buffer from now on, in a thread.
+        """Fill the replay buffer from now on, in a thread, ``max_staleness + 1`` batches ahead of the weight updates.
 
         Raises:
             RuntimeError: there is no buffer.
@@ -337,12 +340,13 @@ class AsyncLLMCollector(Reports):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the data is, and all groups that wait for the trainer; generation goes on meanwhile.
+        """Return where the data is, groups that wait for the trainer, and answers so far; generation goes on meanwhile.
 
         Batches that were given out count as trained.
         """
+        cut = snapshots(self.policy.model)
         with self._delivery.still() as awaited:
-            return {"frames": self._frames, **self._in_loop(self._rollouts.state_dict, awaited)}
+            return {"frames": self._frames, **self._in_loop(self._rollouts.state_dict, awaited, cut)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where another collector of the same data was; call it before the first batch."""
@@ -357,7 +361,7 @@ class AsyncLLMCollector(Reports):
         """
         self._prompts.seed(seed)
         self.policy.model.set_seed(seed)
-        return int(self.env.set_seed(seed, static_seed=static_seed))
+        return int(self.env.set_seed(seed, static_seed=static_seed)) if isinstance(self.env, EnvBase) else seed + 1
 
     # -- end --------------------------------------------------------------------------------------------------------
 

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
+from tensordict import TensorDictBase, lazy_stack
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms import DataLoadingPrimer, RayDataLoadingPrimer
 from torchrl.envs.transforms import Compose, Transform
 
 from torchrl_moe._errors import CollectionError
+from torchrl_moe.collectors.episode import Episode, Generate, InThread
+from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
 __all__ = [
     "EnvironmentPool",
     "EnvironmentTimeoutError",
-    "InThread",
+    "call_in",
     "primer_of",
     "rows_of_primer",
     "take_dataloader",
@@ -28,8 +32,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-InThread = Callable[..., Awaitable[Any]]
-"""Calls a function with an environment and what else is given."""
 MOST_THREADS = 32
 ONLY_ONE = "the environment did not come back in time, and there is no other: pass a callable that makes environments."
 _Outcome: TypeAlias = "tuple[Any, BaseException | None]"
@@ -126,6 +128,31 @@ class EnvironmentPool:
         self._room = asyncio.Semaphore(1 if make is None else MOST_THREADS)  # for calls
         self._threads = ThreadPoolExecutor(2 * MOST_THREADS, "torchrl_moe-env")  # some may hang
         self._hung = 0
+        self._lock = threading.Lock()  # for what follows, which the threads see too
+        self._in_use: set[int] = set()  # by a thread
+        self._is_closed = False
+        self._keep: EnvBase | None = None
+
+    async def play(
+        self,
+        policy: vLLMWrapper,
+        generate: Generate,
+        data: TensorDictBase,
+        timeout: float | None,
+        **generate_kwargs: Any,
+    ) -> list[TensorDictBase]:
+        """Play the samples of one environment; see :class:`Episode`.
+
+        Args:
+            policy: reads prompts and lays out answers.
+            generate: asks the engine.
+            data: ``[]``, what every sample is reset with.
+            timeout: seconds that a call of the environment may take; then it raises :class:`EnvironmentTimeoutError`.
+            **generate_kwargs: change the policy's.
+        """
+        async with self.lend(timeout) as in_thread:
+            samples = lazy_stack([data.copy() for _ in range(self.group_size)])
+            return await Episode(policy, generate, in_thread, **generate_kwargs).run(samples)
 
     @asynccontextmanager
     async def lend(self, timeout: float | None) -> AsyncIterator[InThread]:
@@ -140,7 +167,7 @@ class EnvironmentPool:
             nonlocal mine
             async with self._room:
                 env = mine or await self._take()
-                call = self._submit(function, env, *arguments)
+                call = _submitted(self._threads, self._use, env, function, *arguments)
                 try:
                     done, _ = await asyncio.wait([call], timeout=timeout)
                 except asyncio.CancelledError:
@@ -165,12 +192,7 @@ class EnvironmentPool:
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function in one of the threads."""
-        call = self._submit(function, *arguments)
-        await asyncio.wait([call])
-        return _value(call)
-
-    def _submit(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[_Outcome]:
-        return asyncio.get_running_loop().run_in_executor(self._threads, _outcome, function, *arguments)
+        return await call_in(self._threads, function, *arguments)
 
     def _came_back(self, env: EnvBase, _: asyncio.Future[_Outcome]) -> None:
         self._hung -= 1
@@ -181,9 +203,34 @@ class EnvironmentPool:
             return self._free.pop()
         if self._make is None:
             raise CollectionError(ONLY_ONE)
-        env = await self.call(self._make)
-        self._all.append(env)
+        return await self.call(self._made, self._make)
+
+    # -- in a thread ------------------------------------------------------------------------------------------------
+
+    def _made(self, make: Callable[[], EnvBase]) -> EnvBase:
+        """Make an environment."""
+        env = make()
+        with self._lock:
+            self._all.append(env)
+            is_late = self._is_closed
+        if is_late:
+            env.close(raise_if_closed=False)
         return env
+
+    def _use(self, env: EnvBase, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function with an environment. Whoever uses one as the pool is closed closes that one."""
+        with self._lock:
+            self._in_use.add(id(env))
+        try:
+            return function(env, *arguments)
+        finally:
+            with self._lock:
+                self._in_use.discard(id(env))
+                is_late = self._is_closed and env is not self._keep
+            if is_late:
+                env.close(raise_if_closed=False)
+
+    # -- the end ----------------------------------------------------------------------------------------------------
 
     def _check_hung(self, timeout: float | None) -> None:
         if self._make is None:
@@ -193,11 +240,27 @@ class EnvironmentPool:
         raise EnvironmentTimeoutError(f"the environment did not come back within {timeout:g} s")
 
     def close(self, keep: EnvBase | None = None) -> None:
-        """End the threads, and close every environment but ``keep``. A thread that hangs ends when its call does."""
+        """End the threads, and close every environment but ``keep``; one that is being used, after that.
+
+        Tools whose process is taken from under them start another one. A thread that hangs ends when its call does.
+        """
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for env in self._all:
-            if env is not keep:
-                env.close(raise_if_closed=False)
+        with self._lock:
+            self._is_closed, self._keep = True, keep
+            idle = [env for env in self._all if id(env) not in self._in_use and env is not keep]
+        for env in idle:
+            env.close(raise_if_closed=False)
+
+
+async def call_in(threads: Executor, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function in one of these threads."""
+    call = _submitted(threads, function, *arguments)
+    await asyncio.wait([call])
+    return _value(call)
+
+
+def _submitted(threads: Executor, function: Callable[..., Any], *arguments: Any) -> asyncio.Future[_Outcome]:
+    return asyncio.get_running_loop().run_in_executor(threads, _outcome, function, *arguments)
 
 
 def _outcome(function: Callable[..., Any], *arguments: Any) -> _Outcome:

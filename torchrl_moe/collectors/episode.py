@@ -9,15 +9,16 @@ from typing import Any, TypeVar
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.envs import EnvBase
 
-from torchrl_moe.collectors.environments import InThread
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
-__all__ = ["Episode", "gather"]
+__all__ = ["Episode", "Generate", "InThread", "gather"]
 
 Generate = Callable[[SampleRequest, int], Awaitable[Completion]]
 """Answers one request of a sample, given by its place in the environment."""
+InThread = Callable[..., Awaitable[Any]]
+"""Calls a function with an environment and what else is given."""
 T = TypeVar("T")
 SHOWN = ("history", "text", "tokens")
 """What an environment sees of an answer, beside its own keys. All else is put there afterwards: an environment copies

@@ -10,10 +10,11 @@ from typing import Any
 
 from tensordict import TensorDictBase, lazy_stack
 
-from torchrl_moe.collectors.arguments import EnvLike, environments_of
+from torchrl_moe.collectors.arguments import EnvLike, environments_of, pool_of
 from torchrl_moe.collectors.environments import EnvironmentPool
-from torchrl_moe.collectors.episode import Episode, gather
+from torchrl_moe.collectors.episode import gather
 from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream
+from torchrl_moe.collectors.workflow import Workflow
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
@@ -31,7 +32,7 @@ def evaluate(
 
     Args:
         policy: asks its engine.
-        env: an environment, or a callable that makes one.
+        env: an environment, a callable that makes one, or an async function that plays a sample.
         count: how many prompts, from the start of the data.
         dataloader: default: that of the environment.
         generate_kwargs: change the policy's, such as ``temperature=0.0``.
@@ -47,7 +48,7 @@ def evaluate(
     prompts = list(islice(PromptStream(dataloader), count))
     # in a thread: a notebook has a running event loop in this one
     with ThreadPoolExecutor(1, "torchrl_moe-evaluation") as thread:
-        environments = EnvironmentPool(first, make)
+        environments = pool_of(first, make)
         try:
             played = thread.submit(asyncio.run, _play(policy, environments, prompts, generate_kwargs))
             return lazy_stack(played.result())
@@ -56,14 +57,18 @@ def evaluate(
 
 
 async def _play(
-    policy: vLLMWrapper, environments: EnvironmentPool, prompts: list[Prompt], generate_kwargs: dict[str, Any]
+    policy: vLLMWrapper,
+    environments: EnvironmentPool | Workflow,
+    prompts: list[Prompt],
+    generate_kwargs: dict[str, Any],
 ) -> list[TensorDictBase]:
     async def generate(request: SampleRequest, _: int) -> Completion:
         return await policy.model.agenerate(**{**request.arguments, "priority": FIRST})
 
     async def answer(prompt: Prompt) -> TensorDictBase:
-        async with environments.lend(None) as in_thread:
-            episode = Episode(policy, generate, in_thread, return_routed_experts=False, **generate_kwargs)
-            return (await episode.run(lazy_stack([prompt.data])))[-1][0]
+        turns = await environments.play(
+            policy, generate, prompt.data, None, return_routed_experts=False, **generate_kwargs
+        )
+        return turns[-1][0]
 
     return await gather([answer(prompt) for prompt in prompts])

@@ -15,19 +15,21 @@ from torchrl.collectors import llm as torchrl_llm
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
-from torchrl_moe.collectors.arguments import EnvLike, one_policy, refuse_queue, refuse_version_tracker
+from torchrl_moe.collectors.arguments import one_env, one_policy, refuse_queue, refuse_version_tracker
 from torchrl_moe.collectors.environments import primer_of
 from torchrl_moe.collectors.prompt_feed import PromptFeed
 from torchrl_moe.collectors.prompt_stream import Prompt
+from torchrl_moe.collectors.reports import Reports
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
 __all__ = ["LLMCollector"]
 
 LOG = logging.getLogger(__name__)
 END = object()
+SHOWN = ("dialog_turns_per_batch", "yield_completed_trajectories", "yield_only_last_steps", "reset_at_each_iter")
 
 
-class LLMCollector(torchrl_llm.LLMCollector):
+class LLMCollector(Reports, torchrl_llm.LLMCollector):
     """TorchRL's collector, in which all samples of the environment take a turn together, then the next.
 
     Arguments and batches are TorchRL's. What is mended:
@@ -58,7 +60,7 @@ class LLMCollector(torchrl_llm.LLMCollector):
         weight_updater: TorchRL's, used by :meth:`update_policy_weights_`.
         queue: refused; it would lose the oldest data silently.
         track_policy_version: ``True`` or ``False`` with a policy of ours, whose rows always carry their versions.
-        verbose: whether progress is logged, at level DEBUG.
+        verbose: whether to show a progress bar.
 
     Raises:
         ValueError: an argument makes no sense.
@@ -67,7 +69,7 @@ class LLMCollector(torchrl_llm.LLMCollector):
 
     def __init__(
         self,
-        env: EnvLike,
+        env: EnvBase | Callable[[], EnvBase],
         *,
         policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
         policy_factory: Callable[[], Callable[[TensorDictBase], TensorDictBase]] | None = None,
@@ -95,7 +97,7 @@ class LLMCollector(torchrl_llm.LLMCollector):
         if self._engine is not None:
             refuse_version_tracker(track_policy_version)
             track_policy_version = False
-        env = env if isinstance(env, EnvBase) else env()
+        env = one_env(env)
         primer = primer_of(env)
         self._feed = None if primer is None else PromptFeed(primer)
         self._finished: deque[Prompt] = deque()
@@ -114,10 +116,16 @@ class LLMCollector(torchrl_llm.LLMCollector):
             flatten_data=flatten_data,
             weight_updater=weight_updater,
             track_policy_version=track_policy_version,
-            verbose=verbose,
         )
         if self._feed is not None:
             self._feed.restart()  # TorchRL has reset the environment once, and forgets that
+        shown = [
+            "dialog_turns_per_batch",
+            "yield_completed_trajectories",
+            "yield_only_last_steps",
+            "reset_at_each_iter",
+        ]
+        self._begin_reports(policy, {name: getattr(self, name) for name in shown}, total_dialog_turns, verbose)
 
     # -- batches ----------------------------------------------------------------------------------------------------
 
@@ -130,16 +138,19 @@ class LLMCollector(torchrl_llm.LLMCollector):
         if self._failure is not None:
             raise self._failure
         batches = super().iterator()
-        while self._may_collect():
-            try:
-                batch = next(batches, END)
-            finally:
-                with self._borders:
-                    self._is_collecting = False
-                    self._borders.notify_all()
-            if batch is END:
-                return
-            yield batch
+        with self._progress:
+            while self._may_collect():
+                self._progress.begin(self._frames)
+                try:
+                    with self.record.wait():
+                        batch = next(batches, END)
+                finally:
+                    with self._borders:
+                        self._is_collecting = False
+                        self._borders.notify_all()
+                if batch is END:
+                    return
+                yield batch
 
     def _may_collect(self) -> bool:
         """Wait while it is paused; false if its thread is to end instead."""
@@ -152,6 +163,10 @@ class LLMCollector(torchrl_llm.LLMCollector):
                 return False
             self._is_collecting = True
             return True
+
+    def _postproc(self, tensordict_out: TensorDictBase) -> TensorDictBase:
+        self._report(tensordict_out, self._frames)
+        return super()._postproc(tensordict_out)
 
     def _rollout_all(self) -> TensorDictBase:
         if self.reset_at_each_iter and self._feed is not None:
@@ -283,6 +298,7 @@ class LLMCollector(torchrl_llm.LLMCollector):
         with self._borders:
             self._stop = True
             self._borders.notify_all()
+        self._progress.close()
         super().shutdown(timeout, close_env, raise_on_error)
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -34,21 +34,21 @@ class Reports(BaseCollector):
 
     Attributes:
         record: what it remembers of its past.
-        settings: a dataclass, shown in :meth:`_repr_html_`.
     """
 
     record: CollectionRecord
-    settings: Any
 
-    def _begin_reports(self, policy: Any, total_dialog_turns: int, verbose: bool) -> None:
+    def _begin_reports(self, policy: Any, settings: Mapping[str, Any], total_dialog_turns: int, verbose: bool) -> None:
         """Make what reports need.
 
         Args:
             policy: names the keys of rows.
+            settings: shown in :meth:`_repr_html_`.
             total_dialog_turns: answers after which the collection ends; -1 for never.
             verbose: whether to show a bar.
         """
         self.record = CollectionRecord()
+        self._shown_settings = settings
         self._progress = CollectionProgress(total_dialog_turns, verbose)
         self._samples = SampleReader(policy)
 
@@ -127,6 +127,7 @@ class Reports(BaseCollector):
             record.phases(),
             {names[index]: samples for index, samples in flights.items()},
             [at for at, _ in record.updates()],
+            sums=["others"],
             end=end,
             title=f"{type(self).__name__}, {record.batches} batches",
         )
@@ -135,8 +136,7 @@ class Reports(BaseCollector):
         return figure
 
     def _repr_html_(self) -> str:
-        names = [field.name for field in fields(self.settings)]
-        rows = [("setting", name, one_line(str(getattr(self.settings, name)), 80)) for name in names]
+        rows = [("setting", name, one_line(str(value), 80)) for name, value in self._shown_settings.items()]
         rows += [("figure", name, _number(value)) for name, value in self.stats().items()]
         return html_table(type(self).__name__, ("", "name", "value"), rows)
 

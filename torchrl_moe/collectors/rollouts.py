@@ -7,7 +7,6 @@ trainer's thread asks for a batch and waits for a future.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -23,16 +22,18 @@ from torchrl_moe._errors import (
     EngineError,
     ReplicaDiedError,
     RequestRefusedError,
-    StaleReplicaError,
 )
+from torchrl_moe.collectors.answers import Answers
 from torchrl_moe.collectors.collection_record import CollectionRecord
 from torchrl_moe.collectors.collection_stats import CollectionStats
 from torchrl_moe.collectors.environments import EnvironmentPool, EnvironmentTimeoutError
-from torchrl_moe.collectors.episode import Episode, gather
+from torchrl_moe.collectors.episode import gather
+from torchrl_moe.collectors.generation_slots import GenerationSlots
 from torchrl_moe.collectors.group import Group
 from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream
 from torchrl_moe.collectors.schedule import Schedule
 from torchrl_moe.collectors.settings import Settings
+from torchrl_moe.collectors.workflow import Workflow
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
@@ -41,7 +42,7 @@ __all__ = ["Rollouts"]
 
 LOG = logging.getLogger(__name__)
 STOP_SECONDS = 5.0
-RETRY_SECONDS = 0.1
+UPDATE_SECONDS = 30.0  # without a weight update that is waited for
 GROUP_ERRORS = (RequestRefusedError, ReplicaDiedError)  # other engine errors concern all groups
 
 
@@ -61,7 +62,7 @@ class Rollouts:
     def __init__(
         self,
         policy: vLLMWrapper,
-        environments: EnvironmentPool,
+        environments: EnvironmentPool | Workflow,
         prompts: PromptStream,
         settings: Settings,
         schedule: Schedule,
@@ -87,18 +88,22 @@ class Rollouts:
         self.version = self._engine.replica_table.latest_version
         self.groups: dict[int, Group] = {}
         """In line, by number."""
+        self._answers = Answers()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._asked: deque[Future[TensorDictBase]] = deque()
         self._given: tuple[Future[TensorDictBase], list[Group]] | None = None
-        self._slots = _slots(settings)
+        self._slots = GenerationSlots(self._engine, settings.max_in_flight, stats)
+        self._is_paced_by_updates = self._has_said_why = False
         self._progress_at = time.monotonic()
 
     # -- the trainer's side -----------------------------------------------------------------------------------------
 
-    def ask(self, future: Future[TensorDictBase]) -> None:
-        """Fulfil a future with the next batch; all earlier ones have been trained. The first begins the collection.
+    def ask(self, future: Future[TensorDictBase], trained: bool = True) -> None:
+        """Fulfil a future with the next batch; the first call begins the collection.
 
-        Asking again with a future changes nothing.
+        Args:
+            future: asking with it again changes nothing.
+            trained: whether all earlier batches have been trained; else each weight update says that of one.
         """
         if future.done() or future in self._asked:
             return
@@ -107,7 +112,9 @@ class Rollouts:
             self._see_version()
             self._restored_at = self.version
         self._given = None
-        self.schedule.trained()
+        self._is_paced_by_updates = not trained
+        if trained:
+            self.schedule.trained()
         self._asked.append(future)
         self.turn()
 
@@ -159,7 +166,7 @@ class Rollouts:
     def _see_version(self) -> None:
         newest = self._engine.replica_table.latest_version
         if newest > self.version:
-            self.schedule.updated(newest - self.version)
+            self.schedule.updated(newest - self.version, self._is_paced_by_updates)
             self._record.updated(newest)
             self.version = newest
 
@@ -181,14 +188,19 @@ class Rollouts:
         group = self.groups[number] = Group(number, prompt, self.version)
         oldest_allowed = self.version - self.schedule.slack
         self._tasks[number] = task = asyncio.get_running_loop().create_task(self._play(group, oldest_allowed))
-        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+
+        def over(_: asyncio.Task[None]) -> None:
+            self._tasks.pop(number, None)
+            self._answers.forget(prompt.position)
+
+        task.add_done_callback(over)
 
     async def _play(self, group: Group, oldest_allowed: int) -> None:
         """Bring a group to its end."""
         try:
             size = self._environments.group_size
             count = self._settings.group_size
-            lives = [self._live(group, start, size, oldest_allowed) for start in range(0, count, size)]
+            lives = [self._live(group, start, oldest_allowed) for start in range(0, count, size)]
             episodes = await gather(lives)
             if group.number not in self.groups:  # dropped meanwhile
                 return
@@ -214,45 +226,29 @@ class Rollouts:
         self._stats.completed(group)
         self.schedule.ready(group.number)
 
-    async def _live(self, group: Group, start: int, size: int, oldest_allowed: int) -> list[TensorDictBase]:
+    async def _live(self, group: Group, start: int, oldest_allowed: int) -> list[TensorDictBase]:
         """Play the samples of one environment."""
 
         async def generate(request: SampleRequest, index: int) -> Completion:
-            return await self._generate(request, f"{id(self):x}-{group.number}-{start + index}", oldest_allowed)
+            return await self._generate(request, group.prompt.position, start + index, oldest_allowed)
 
-        async with self._environments.lend(self._settings.reward_timeout) as in_thread:
-            data = lazy_stack([group.prompt.data.copy() for _ in range(size)])
-            return await Episode(self._policy, generate, in_thread).run(data)
+        timeout = self._settings.reward_timeout
+        return await self._environments.play(self._policy, generate, group.prompt.data, timeout)
 
-    async def _generate(self, request: SampleRequest, session: str, oldest_allowed: int) -> Completion:
+    async def _generate(self, request: SampleRequest, position: int, sample: int, oldest_allowed: int) -> Completion:
         """Ask the engine for one answer; a slot is taken for just that long."""
-        arguments = {"session_id": session, **request.arguments}
+        arguments = self._answers.ask(position, sample, request.arguments, self.version)
         if oldest_allowed > 0:
             arguments["min_version"] = max(oldest_allowed, arguments.get("min_version") or 0)
         try:
-            async with self._slots:
-                self._stats.in_flight += 1
-                try:
-                    completion = await self._ask_engine(arguments)
-                finally:
-                    self._stats.in_flight -= 1
+            completion = await self._slots.answer(arguments)
         except (EngineError, RuntimeError) as error:  # the latter from an engine that was shut down
             if not isinstance(error, GROUP_ERRORS):
                 self.fail(error)
             raise
+        self._answers.add(position, sample, completion)
         self._progress_at = time.monotonic()
         return completion
-
-    async def _ask_engine(self, arguments: dict[str, Any]) -> Completion:
-        while True:
-            try:
-                completion = await self._engine.agenerate(**arguments)
-            except StaleReplicaError:  # the one that had the newest weights died; others will have them
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
-            if completion.aborted:
-                raise EngineError(f"request {completion.request_id!r} was aborted", [completion])
-            return completion
 
     def _failed(self, group: Group, error: Exception) -> None:
         """Count a failure; more than may be end the collection."""
@@ -287,18 +283,23 @@ class Rollouts:
 
     # -- state ------------------------------------------------------------------------------------------------------
 
-    def state_dict(self, awaited: Future[TensorDictBase] | None = None) -> dict[str, Any]:
-        """Return the position in the data, prompts under way, and complete groups.
+    def state_dict(
+        self, awaited: Future[TensorDictBase] | None = None, cut: Mapping[str, Completion] | None = None
+    ) -> dict[str, Any]:
+        """Return the position in the data, prompts under way with their answers so far, and complete groups.
 
         Args:
             awaited: what the trainer has asked with; its batch, if it is fulfilled, is still ours.
+            cut: what there is of answers under way, by request id.
         """
         untaken = self._given[1] if self._given is not None and self._given[0] is awaited else []
         under_way = [group.prompt for group in self.groups.values() if not group.is_ready]
-        ready = [group.state_dict(self.version) for group in (*untaken, *self.groups.values()) if group.is_ready]
+        complete = [group for group in (*untaken, *self.groups.values()) if group.is_ready]
+        ready = [*(group.state_dict(self.version) for group in complete), *self._restored]
         return {
             "prompts": self._prompts.state_dict(under_way),
-            "ready": [*ready, *self._restored],
+            "answers": self._answers.state_dict(cut or {}),
+            "ready": ready,
             "begun": self.schedule.begun,
         }
 
@@ -311,6 +312,7 @@ class Rollouts:
         if self._has_begun or self.error is not None:
             raise RuntimeError("load_state_dict must be called before the first batch is asked for")
         self._prompts.load_state_dict(state["prompts"])
+        self._answers.load_state_dict(state["answers"])
         self.schedule.restart(state["begun"])
         self._restored = deque(sorted(state["ready"], key=lambda entry: entry["position"]))
 
@@ -349,8 +351,20 @@ class Rollouts:
             self.turn()
             if not self._asked:
                 self._progress_at = time.monotonic()
+            elif not self._tasks and not self.schedule.may_begin:
+                self._wait_for_update()
             elif limit is not None and time.monotonic() - self._progress_at > limit:
                 self.fail(CollectionStalledError(f"nothing has moved for {limit:g} s: {self.waits()}"))
+
+    def _wait_for_update(self) -> None:
+        """Say so once if that takes long; a step of the trainer may."""
+        if not self._has_said_why and time.monotonic() - self._progress_at > UPDATE_SECONDS:
+            self._has_said_why = True
+            LOG.warning(
+                "start() has written all that may be written before the weights change (max_staleness=%d): it goes on "
+                "after the next update",
+                self._settings.max_staleness,
+            )
 
     def waits(self) -> str:
         """Return, in words, what everything waits for."""
@@ -361,11 +375,6 @@ class Rollouts:
             f"{self.schedule.ready_groups} are ready, {self.schedule.groups_per_batch} make a batch; "
             f"{self._stats.in_flight} answers are being generated; {self._engine.replica_table!r}"
         )
-
-
-def _slots(settings: Settings) -> asyncio.Semaphore | contextlib.AbstractAsyncContextManager[None]:
-    """How many answers may be generated at a time; by itself the engine admits what it can."""
-    return contextlib.nullcontext() if settings.max_in_flight == "auto" else asyncio.Semaphore(settings.max_in_flight)
 
 
 def _rows(group: Group) -> list[TensorDictBase]:

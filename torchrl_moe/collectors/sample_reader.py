@@ -45,9 +45,9 @@ class SampleReader:
         The deviation is that of the rows themselves (divided by their number). NaN where no row has a reward.
         """
         rows = rows_of(batch)
-        is_padded = self._is_padded(rows[0])  # one policy wrote all of them
+        is_padded = bool(rows) and self._is_padded(rows[0])  # one policy wrote all of them
         rewards = [reward for row in rows if (reward := _reward(row)) is not None] or [float("nan")]
-        groups = {group for row in rows if (group := _plain(row.get("group_id", None))) is not None}
+        groups = {str(group) for row in rows if (group := _plain(row.get("group_id", None))) is not None}
         return {
             "rows": len(rows),
             "groups": len(groups),
@@ -112,7 +112,7 @@ def _plain(value: Any) -> Any:
 def _reward(row: TensorDictBase) -> float | None:
     """The sum over a row's entries: one, or one for each token."""
     reward = row.get(("next", "reward"), None)
-    return None if reward is None else float(reward.sum())
+    return float(reward.sum()) if isinstance(reward, torch.Tensor) else None
 
 
 def _cell(value: Any) -> str:

@@ -181,10 +181,18 @@ class Schedule:
         while self._line and self._line[0].is_taken:
             self._line.popleft()
 
-    def updated(self, times: int = 1) -> None:
-        """Note that the weights have changed; after as many updates as there are in a batch, it has been trained."""
+    def updated(self, times: int = 1, by_update: bool = False) -> None:
+        """Note that the weights have changed.
+
+        Args:
+            times: how often.
+            by_update: whether each update is for one batch. Else as many as there were between batches are for all
+                that were given.
+        """
         self._updates += times
-        if times and self._updates >= self._updates_per_batch:
+        if by_update:
+            self._trained = min(self._trained + times, self._given)
+        elif times and self._updates >= self._updates_per_batch:
             self._trained = self._given
 
     def trained(self) -> None:

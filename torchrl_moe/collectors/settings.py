@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
@@ -53,3 +53,7 @@ class Settings:
             seconds = getattr(self, name)
             if seconds is not None and not seconds > 0:
                 raise ValueError(f"{name} must be above 0 seconds, or None, got {seconds}")
+
+    def by_name(self) -> dict[str, Any]:
+        """Return them as a mapping."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torchrl_moe.objectives.actors import ScoringActor as ScoringActor
     from torchrl_moe.objectives.advantages import DrGRPOAdvantage as DrGRPOAdvantage
     from torchrl_moe.objectives.advantages import GroupAdvantage as GroupAdvantage
+    from torchrl_moe.objectives.advantages import GRPOAdvantage as GRPOAdvantage
     from torchrl_moe.objectives.advantages import ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage
     from torchrl_moe.objectives.advantages import RLOOAdvantage as RLOOAdvantage
     from torchrl_moe.objectives.cispo import CISPOLoss as CISPOLoss
@@ -40,6 +41,7 @@ else:
             "Correction": ".corrections",
             "DPPOLoss": ".dppo",
             "DrGRPOAdvantage": ".advantages",
+            "GRPOAdvantage": ".advantages",
             "GRPOLoss": ".grpo",
             "GRPOLossOutput": ".output",
             "GSPOLoss": ".gspo",

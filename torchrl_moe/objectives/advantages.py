@@ -1,8 +1,9 @@
-"""Advantages as transforms of a replay buffer: RLOO, Dr. GRPO, REINFORCE++.
+"""Advantages as transforms of a replay buffer: GRPO, RLOO, Dr. GRPO, REINFORCE++.
 
-They stand where TorchRL's ``MCAdvantage`` (GRPO's advantage) stands, read and write the same keys, and hold a group
-back until it is complete. The return of a trajectory is the sum of its rewards, and each of its steps gets its
-advantage, of the shape of the step's reward: ``[1, 1]``, or ``[T, 1]`` for rewards per token.
+They stand where TorchRL's ``MCAdvantage`` stands, and read and write the same keys. A group comes whole with a batch,
+or its first trajectories are held back until the last has come. The return of a trajectory is the sum of its rewards,
+and each of its steps gets its advantage, of the shape of the step's reward: ``[1, 1]``, or ``[T, 1]`` for rewards per
+token.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_moe import _checks
 
-__all__ = ["DrGRPOAdvantage", "GroupAdvantage", "RLOOAdvantage", "ReinforcePlusPlusAdvantage"]
+__all__ = ["DrGRPOAdvantage", "GRPOAdvantage", "GroupAdvantage", "RLOOAdvantage", "ReinforcePlusPlusAdvantage"]
 
 EPSILON = 1e-6
+GROUP_KEY, PROMPT_KEY = "group_id", "query"
 
 
 class Trajectory(NamedTuple):
@@ -31,12 +33,14 @@ class Trajectory(NamedTuple):
 
 
 class GroupAdvantage(Transform):
-    """Waits until ``group_size`` trajectories of one group have come, in any order, and gives them advantages.
+    """Gives the trajectories of a group advantages. They may come in any order, each with its steps together.
 
     Args:
-        group_size: trajectories of a group; ``None``: each is a group of its own.
+        group_size: trajectories of a group, which wait until so many have come; ``None``: each batch holds whole
+            groups, of any sizes, as those of ``AsyncLLMCollector`` do, filtered or not. A group of one gets 0.
         prompt_key: what tells groups apart, the same for all steps of a trajectory: text, or a tensor compared by
-            value.
+            value. Default: ``"group_id"`` where a step has it, which differs for two groups of one prompt, else
+            ``"query"``.
         rewards_key, advantage_key, done_key: what is read and written.
 
     Raises:
@@ -47,15 +51,16 @@ class GroupAdvantage(Transform):
 
     def __init__(
         self,
-        group_size: int | None,
-        prompt_key: NestedKey = "query",
+        group_size: int | None = None,
+        prompt_key: NestedKey | None = None,
         rewards_key: NestedKey = ("next", "reward"),
         advantage_key: NestedKey = "advantage",
         done_key: NestedKey = ("next", "done"),
     ) -> None:
         if group_size is not None and group_size < 2:
             raise ValueError(f"group_size must be at least 2, got {group_size}: an advantage is a comparison.")
-        super().__init__(in_keys=[prompt_key, rewards_key, done_key], out_keys=[advantage_key])
+        grouped_by = [GROUP_KEY, PROMPT_KEY] if prompt_key is None else [prompt_key]
+        super().__init__(in_keys=[*grouped_by, rewards_key, done_key], out_keys=[advantage_key])
         self.group_size = group_size
         self.prompt_key, self.rewards_key = prompt_key, rewards_key
         self.advantage_key, self.done_key = advantage_key, done_key
@@ -77,9 +82,11 @@ class GroupAdvantage(Transform):
             tensordict: ``[N]`` steps, trajectories one after the other, or ``[..., N]``, each row such a sequence.
 
         Raises:
-            ValueError: an entry is missing, a trajectory is not done, or a reward is no finite floating point number.
+            ValueError: an entry is missing, a trajectory is not done or of two groups, or a reward is no finite
+                floating point number.
         """
-        finished = [steps for trajectory in self._trajectories(tensordict) for steps in self._arrive(trajectory)]
+        groups = self._whole_groups(list(self._trajectories(tensordict)))
+        finished = [step for group in groups for step in self._complete(group)]
         return lazy_stack(finished) if finished else None
 
     def _trajectories(self, tensordict: TensorDictBase) -> Iterator[Trajectory]:
@@ -101,14 +108,17 @@ class GroupAdvantage(Transform):
                 "whole trajectories, as a collector with yield_completed_trajectories=True does."
             )
 
-    def _arrive(self, trajectory: Trajectory) -> list[TensorDictBase]:
-        """Queue a trajectory; return the steps that are complete now."""
+    def _whole_groups(self, arrived: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
+        """Queue trajectories; yield the groups that are whole now."""
+        groups = [self._group(trajectory.steps) for trajectory in arrived]  # raises before anything is queued
+        for group, trajectory in zip(groups, arrived, strict=True):
+            queue = self._queues.setdefault(group, [])
+            queue.append(trajectory)
+            if len(queue) == self.group_size:
+                yield self._queues.pop(group)
         if self.group_size is None:
-            return self._complete([trajectory])
-        group = self._group(trajectory.steps[0])
-        queue = self._queues.setdefault(group, [])
-        queue.append(trajectory)
-        return self._complete(self._queues.pop(group)) if len(queue) == self.group_size else []
+            whole, self._queues = self._queues, {}
+            yield from whole.values()
 
     @abstractmethod
     def _complete(self, group: list[Trajectory]) -> list[TensorDictBase]:
@@ -139,14 +149,44 @@ class GroupAdvantage(Transform):
             raise ValueError(f"{self.rewards_key!r} must be finite, got {value}: it would spoil its whole group.")
         return value
 
-    def _group(self, step: TensorDictBase) -> Hashable:
-        group = self._entry(step, self.prompt_key)
+    def _group(self, steps: Sequence[TensorDictBase]) -> Hashable:
+        groups = list(dict.fromkeys(map(self._group_of_step, steps)))
+        if len(groups) > 1:
+            raise ValueError(
+                f"a trajectory has steps of groups {groups[0]!r} and {groups[1]!r}: its steps must stand together, "
+                f"the last one with {self.done_key!r}. Was a last step filtered out?"
+            )
+        return groups[0]
+
+    def _group_of_step(self, step: TensorDictBase) -> Hashable:
+        key = self.prompt_key
+        if key is None:
+            key = PROMPT_KEY if step.get(GROUP_KEY, None) is None else GROUP_KEY
+        group = self._entry(step, key)
         if isinstance(group, Tensor):
             return tuple(group.flatten().tolist())
-        group = step[self.prompt_key]
+        group = step[key]
         if not isinstance(group, str):
-            raise ValueError(f"{self.prompt_key!r} must be text or a tensor, got {type(group).__name__}.")
+            raise ValueError(f"{key!r} must be text or a tensor, got {type(group).__name__}.")
         return group
+
+
+class GRPOAdvantage(GroupAdvantage):
+    """``A_i = (R_i - mean_j R_j) / std_j R_j``: TorchRL's ``MCAdvantage``, for whole groups of any sizes.
+
+    GRPO (arXiv 2402.03300). The standard deviation is the unbiased one, at least 1e-6. For trajectories of one step
+    these are ``MCAdvantage``'s numbers. For several, those of ``MCAdvantage(trajectory_return="sum")``: by default that
+    compares step with step, so the early turns of a sample that is rewarded at its end are discouraged.
+
+    Example::
+
+        buffer = ReplayBuffer(storage=LazyStackStorage(128), transform=GRPOAdvantage())
+        collector = AsyncLLMCollector(env, policy=policy, group_size=8, replay_buffer=buffer)
+    """
+
+    def _complete(self, group: list[Trajectory]) -> list[TensorDictBase]:
+        returns = _returns(group)
+        return self._write(group, (returns - returns.mean()) / _scale(returns))
 
 
 class RLOOAdvantage(GroupAdvantage):
@@ -161,7 +201,7 @@ class RLOOAdvantage(GroupAdvantage):
 
     def _complete(self, group: list[Trajectory]) -> list[TensorDictBase]:
         returns = _returns(group)
-        return self._write(group, (returns - returns.mean()) * len(group) / (len(group) - 1))
+        return self._write(group, (returns - returns.mean()) * len(group) / max(len(group) - 1, 1))
 
 
 class DrGRPOAdvantage(GroupAdvantage):
@@ -185,7 +225,7 @@ class ReinforcePlusPlusAdvantage(GroupAdvantage):
 
     Args:
         batch_size: trajectories that are normalised together; all are held back until they have come.
-        group_size: answers per prompt, for the baseline variant; a divisor of ``batch_size``.
+        group_size: answers per prompt, for the baseline variant; a divisor of ``batch_size``. ``None``: no baseline.
         keys: as those of :class:`GroupAdvantage`: ``prompt_key``, ``rewards_key``, ``advantage_key``, ``done_key``.
     """
 
@@ -204,6 +244,9 @@ class ReinforcePlusPlusAdvantage(GroupAdvantage):
         """How many wait for others of their group, or of their batch."""
         return super().queued_trajectories + len(self._pool)
 
+    def _whole_groups(self, arrived: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
+        yield from ([one] for one in arrived) if self.group_size is None else super()._whole_groups(arrived)
+
     def _complete(self, group: list[Trajectory]) -> list[TensorDictBase]:
         baseline = 0.0 if self.group_size is None else float(_returns(group).mean())
         self._pool += [Trajectory(steps, value - baseline) for steps, value in group]
@@ -211,8 +254,13 @@ class ReinforcePlusPlusAdvantage(GroupAdvantage):
             return []
         batch, self._pool = self._pool, []
         values = _returns(batch)
-        return self._write(batch, (values - values.mean()) / values.std().clamp(min=EPSILON))
+        return self._write(batch, (values - values.mean()) / _scale(values))
 
 
 def _returns(trajectories: Sequence[Trajectory]) -> Tensor:
     return torch.tensor([trajectory.value for trajectory in trajectories], dtype=torch.float64)
+
+
+def _scale(returns: Tensor) -> Tensor:
+    """The standard deviation, unbiased and at least ``EPSILON``; that of one return is 0."""
+    return returns.std(correction=min(1, len(returns) - 1)).clamp(min=EPSILON)

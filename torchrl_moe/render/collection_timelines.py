@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torchrl_moe.render.legends import legend_above
@@ -16,6 +16,7 @@ def collection_figure(
     flights: Mapping[str, Sequence[tuple[float, int]]],
     updates: Sequence[float] = (),
     *,
+    sums: Collection[str] = (),
     end: float = 0.0,
     title: str = "",
 ) -> Any:
@@ -26,6 +27,7 @@ def collection_figure(
         phases: with ``phase``, ``start`` and ``seconds``.
         flights: by replica, seconds and answers in flight from there to the next entry.
         updates: seconds of weight updates.
+        sums: those of ``flights`` that are many replicas together: each has its own scale, all others share one.
         end: seconds up to which the last entries hold.
         title: of the figure.
 
@@ -51,15 +53,17 @@ def collection_figure(
         panel.step(times, counts, where="post", color="C2", linewidth=1)
         panel.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
         panel.grid(alpha=0.3)
-    highest = max((count for samples in flights.values() for _, count in samples), default=0)
+    highest = {name: max(count for _, count in samples) for name, samples in flights.items()}
+    shared = max((most for name, most in highest.items() if name not in sums), default=0)
     for axes, name in zip((bar, *panels), (taker, *flights), strict=True):
-        axes.set_ylabel(name, rotation=0, ha="right", va="center")
+        axes.set_ylabel(name, rotation=0, ha="right", va="center", labelpad=8)
         if updates:
             line = {"color": "grey", "linestyle": ":", "label": "weight update"}
             axes.vlines(updates, 0, 1, transform=axes.get_xaxis_transform(), **line)
         if axes is not bar:
-            axes.set_ylim(0, 1.1 * highest or 1)
+            axes.set_ylim(0, 1.1 * (highest[name] if name in sums else shared) or 1)
         axes.margins(x=0)
     (panels[-1] if panels else bar).set_xlabel("seconds")
+    figure.align_ylabels()
     legend_above(bar, title)
     return figure

@@ -32,7 +32,7 @@ from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
-from torchrl_moe.testing.fake_model import FakeModel, tokens_to_come
+from torchrl_moe.testing.fake_model import FakeModel, Script, tokens_to_come
 
 __all__ = ["FakeAsyncVLLM", "FakeReplica"]
 
@@ -61,6 +61,8 @@ class FakeReplica(Commands):
         die_under: a function of the request; the replica dies as it begins one for which that is true.
         start_seconds: how long it takes to be ready.
         fail_start: why it does not come up; ``""`` if it does.
+        script: a function of the prompt's text that returns the answer's, without the end of the turn, or ``None`` for
+            an answer as ever; for tests that need tool calls.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class FakeReplica(Commands):
         die_under: Callable[[Request], bool] | None = None,
         start_seconds: float = 0.0,
         fail_start: str = "",
+        script: Script | None = None,
     ) -> None:
         self.index = index
         self.seed = seed
@@ -83,6 +86,7 @@ class FakeReplica(Commands):
         self.die_under = die_under
         self.start_seconds = start_seconds
         self.fail_start = fail_start
+        self.script = script
         self.probe_report = ProbeReport(core_answered=True)
         self.version = 0
         self.log_path = None
@@ -292,7 +296,7 @@ class FakeReplica(Commands):
             prompt = request.prompt_token_ids.astype(np.int64)
         else:
             prompt = np.array(ByteTokenizer()(request.prompt)["input_ids"], np.int64)
-        model = FakeModel(self.seed, self.version, self.layout)
+        model = FakeModel(self.seed, self.version, self.layout, self.script)
         outputs = [model.answer(request, prompt, index, entry.tokens) for index in range(request.param("n") or 1)]
         return Completion(
             request_id=request.request_id,
@@ -331,8 +335,15 @@ class FakeAsyncVLLM(GenerationService):
         refuse: Callable[[Request], str | None] | None = None,
         max_concurrent_requests: int | Literal["auto"] | None = "auto",
         faults: FaultPolicy | None = None,
+        script: Script | None = None,
     ) -> None:
-        settings: dict[str, Any] = {"seed": seed, "layout": layout, "token_seconds": token_seconds, "refuse": refuse}
+        settings: dict[str, Any] = {
+            "seed": seed,
+            "layout": layout,
+            "token_seconds": token_seconds,
+            "refuse": refuse,
+            "script": script,
+        }
 
         def make_replica(index: int) -> FakeReplica:
             replica = FakeReplica(index, **settings)

@@ -1,17 +1,18 @@
 """What the fake engine answers: tokens, log-probs and routes as a pure function of seed, version and token prefix.
 
 So a request that is repeated gets the same again, and one that resumes an answer gets what was to come. No model is
-behind it, and nothing here waits or fails.
+behind it, and nothing here waits or fails. A script may say what is answered instead.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +20,13 @@ from numpy.typing import NDArray
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.replica import CompletionOutput, Request
 from torchrl_moe.modules.backends.vllm.continuation import join
+from torchrl_moe.testing.byte_tokenizer import NUM_BYTES, ByteTokenizer
 
-__all__ = ["FakeModel", "tokens_to_come"]
+__all__ = ["FakeModel", "Script", "tokens_to_come"]
 
 MAX_TOKENS = 16  # vLLM's default
+Script: TypeAlias = "Callable[[str], str | None]"
+"""Returns the answer to a prompt, which then ends its turn; ``None`` leaves it to the model."""
 
 
 def tokens_to_come(request: Request) -> int:
@@ -46,11 +50,13 @@ class FakeModel:
         seed: changes every token, log-prob and route.
         version: of the weights; does too.
         layout: the routers it pretends to have; ``None`` for a dense model.
+        script: what it answers, whatever the rest says; that changes log-probs and routes still.
     """
 
     seed: int
     version: int
     layout: RoutingLayout | None
+    script: Script | None = None
 
     def answer(self, request: Request, prompt: NDArray[np.int64], index: int, tokens: int) -> CompletionOutput:
         """Return an answer with so many tokens more than what the request resumes, or with all that it may have."""
@@ -62,27 +68,35 @@ class FakeModel:
         had = [] if first is None else first.token_ids.tolist()
         known_rows = len(prompt) + len(had) - 1 if had else 0
         ids, limit = [*prompt.tolist(), *had], _max_tokens(request)
-        log_probs = self._extend(ids, index, min(tokens, limit - len(had)))
+        scripted = self._scripted(prompt.tolist())
+        length = limit if scripted is None else min(limit, len(scripted))
+        log_probs = self._extend(ids, index, min(tokens, length - len(had)), scripted and scripted[len(had) :])
         token_ids = np.array(ids[len(prompt) + len(had) :], np.int64)
         routes = self._routes(ids) if self.layout and request.return_routed_experts else None
         rest = CompletionOutput(
             index=index,
             token_ids=token_ids,
             text=_text(token_ids.tolist()),
-            finish_reason="length" if len(had) + len(token_ids) == limit else "abort",
+            finish_reason=_finish_reason(len(had) + len(token_ids), limit, scripted),
             policy_versions=np.full(len(token_ids), self.version, np.int32),
             logprobs=None if request.param("logprobs") is None else np.array(log_probs, np.float32),
             routed_experts=None if routes is None else routes[known_rows:],
         )
-        return join(index, first, rest, SimpleNamespace(detokenize=False), _text)
+        whole = join(index, first, rest, SimpleNamespace(detokenize=False), _text)
+        return replace(whole, text=_text(whole.token_ids.tolist()))  # the cut may lie within a character
 
-    def _extend(self, ids: list[int], index: int, count: int) -> list[float]:
+    def _scripted(self, prompt: list[int]) -> list[int] | None:
+        """Return the ids that the script says, with the end of the turn."""
+        text = None if self.script is None else self.script(_tokenizer().decode(prompt))
+        return None if text is None else [*_tokenizer().encode(text), _tokenizer().eos_token_id]
+
+    def _extend(self, ids: list[int], index: int, count: int, scripted: Sequence[int] | None) -> list[float]:
         """Add tokens, and return their log-probs."""
         log_probs = []
         prefix = self._hash("token", index, ids)
-        for _ in range(count):
+        for i in range(count):
             draw = int.from_bytes(prefix.digest(), "little")
-            ids.append(32 + draw % 95)  # printable ASCII
+            ids.append(32 + draw % 95 if scripted is None else scripted[i])  # printable ASCII
             log_probs.append(math.log1p(-(draw >> 11) / (1 << 53)))  # of a uniform number, so never above 0
             _feed(prefix, ids[-1:])
         return log_probs
@@ -114,8 +128,19 @@ def _rng(prefix: hashlib.blake2b) -> np.random.Generator:
     return np.random.default_rng(int.from_bytes(prefix.digest(), "little"))
 
 
+@cache
+def _tokenizer() -> Any:
+    return ByteTokenizer()
+
+
 def _text(ids: Sequence[int]) -> str:
-    return bytes(ids).decode()
+    return bytes(token for token in ids if token < NUM_BYTES).decode(errors="replace")
+
+
+def _finish_reason(tokens: int, limit: int, scripted: Sequence[int] | None) -> str:
+    if scripted is not None and tokens == len(scripted):
+        return "stop"
+    return "length" if tokens == limit else "abort"
 
 
 def _is_cut(output: CompletionOutput) -> bool:

@@ -309,6 +309,25 @@ def test_many_swaps_cut_one_request_many_times(run: Run) -> None:
     check(run(script).done["r"].outputs[0], 0, 1, 2, 2, 4, 4)
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_stop_string_across_a_cut_ends_the_answer_though_its_rest_is_cut_too(run: Run, steps: int) -> None:
+    """The last token of version 0, and the first one of version 1. vLLM does not see it, and goes on."""
+
+    async def script(bench: Bench) -> None:
+        await bench.start(stop=chr(4) + chr(105), include_stop_str_in_output=True)
+        await bench.engine.step(2)
+        await bench.swap(1)
+        await bench.engine.step(steps)
+        await bench.swap(2)
+        await bench.finish()
+
+    bench = run(script)
+    (output,) = bench.done["r"].outputs
+    check(output, 0, 0, 1)
+    assert (output.finish_reason, output.text) == ("stop", "".join(map(chr, [3, 4, 105])))
+    assert len(bench.engine.asked) == 2
+
+
 def test_each_answer_goes_on_by_itself_and_those_that_are_done_stay(run: Run) -> None:
     async def script(bench: Bench) -> None:
         await bench.start(n=3, lengths=(1, 9, 9), max_tokens=5, seed=10)

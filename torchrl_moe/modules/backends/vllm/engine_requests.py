@@ -255,6 +255,7 @@ class EngineRequests:
             over = part.over(output)
             if part.keeps(output, params):
                 running.answers[index] = kept = output = continuation.join(index, kept, output, params, decode)
+                over = over or output.finish_reason != "abort"  # a stop string across the cut ends it
         return replace(output if kept is None else kept, index=index)
 
     def _decode(self, params: Any, ids: Any) -> str:

@@ -1,0 +1,613 @@
+"""Collectors in Ray do what local ones do, and what happens in their actor reaches the driver.
+
+Most tests use one actor again and again. The last part has two over one engine.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import pytest
+import ray
+import torch
+from tensordict import TensorDict
+from torchrl.collectors.weight_update import WeightUpdaterBase
+from torchrl.data import LazyStackStorage, RayReplayBuffer, ReplayBuffer
+from torchrl.trainers import Trainer
+
+from support.actors import toy_actors
+from support.collecting import Questions, chat, plain, policy_of, queries
+from support.processes import PYTHONPATH, is_gone
+from support.remote_hosts import (
+    BufferClient,
+    BufferOfRay,
+    dataset,
+    fake_policy,
+    joined_policy,
+    placing,
+    run,
+    stall,
+    start_actors,
+)
+from support.waiting import in_thread, until
+from torchrl_moe._errors import CollectionError, CollectionStalledError
+from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector, RayAsyncLLMCollector, RayLLMCollector
+from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.testing import FakeAsyncVLLM
+
+pytestmark = pytest.mark.ray
+
+Make = Callable[..., RayAsyncLLMCollector]
+
+
+@pytest.fixture(scope="module")
+def actor(clusters: Any, shelf: Any) -> Iterator[Any]:
+    shelf.clear()
+    clusters.start()
+    (actor,) = start_actors(1)
+    yield actor
+    ray.kill(actor)
+
+
+@pytest.fixture
+def ended(actor: Any) -> Iterator[list[Any]]:
+    """The actors that collectors ended; they find their place in the shared one, which lives on."""
+    with placing(actor) as ended:
+        yield ended
+
+
+@pytest.fixture
+def collect(ended: list[Any]) -> Iterator[Make]:
+    """Makes collectors of groups of 2 over questions, in their order, and shuts them down."""
+    made: list[Any] = []
+
+    def make(env: Any = None, kind: Any = RayAsyncLLMCollector, **kwargs: Any) -> Any:
+        arguments = {"policy_factory": fake_policy(num_replicas=2), "dataloader": Questions(40), "group_size": 2}
+        if kind is RayAsyncLLMCollector:
+            arguments["order"] = "fifo"
+        made.append(kind(chat(2) if env is None else env, **{**arguments, **kwargs}))
+        return made[-1]
+
+    yield make
+    for collector in made:
+        collector.shutdown()
+
+
+def buffer() -> ReplayBuffer:
+    return ReplayBuffer(storage=LazyStackStorage(64))
+
+
+def failing_from(first: int) -> Callable[[str], float]:
+    """A reward that cannot be given from a question on."""
+
+    def reward(query: str) -> float:
+        if int(query[1:]) >= first:
+            raise ZeroDivisionError(f"no reward for {query}")
+        return 1.0
+
+    return reward
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_those_of_the_local_collector(collect: Make) -> None:
+    with FakeAsyncVLLM(num_replicas=2) as engine:
+        local = AsyncLLMCollector(
+            chat(2), policy=policy_of(engine), dataloader=Questions(40), group_size=2, groups_per_batch=2, order="fifo"
+        )
+        expected = list(islice(local, 3))
+        local.shutdown()
+    found = list(islice(collect(groups_per_batch=2), 3))
+    for one, other in zip(found, expected, strict=True):
+        assert one.batch_size == other.batch_size == (4,)
+        for one_row, other_row in zip(one.unbind(0), other.unbind(0), strict=True):
+            assert plain(one_row) == plain(other_row)
+    tokens = found[0][0]["tokens", "response"]
+    before = tokens.clone()
+    tokens += 1  # the driver's own memory
+    assert torch.equal(tokens, before + 1)
+
+
+def test_it_ends_after_so_many_rows_and_says_how_far_it_is(collect: Make) -> None:
+    collector = collect(total_dialog_turns=5)
+    assert (collector.dialog_turns_per_batch, collector.total_dialog_turns, len(collector)) == (2, 5, 3)
+    assert collector.init_random_frames == 0  # TorchRL's trainer asks
+    assert [batch.numel() for batch in collector] == [2, 2, 2]
+    assert collector.next() is None
+    stats = collector.stats()
+    assert (stats["frames"], stats["batches"], stats["completed"]) == (6, 3, True)
+    assert repr(collector).startswith("RayAsyncLLMCollector(AsyncLLMCollector(1 groups of 2 a batch")
+
+
+def test_next_returns_a_batch(collect: Make) -> None:
+    collector = collect()
+    assert [queries(collector.next()) for _ in range(2)] == [["q0", "q0"], ["q1", "q1"]]
+
+
+def test_what_the_local_collector_refuses_is_refused_and_the_actor_ended(
+    collect: Make, ended: list[Any], actor: Any
+) -> None:
+    with pytest.raises(ValueError, match=r"dialog_turns_per_batch=5 is no multiple of group_size=2") as caught:
+        collect(dialog_turns_per_batch=5)
+    assert type(caught.value) is ValueError
+    assert ended == [actor]
+
+
+class Loss(torch.nn.Module):
+    """Counts what a trainer trains on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.rows: list[int] = []
+
+    def forward(self, batch: Any) -> TensorDict:
+        self.rows.append(batch.numel())
+        return TensorDict(loss=self.weight * batch.numel())
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_torchrls_trainer_takes_it(collect: Make, is_async: bool) -> None:
+    collector = collect(groups_per_batch=2, replay_buffer=buffer() if is_async else None)
+    loss = Loss()
+    trainer = Trainer(
+        collector=collector,
+        total_frames=1 << 40,
+        frame_skip=1,
+        optim_steps_per_batch=1,
+        loss_module=loss,
+        optimizer=torch.optim.SGD(loss.parameters(), 1e-3),
+        progress_bar=False,
+        seed=3,
+        async_collection=is_async,
+    )
+    if is_async:
+        trainer.register_op("process_optim_batch", lambda batch: collector.replay_buffer.sample(3))
+    trainer.register_op("post_steps", lambda: len(loss.rows) == 3 and trainer.request_stop())
+    trainer.train()
+    assert loss.rows == [3 if is_async else 4] * 3
+    assert repr(collector) == "RayAsyncLLMCollector(the collector was shut down)"
+
+
+# -- buffers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_of_this_process_is_extended_here(collect: Make) -> None:
+    collector = collect(replay_buffer=buffer(), groups_per_batch=2)
+    assert list(islice(collector, 2)) == [None, None]
+    assert collector.next() is None
+    assert queries(collector.replay_buffer[:])[::2] == ["q0", "q1", "q2", "q3", "q4", "q5"]
+    assert collector.getattr_rb("write_count") == 12
+
+
+def test_a_buffer_of_this_process_is_filled_from_a_thread(collect: Make) -> None:
+    collector = collect(replay_buffer=buffer(), groups_per_batch=2, total_dialog_turns=12)
+    assert not collector.is_running()
+    collector.start()
+    until(lambda: collector.getattr_rb("write_count") == 12)
+    until(lambda: not collector.is_running())
+    assert len(collector.replay_buffer) == 12
+
+
+def test_starting_without_a_buffer_is_refused(collect: Make) -> None:
+    with pytest.raises(RuntimeError, match="pass replay_buffer="):
+        collect().start()
+
+
+@pytest.mark.parametrize("wrap", [lambda client: client, BufferOfRay], ids=["client", "buffer"])
+def test_a_buffer_elsewhere_is_extended_by_the_actor(collect: Make, actor: Any, wrap: Callable[[Any], Any]) -> None:
+    collector = collect(replay_buffer=wrap(BufferClient()))
+    assert list(islice(collector, 2)) == [None, None]
+    assert run(actor, lambda local: local.replay_buffer.seen) == ["q0", "q0", "q1", "q1"]
+    collector.start()
+    until(lambda: run(actor, lambda local: len(local.replay_buffer.seen)) >= 10)
+
+
+@pytest.mark.soak  # one more process
+def test_a_buffer_in_ray_is_filled_by_the_actor(collect: Make) -> None:
+    shared = RayReplayBuffer(storage=partial(LazyStackStorage, 64), remote_config={"num_cpus": 0})
+    collector = collect(replay_buffer=shared, groups_per_batch=2, total_dialog_turns=24)
+    assert list(islice(collector, 2)) == [None, None]
+    assert queries(shared[:])[::2] == ["q0", "q1", "q2", "q3"]
+    collector.start()
+    until(lambda: collector.getattr_rb("write_count") == 24)
+    shared.shutdown()
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_in_the_actor_has_its_type_and_notes_and_the_state_can_still_be_saved(collect: Make) -> None:
+    collector = collect(chat(2, reward=failing_from(1)))
+    assert queries(collector.next()) == ["q0", "q0"]
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError, match="no reward for q1") as caught:
+            next(iter(collector))
+        assert type(caught.value) is ZeroDivisionError
+        assert "at prompt 1: query='q1'" in caught.value.__notes__
+    assert collector.state_dict()["frames"] == 2
+
+
+def test_an_error_of_ours_has_its_type(collect: Make, actor: Any) -> None:
+    collector = collect(heartbeat_timeout=0.5)
+    run(actor, stall)
+    with pytest.raises(CollectionStalledError, match=r"nothing has moved for 0\.5 s: 3 groups are under way") as caught:
+        collector.next()
+    assert type(caught.value) is CollectionStalledError
+
+
+def test_an_error_that_cannot_be_pickled_keeps_its_words(collect: Make) -> None:
+    def reward(query: str) -> float:
+        error = ZeroDivisionError("no reward")
+        error.lock = threading.Lock()  # type: ignore[attr-defined]
+        raise error
+
+    with pytest.raises(CollectionError, match=r"(?s)ZeroDivisionError isn't serializable.*no reward"):
+        collect(chat(2, reward=reward)).next()
+
+
+def test_an_error_reaches_who_waits_for_the_buffer(collect: Make) -> None:
+    collector = collect(chat(2, reward=failing_from(0)), replay_buffer=buffer())
+    collector.start()
+    with pytest.raises(ZeroDivisionError):
+        until(lambda: collector.getattr_rb("write_count") > 0)  # TorchRL's trainer spins like this
+    until(lambda: not collector.is_running())
+
+
+def test_ctrl_c_leaves_it_usable_and_no_batch_is_lost(collect: Make) -> None:
+    collector = collect()
+
+    def interrupt() -> None:
+        until(lambda: collector._awaited is not None)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with collector.pause():  # so that no batch comes
+        interrupted = in_thread(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            collector.next()
+        interrupted.result()
+        assert collector.state_dict()["ahead"] == []
+    until(lambda: [queries(batch) for batch in collector.state_dict()["ahead"]] == [["q0", "q0"]])
+    assert [queries(collector.next()) for _ in range(2)] == [["q0", "q0"], ["q1", "q1"]]
+
+
+# -- control ----------------------------------------------------------------------------------------------------------
+
+
+def test_calls_do_not_wait_for_a_batch(collect: Make, actor: Any) -> None:
+    collector = collect()
+    with collector.pause(resume=False):
+        batch = in_thread(collector.next)
+        until(lambda: run(actor, lambda local: len(local._rollouts._asked)) == 1)
+        assert collector.state_dict()["frames"] == 0
+        assert collector.stats()["batches"] == 0
+        collector.increment_version()
+    assert not batch.done()
+    collector.shutdown()
+    assert batch.result(60) is None
+
+
+def test_nothing_begins_and_nothing_is_written_during_a_pause(collect: Make, actor: Any) -> None:
+    def asked(local: Any) -> int:
+        return sum(len(replica.submitted) for replica in local.policy.model.replicas)
+
+    collector = collect(replay_buffer=buffer(), dataloader=Questions())
+    collector.start()
+    until(lambda: collector.getattr_rb("write_count") > 0)
+    with collector.pause():
+        with collector.pause():
+            pass
+        written = collector.getattr_rb("write_count")
+        until(lambda: run(actor, lambda local: local._schedule.ready_groups == local._schedule.in_line))
+        before = run(actor, asked)
+        collector.state_dict()
+        assert (collector.getattr_rb("write_count"), run(actor, asked)) == (written, before)
+        assert collector.is_running()
+    until(lambda: collector.getattr_rb("write_count") > written)
+    with collector.pause(resume=False):
+        written = collector.getattr_rb("write_count")
+    assert run(actor, lambda local: local._rollouts.pauses) == 1
+    assert collector.getattr_rb("write_count") == written
+    collector.shutdown()
+    assert not collector.is_running()
+
+
+def test_weight_updates_are_counted(collect: Make, actor: Any) -> None:
+    def bring(local: Any) -> None:
+        for replica in local.policy.model.replicas:
+            replica.version += 3
+
+    class Updater(WeightUpdaterBase):
+        pushed: Any = None
+
+        def push_weights(self, *args: Any, **kwargs: Any) -> None:
+            self.pushed = (args, kwargs)
+
+        def _get_server_weights(self) -> Any: ...
+        def _sync_weights_with_worker(self, *args: Any, **kwargs: Any) -> Any: ...
+        def _maybe_map_weights(self, *args: Any) -> Any: ...
+        def all_worker_ids(self) -> Any: ...
+
+    collector = collect(weight_updater=Updater)
+    assert collector.policy_version == 0
+    run(actor, bring)
+    collector.increment_version()
+    assert collector.policy_version == collector.get_policy_version() == 3
+    run(actor, bring)
+    collector.update_policy_weights_("weights", worker_ids=[0])
+    assert collector.weight_updater.pushed == (("weights",), {"worker_ids": [0]})
+    assert collector.weight_updater.collector is collector
+    assert collector.policy_version == 6
+    assert collector.next().get("policy_version").tolist() == [6, 6]
+
+
+def test_batches_pass_a_postproc_and_a_hook_in_the_actor(collect: Make) -> None:
+    collector = collect()
+    collector.set_postproc(lambda batch: batch[:1])
+    assert collector.post_collect_hook is None
+    collector.set_post_collect_hook(lambda batch: batch.set("pid", torch.full(batch.shape, os.getpid())))
+    assert callable(collector.post_collect_hook)
+    (pid,) = collector.next().get("pid").tolist()
+    assert pid != os.getpid()
+    with pytest.raises(RuntimeError, match="postproc is set already"):
+        collector.set_postproc(lambda batch: batch)
+
+
+def test_attributes_of_the_actors_policy_and_environment_can_be_read(collect: Make) -> None:
+    collector = collect()
+    assert collector.getattr_policy("input_mode") == "history"
+    assert collector.getattr_env("batch_size") == (2,)
+    with pytest.raises(TypeError, match="cannot pickle"):
+        collector.getattr_policy("model")
+    with pytest.raises(AttributeError, match="nothing_like_that"):
+        collector.getattr_policy("nothing_like_that")
+
+
+def test_held_out_prompts_are_answered_in_the_actor(collect: Make) -> None:
+    found = collect().evaluate(chat(1), 3, dataloader=Questions(8), max_new_tokens=2)
+    assert queries(found) == ["q0", "q1", "q2"]
+    assert {len(row["tokens", "response"]) for row in found.unbind(0)} == {2}
+
+
+def test_a_seed_shuffles_the_data_in_the_actor(collect: Make) -> None:
+    def seeded(seed: int) -> list[str]:
+        data = [{"query": [f"q{i}"]} for i in range(40)]
+        collector = collect(dataloader=torch.utils.data.DataLoader(data, shuffle=True, collate_fn=lambda rows: rows[0]))
+        assert isinstance(collector.set_seed(seed), int)
+        return [query for batch in islice(collector, 4) for query in queries(batch)[::2]]
+
+    assert seeded(1) == seeded(1) != seeded(2)
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_restored_collector_uses_each_prompt_once_and_local_ones_take_its_state_too(collect: Make) -> None:
+    first = collect(groups_per_batch=4)
+    seen = [query for batch in islice(first, 3) for query in queries(batch)[::2]]
+    state = first.state_dict()
+    assert next(iter(first)) is not None  # lost by the crash
+    first.shutdown()
+    with FakeAsyncVLLM() as engine:
+        local = AsyncLLMCollector(
+            chat(2), policy=policy_of(engine), dataloader=Questions(40), group_size=2, groups_per_batch=4, order="fifo"
+        )
+        local.load_state_dict(state)
+        taken = queries(next(iter(local)))[::2]
+        local.shutdown()
+    assert state.pop("ahead") == []
+    second = collect(groups_per_batch=4)
+    second.load_state_dict(state)  # as a local collector's is
+    batches = [queries(batch)[::2] for batch in islice(second, 7)]
+    assert batches[0] == taken
+    seen += [query for batch in batches for query in batch]
+    assert sorted(seen) == sorted(f"q{i}" for i in range(40))
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_collector_that_was_shut_down_says_so(collect: Make, ended: list[Any], actor: Any) -> None:
+    collector = collect(replay_buffer=buffer())
+    collector.next()
+    collector.async_shutdown()
+    collector.shutdown()
+    assert ended == [actor]
+    assert run(actor, lambda local: local._is_over)
+    assert list(iter(collector)) == []
+    assert repr(collector) == "RayAsyncLLMCollector(the collector was shut down)"
+    collector.increment_version()  # a sender may go on
+    assert collector.getattr_rb("write_count") == 2
+    with pytest.raises(CollectionError, match="the collector was shut down"):
+        collector.stats()
+
+
+# -- the other local collector ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def collect_in_turns(collect: Make) -> Callable[..., RayLLMCollector]:
+    """Makes collectors of two prompts a batch, each twice."""
+
+    def make(policy_factory: Any = None, **kwargs: Any) -> RayLLMCollector:
+        factory = policy_factory or fake_policy()
+        given = {"group_size": None, "dataloader": None, **kwargs}
+        return collect(dataset, in_turns, policy_factory=factory, dialog_turns_per_batch=4, **given)
+
+    def in_turns(env: Any, *, group_size: None, dataloader: None, **kwargs: Any) -> RayLLMCollector:
+        return RayLLMCollector(env, **kwargs)
+
+    return make
+
+
+@pytest.mark.parametrize("sync_iter", [True, False])
+def test_the_other_collector_gives_the_batches_of_its_local_one(
+    collect_in_turns: Callable[..., RayLLMCollector], sync_iter: bool
+) -> None:
+    local = LLMCollector(dataset, policy_factory=fake_policy(), dialog_turns_per_batch=4)
+    expected = list(islice(local, 3))
+    local.shutdown()
+    found = list(islice(collect_in_turns(sync_iter=sync_iter), 3))
+    for one, other in zip(found, expected, strict=True):
+        assert one.batch_size == other.batch_size
+        assert list(map(plain, one.reshape(-1).unbind(0))) == list(map(plain, other.reshape(-1).unbind(0)))
+
+
+def test_the_other_collector_fills_a_buffer_of_this_process_with_flat_rows_while_its_state_is_saved(
+    collect_in_turns: Callable[..., RayLLMCollector],
+) -> None:
+    collector = collect_in_turns(replay_buffer=buffer(), total_dialog_turns=40)
+    assert collector.total_dialog_turns == 40
+    collector.start()
+    frames = []
+    while collector.is_running():
+        state = collector.state_dict()
+        frames.append((state["frames"], state["ahead"]))
+    assert collector.getattr_rb("write_count") == 40
+    assert collector.replay_buffer[:].batch_size == (40,)
+    assert collector.stats()["frames"] == 40
+    assert [ahead for _, ahead in frames if ahead] == []
+    assert frames == sorted(frames)
+
+
+def asked(batch: Any) -> list[str]:
+    return queries(batch.reshape(-1))[::2]
+
+
+def test_a_batch_that_was_asked_for_ahead_is_part_of_the_state(
+    collect_in_turns: Callable[..., RayLLMCollector],
+) -> None:
+    collector = collect_in_turns(sync_iter=False)
+    assert asked(collector.next()) == ["q0", "q1"]
+    state = collector.state_dict()
+    assert [asked(batch) for batch in state["ahead"]] == [["q2", "q3"]]
+    assert asked(collector.next()) == ["q2", "q3"]  # the state has a copy
+    collector.shutdown()
+    restored = collect_in_turns(sync_iter=False)
+    assert asked(restored.next()) == ["q0", "q1"]
+    restored.load_state_dict(state)
+    assert [asked(batch) for batch in restored.state_dict()["ahead"]] == [["q2", "q3"]]
+    assert [asked(restored.next()) for _ in range(3)] == [["q2", "q3"], ["q4", "q5"], ["q6", "q7"]]
+
+
+def test_nothing_is_asked_for_ahead_during_a_pause_nor_at_the_end(
+    collect_in_turns: Callable[..., RayLLMCollector],
+) -> None:
+    collector = collect_in_turns(sync_iter=False, total_dialog_turns=16)
+    assert asked(collector.next()) == ["q0", "q1"]
+    with collector.pause():
+        assert asked(collector.next()) == ["q2", "q3"]  # was here
+        assert collector.stats()["frames"] == 8
+        with pytest.raises(RuntimeError, match="the collector is paused"):
+            collector.next()
+    assert [asked(batch) for batch in collector] == [["q4", "q5"], ["q6", "q7"]]
+    assert collector.next() is None
+
+
+# -- several over one engine ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def toys(ray_cluster: Any) -> Iterator[AsyncVLLM]:
+    """A service over the toy engine, under the name "shared"."""
+    with toy_actors():
+        engine = AsyncVLLM({"model": "toy"}, backend="ray", resources={"CPU": 1}, name="shared").start()
+        yield engine
+        engine.shutdown()
+
+
+def two_over(name: str, actor: Any, **settings: Any) -> list[RayAsyncLLMCollector]:
+    """Two collectors of the even and the odd questions; the first in the shared actor, the second in one of its own."""
+    made = []
+    for part in range(2):
+        with placing(actor) if part == 0 else nullcontext():
+            made.append(
+                RayAsyncLLMCollector(
+                    chat(2),
+                    policy_factory=joined_policy(name, **settings),
+                    dataloader=[{"query": [f"q{i}"]} for i in range(part, 20, 2)],
+                    group_size=2,
+                    max_staleness=0,
+                    num_cpus=0,
+                )
+            )
+    return made
+
+
+def test_two_share_an_engine_and_one_whose_actor_is_killed_says_so(actor: Any, toys: AsyncVLLM) -> None:
+    first, second = two_over("shared", actor, return_log_probs=False)
+    seen = [[queries(batch)[0] for batch in islice(collector, 3)] for collector in (first, second)]
+    assert seen == [["q0", "q2", "q4"], ["q1", "q3", "q5"]]
+    toys.replica_table[0].replica._command("bring", 20.0, version=57)  # as this driver's sender would
+    for collector in (first, second):
+        collector.increment_version()
+        assert collector.policy_version == 57
+    second.set_post_collect_hook(lambda batch: batch.set("pid", torch.full(batch.shape, os.getpid())))
+    pid = int(second.next().get("pid")[0])
+    waiting = in_thread(lambda: [batch for batch in second])
+    until(lambda: second._awaited is not None)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(CollectionError, match=r"the collector's actor gave no answer: .*died"):
+        waiting.result(60)
+    with pytest.raises(CollectionError, match="gave no answer"):
+        second.stats()
+    assert repr(second).startswith("RayAsyncLLMCollector(the collector's actor gave no answer")
+    second.increment_version()  # so that a sender goes on
+    assert first.next().get("policy_version").tolist() == [57, 57]
+    second.shutdown()
+    with placing(actor):
+        first.shutdown()
+
+
+@pytest.mark.soak
+@pytest.mark.engine
+def test_two_share_a_real_engine(ray_pair: AsyncVLLM, actor: Any) -> None:
+    first, second = two_over("test-pair", actor)
+    for batches in islice(zip(first, second, strict=True), 5):
+        for row in (row for batch in batches for row in batch.unbind(0)):
+            assert len(row["routed_experts", "full"]) == len(row["tokens", "full"])
+            assert row["log_probs", "response"].isfinite().all()
+    second.shutdown()
+    with placing(actor):
+        first.shutdown()
+
+
+DRIVER = """
+import os, sys, time
+import ray, torch
+from support.collecting import Questions, chat
+from support.remote_hosts import fake_policy
+from torchrl_moe.collectors import RayAsyncLLMCollector
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
+collector = RayAsyncLLMCollector(chat(2), policy_factory=fake_policy(), dataloader=Questions(), group_size=2)
+collector.set_post_collect_hook(lambda batch: batch.set("pid", torch.full(batch.shape, os.getpid())))
+print(int(collector.next().get("pid")[0]), flush=True)
+if sys.argv[2] == "forgets":
+    del collector
+time.sleep(600)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["forgets", "is killed"])
+def test_the_actor_ends_with_its_driver_and_when_the_collector_is_forgotten(ray_cluster: Any, how: str) -> None:
+    command = [sys.executable, "-c", DRIVER, ray_cluster.address, how]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as driver:
+        try:
+            pid = int(driver.stdout.readline())
+            if how == "is killed":
+                driver.kill()
+            until(lambda: is_gone(pid))
+        finally:
+            driver.kill()

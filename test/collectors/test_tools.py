@@ -1,0 +1,248 @@
+"""TorchRL's tools under the collector: state that is a sample's own, output in the next prompt, processes that end."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase, StepCounter
+from torchrl.envs.llm import ChatEnv, DatasetChatEnv
+from torchrl.envs.llm.transforms import (
+    ExecuteToolsInOrder,
+    PythonInterpreter,
+    SimpleToolTransform,
+    ToolRegistry,
+    XMLBlockParser,
+)
+
+from support.collecting import TOKENIZER, Questions, policy_of, queries
+from support.waiting import in_thread, until
+from torchrl_moe._errors import CollectionError
+from torchrl_moe.collectors import AsyncLLMCollector
+from torchrl_moe.testing import FakeAsyncVLLM
+
+TURNS = 2
+
+
+def last_message(prompt: str) -> str:
+    """The content of the last message before the generation prompt."""
+    return re.findall(r"<\|im_start\|>\w+\n(.*?)<\|im_end\|>", prompt, re.DOTALL)[-1]
+
+
+def code(*lines: str) -> str:
+    return "\n".join(["```python", *lines, "```"])
+
+
+def counting(prompt: str) -> str:
+    """First turn: keep the question in a variable that must be new. Second: add the tool's output, and say all."""
+    if "<|im_start|>tool" not in prompt:
+        return code(f"seen = globals().get('seen', []) + ['{last_message(prompt)}']", "print('seen', seen)")
+    return code("seen = globals().get('seen', []) + ['again']", "print('seen', seen)")
+
+
+class Interpreters:
+    """Makes chats with an interpreter, and keeps them."""
+
+    def __init__(self) -> None:
+        self.made: list[PythonInterpreter] = []
+
+    def __call__(self) -> EnvBase:
+        tool = PythonInterpreter(persistent=True, timeout=60.0)
+        self.made.append(tool)
+        env = ChatEnv(batch_size=(1,), tokenizer=TOKENIZER).append_transform(tool)
+        return env.append_transform(StepCounter(max_steps=TURNS))
+
+    def running(self) -> list[Any]:
+        return [one.process for tool in self.made for one in tool.processes if one.process.poll() is None]
+
+
+@pytest.fixture
+def collect() -> Iterator[Callable[..., AsyncLLMCollector]]:
+    """Makes collectors of groups of 2 over questions that a scripted engine answers, and shuts them down."""
+    made: list[AsyncLLMCollector] = []
+    engines: list[FakeAsyncVLLM] = []
+
+    def make(env: Any, script: Callable[[str], str | None], **kwargs: Any) -> AsyncLLMCollector:
+        engines.append(FakeAsyncVLLM(script=script))
+        arguments = {"dataloader": Questions(), "group_size": 2, "max_staleness": 0, **kwargs}
+        made.append(AsyncLLMCollector(env, policy=policy_of(engines[-1], 200), **arguments))
+        return made[-1]
+
+    yield make
+    for collector in made:
+        collector.shutdown()
+    for engine in engines:
+        engine.shutdown()
+
+
+def turns(batch: TensorDictBase) -> list[tuple[TensorDictBase, ...]]:
+    """The rows of each sample."""
+    return list(zip(*[iter(batch.unbind(0))] * TURNS, strict=True))
+
+
+def tool_output(row: TensorDictBase) -> list[str]:
+    """What tools said after a turn."""
+    after = row["next", "history"].prompt
+    messages = list(zip(after.role, after.content, strict=True))
+    return [content for role, content in messages[len(row["history"].full.role) :] if role == "tool"]
+
+
+def test_an_interpreters_variables_are_its_samples_own(collect: Callable[..., AsyncLLMCollector]) -> None:
+    """Three batches of four samples, so environments are used again: nobody finds what another one has seen."""
+    interpreters = Interpreters()
+    collector = collect(interpreters, counting, groups_per_batch=2)
+    for batch in islice(collector, 3):
+        assert batch.batch_size == (4 * TURNS,)
+        for first, last in turns(batch):
+            assert first["query"] == last["query"]
+            (said,), (again,) = tool_output(first), tool_output(last)
+            assert said == f"Code block 1 executed successfully:\nseen ['{first['query']}']\n"
+            assert again == f"Code block 1 executed successfully:\nseen ['{first['query']}', 'again']\n"
+    assert len(interpreters.made) <= 5  # 4 samples at a time, and the one that the collector looks at
+    assert interpreters.running()
+    collector.shutdown()
+    assert interpreters.running() == []
+
+
+def test_what_a_tool_said_is_in_the_next_prompt_after_the_ids_of_the_turn(
+    collect: Callable[..., AsyncLLMCollector],
+) -> None:
+    for first, last in turns(next(iter(collect(Interpreters(), counting)))):
+        had = first["tokens", "full"]
+        assert torch.equal(last["tokens", "prompt"][: len(had)], had)
+        added = TOKENIZER.decode(last["tokens", "prompt"][len(had) :])
+        assert added == f"\n<|im_start|>tool\n{tool_output(first)[0]}<|im_end|>\n<|im_start|>assistant\n"
+        assert torch.equal(last["log_probs", "full"][: len(had)][-4:], first["log_probs", "response"][-4:])
+        # the row of the first turn ends with its answer: the tool came after it
+        assert first["history"].full.role == ["user", "assistant"]
+        assert first["history"].response.content == [counting(TOKENIZER.decode(first["tokens", "prompt"]))]
+
+
+def test_an_interpreter_that_dies_costs_its_samples_answer_only(collect: Callable[..., AsyncLLMCollector]) -> None:
+    """The process of each sample of ``q0`` ends itself; the tool says so, and the next sample has a new one."""
+
+    def script(prompt: str) -> str:
+        if "<|im_start|>tool" not in prompt and "q0" in prompt:
+            return code("import os", "os._exit(3)")
+        return counting(prompt)
+
+    batch = next(iter(collect(Interpreters(), script, groups_per_batch=2, order="fifo", max_in_flight=1)))
+    for first, last in turns(batch):
+        if first["query"] == "q0":
+            assert tool_output(first)[0].startswith("Code block 1 failed:\nProcess terminated with return code 3")
+            assert "failed" in tool_output(last)[0]
+        else:
+            assert tool_output(last)[0].endswith(f"seen ['{first['query']}', 'again']\n")
+
+
+def test_a_group_that_fails_leaves_no_interpreter_behind(collect: Callable[..., AsyncLLMCollector]) -> None:
+    interpreters = Interpreters()
+
+    def failing() -> EnvBase:
+        env = interpreters()
+        env.transform[0]._format_result = lambda result: 1 / 0 if "q1" in result else result
+        return env
+
+    collector = collect(failing, counting, groups_per_batch=4)
+    with pytest.raises(ZeroDivisionError):
+        next(iter(collector))
+    until(lambda: not interpreters.running())
+
+
+def test_a_shutdown_while_code_runs_leaves_no_process(
+    collect: Callable[..., AsyncLLMCollector], tmp_path: Path
+) -> None:
+    """If a process ends under its code the tool starts another one, so all children are looked at, not those known."""
+    over = tmp_path / "over"
+    waiting = code("import os, time", f"while not os.path.exists({str(over)!r}): time.sleep(0.01)")
+
+    def children() -> set[int]:
+        return {child.pid for child in psutil.Process().children()}
+
+    before = children()
+    collector = collect(Interpreters(), lambda prompt: waiting)
+    trainer = in_thread(lambda: next(iter(collector)))
+    until(lambda: len(children() - before) == 2)
+    collector.shutdown(timeout=0.1)
+    over.touch()
+    with pytest.raises(CollectionError, match="the collector was shut down"):
+        trainer.result(60)
+    until(lambda: not children() - before)
+
+
+def calling(prompt: str) -> str:
+    """Calls two tools, then says what came of it."""
+    if "<|im_start|>tool" in prompt:
+        return f"It is {last_message(prompt).splitlines()[-1]}"
+    number = last_message(prompt)[1:]
+    return (
+        f'<tool name="double" tag="A">{{"of": {number}}}</tool> and <tool name="double">{{"of": 100}}</tool>'
+        '<tool name="lost">{}</tool>'
+    )
+
+
+class Double:
+    """A service that counts its calls, whoever makes them."""
+
+    name = "double"
+
+    def __init__(self) -> None:
+        self.calls: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    def __call__(self, of: int, **_: Any) -> dict[str, Any]:
+        with self._lock:
+            self.calls[of] += 1
+        return {"is": 2 * of}
+
+
+@pytest.mark.parametrize("shares_one", [True, False])
+def test_tools_without_state_may_be_shared(collect: Callable[..., AsyncLLMCollector], shares_one: bool) -> None:
+    """A single environment for all samples, or one for each; the calls of an answer in their order."""
+    double = Double()
+
+    def env() -> EnvBase:
+        tools = ExecuteToolsInOrder(ToolRegistry([double]), XMLBlockParser())
+        chat = ChatEnv(batch_size=(1,), tokenizer=TOKENIZER).append_transform(tools)
+        return chat.append_transform(StepCounter(max_steps=TURNS))
+
+    batch = next(iter(collect(env() if shares_one else env, calling, groups_per_batch=3)))
+    for first, last in turns(batch):
+        (said,) = tool_output(first)
+        number = int(first["query"][1:])
+        assert re.findall(r"call (\d)\)(?: \[tag: (\w)\])? (\w+)", said) == [
+            ("1", "A", "succeeded"), ("2", "", "succeeded"), ("3", "", "failed")
+        ]  # fmt: skip
+        assert re.findall(r'"is": (\d+)', said) == [str(2 * number), "200"]
+        assert last["history"].prompt.content[-1] == said
+        assert last["history"].response.content == ["It is </tool_results>"]
+        assert tool_output(last) == []
+    asked = Counter(int(query[1:]) for query in queries(batch)[::TURNS])
+    assert double.calls == asked + Counter({100: 6})
+
+
+def test_a_simple_tool_in_an_environment_with_its_own_data(collect: Callable[..., AsyncLLMCollector]) -> None:
+    """The transforms are copied with all but the primer, so the copies must be tools still."""
+    tool = SimpleToolTransform({"double": lambda of: 2 * of}, parser=XMLBlockParser())
+    env = DatasetChatEnv.from_dataloader(Questions(8), repeats=2, batch_size=(1,), tokenizer=TOKENIZER)
+    env = env.append_transform(tool).append_transform(StepCounter(max_steps=TURNS))
+    collector = collect(env, calling, dataloader=None, group_size=None, groups_per_batch=2)
+    batch = next(iter(collector))
+    assert sorted(queries(batch)) == ["q0"] * 4 + ["q1"] * 4
+    for first, last in turns(batch):
+        number = int(first["query"][1:])
+        assert tool_output(first) == [
+            f"Tool double executed successfully:\n{2 * number}",
+            "Tool double executed successfully:\n200",
+            "Tool lost failed:\nTool lost not found",
+        ]
+        assert last["history"].prompt.role == ["user", "assistant", "tool", "tool", "tool"]

@@ -1,0 +1,450 @@
+"""An async function plays samples: its time, its errors, its end; and in a collector it is an environment like any."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data.llm import History
+
+from support.collecting import Questions, chat, new_weights, policy_of, queries
+from support.waiting import in_thread, until
+from torchrl_moe._errors import CollectionError, CollectionStalledError
+from torchrl_moe.collectors import AsyncLLMCollector
+from torchrl_moe.collectors.environments import EnvironmentTimeoutError
+from torchrl_moe.collectors.evaluation import evaluate
+from torchrl_moe.collectors.workflow import Ask, Workflow, is_episode_function
+from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.modules.policies.sample_request import SampleRequest
+from torchrl_moe.objectives import GRPOAdvantage
+from torchrl_moe.testing import FakeAsyncVLLM
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeAsyncVLLM]:
+    with FakeAsyncVLLM(num_replicas=2) as engine:
+        yield engine
+
+
+@pytest.fixture
+def collect(engine: FakeAsyncVLLM) -> Iterator[Callable[..., AsyncLLMCollector]]:
+    """Makes collectors of groups of 2 over questions, and shuts them down."""
+    made: list[AsyncLLMCollector] = []
+
+    def make(episode: Any, **kwargs: Any) -> AsyncLLMCollector:
+        kwargs = {"policy": policy_of(engine), "dataloader": Questions(), "group_size": 2, **kwargs}
+        made.append(AsyncLLMCollector(episode, **kwargs))
+        return made[-1]
+
+    yield make
+    for collector in made:
+        collector.shutdown()
+
+
+async def one_turn(data: TensorDictBase, ask: Ask) -> float:
+    await ask(data["query"])
+    return float(data["query"][1:])
+
+
+async def two_turns(data: TensorDictBase, ask: Ask) -> float:
+    answer = await ask(data["query"])
+    await asyncio.sleep(0)  # a tool
+    await ask(answer["history"].full.append(History(role="tool", content="42"), inplace=False, dim=-1))
+    return 1.0
+
+
+def play(
+    engine: FakeAsyncVLLM,
+    episode: Any,
+    timeout: float | None = None,
+    meanwhile: Callable[[], Awaitable[Any]] | None = None,
+) -> list[TensorDictBase]:
+    """One sample, alone; ``meanwhile`` is called while each answer is generated."""
+
+    async def generate(request: SampleRequest, _: int) -> Completion:
+        if meanwhile is not None:
+            await meanwhile()
+        return await engine.agenerate(**request.arguments)
+
+    workflow = Workflow(episode)
+    try:
+        return asyncio.run(workflow.play(policy_of(engine), generate, TensorDict(query="q7"), timeout))
+    finally:
+        workflow.close()
+
+
+async def an_hour() -> None:
+    """Let an hour pass on the clock of the running loop, and let it do what is due."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    loop.time = lambda: now() + 3600.0  # type: ignore[method-assign]
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def running(engine: FakeAsyncVLLM) -> int:
+    return sum(replica.last_stats.running for replica in engine.replicas)
+
+
+# -- what one is ------------------------------------------------------------------------------------------------------
+
+
+class Agent:
+    """Called like an async function."""
+
+    async def __call__(self, data: TensorDictBase, ask: Ask) -> float:
+        return await one_turn(data, ask)
+
+    async def episode(self, data: TensorDictBase, ask: Ask) -> float:
+        return await one_turn(data, ask)
+
+
+@pytest.mark.parametrize("episode", [one_turn, Agent(), Agent().episode, functools.partial(one_turn)])
+def test_async_functions_and_what_is_called_like_one(engine: FakeAsyncVLLM, episode: Any) -> None:
+    assert is_episode_function(episode)
+    (turn,) = play(engine, episode)
+    assert turn.batch_size == (1,)
+    assert turn["next", "reward"].tolist() == [[[7.0]]]
+
+
+@pytest.mark.parametrize("other", [Agent, chat, lambda: chat(1), chat(1), 3])
+def test_anything_else_is_not(other: Any) -> None:
+    assert not is_episode_function(other)
+
+
+# -- in a collector ---------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_of_whole_groups_with_their_rewards(collect: Callable[..., AsyncLLMCollector]) -> None:
+    for batch in islice(collect(one_turn, groups_per_batch=3, max_staleness=1), 3):
+        assert batch.batch_size == (6,)
+        groups = batch.get("group_id").tolist()
+        assert Counter(groups) == dict.fromkeys(groups, 2)
+        assert batch["next", "reward"].flatten().tolist() == [float(query[1:]) for query in queries(batch)]
+        for row in batch.unbind(0):
+            assert len(row["routed_experts", "full"]) == len(row["tokens", "full"])
+            assert int(row["num_segments"]) == 1
+            assert str(row["finish_reason"]) == "length"
+
+
+def test_the_answers_are_those_of_an_environment(collect: Callable[..., AsyncLLMCollector]) -> None:
+    """Bit for bit: the same ids go to the engine."""
+    for ours, theirs in ((one_turn, lambda: chat(1)), (one_turn, chat(2))):
+        pair = [next(iter(collect(env, groups_per_batch=2, max_staleness=0))) for env in (ours, theirs)]
+        assert queries(pair[0]) == queries(pair[1])
+        for one, other in zip(pair[0].unbind(0), pair[1].unbind(0), strict=True):
+            for key in (("tokens", "full"), ("log_probs", "response"), ("routed_experts", "full"), ("text", "full")):
+                assert str(one[key]) == str(other[key])
+                assert not isinstance(one[key], torch.Tensor) or torch.equal(one[key], other[key])
+
+
+def test_turns_follow_one_another_and_send_the_ids_of_the_earlier(collect: Callable[..., AsyncLLMCollector]) -> None:
+    batch = next(iter(collect(two_turns, groups_per_batch=2)))
+    assert batch.batch_size == (8,)
+    assert batch["next", "reward"].flatten().tolist() == [0, 1] * 4
+    assert batch["next", "done"].flatten().tolist() == [False, True] * 4
+    for first, second in zip(batch[::2].unbind(0), batch[1::2].unbind(0), strict=True):
+        had = first["tokens", "full"]
+        assert torch.equal(second["tokens", "prompt"][: len(had)], had)
+        assert torch.equal(second["log_probs", "full"][: len(had)][-6:], first["log_probs", "response"])
+        assert second["history"].prompt.role == ["user", "assistant", "tool"]
+        assert first["group_id"] == second["group_id"]
+
+
+def test_only_last_turns_can_be_kept(collect: Callable[..., AsyncLLMCollector]) -> None:
+    batch = next(iter(collect(two_turns, yield_only_last_steps=True)))
+    assert batch["next", "reward"].flatten().tolist() == [1, 1]
+
+
+def test_samples_wait_for_their_tools_side_by_side(collect: Callable[..., AsyncLLMCollector]) -> None:
+    """Each sample's tool waits until all four samples are at theirs: one after the other they would wait for ever."""
+    waiting: list[asyncio.Event] = []
+
+    async def meet(data: TensorDictBase, ask: Ask) -> float:
+        await ask(data["query"])
+        mine = asyncio.Event()
+        waiting.append(mine)
+        if len(waiting) == 4:
+            for other in waiting:
+                other.set()
+        await mine.wait()
+        return 1.0
+
+    batch = next(iter(collect(meet, groups_per_batch=2, max_staleness=0, heartbeat_timeout=60.0)))
+    assert batch.batch_size == (4,)
+    assert len(waiting) == 4
+
+
+def test_a_turn_in_newer_weights_keeps_the_versions_of_the_earlier(
+    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+) -> None:
+    asked, updated = threading.Event(), threading.Event()
+
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        answer = await ask(data["query"])
+        asked.set()
+        await asyncio.to_thread(updated.wait, 60)
+        await ask(answer["history"].full.append(History(role="tool", content="42"), inplace=False, dim=-1))
+        return 1.0
+
+    collector = collect(episode, group_size=1, max_staleness=1)
+    update = threading.Thread(target=lambda: (asked.wait(60), new_weights(engine, 1), updated.set()))
+    update.start()
+    first, second = next(iter(collector)).unbind(0)
+    update.join()
+    had = len(first["tokens", "full"])
+    assert first["policy_versions", "full"][-6:].tolist() == [0] * 6
+    assert second["policy_versions", "full"][had - 6 : had].tolist() == [0] * 6
+    assert second["policy_versions", "full"][-6:].tolist() == [1] * 6
+    assert (int(first["num_segments"]), int(second["num_segments"])) == (1, 2)
+    assert torch.equal(second["log_probs", "full"][had - 6 : had], first["log_probs", "response"])
+
+
+def test_rows_of_several_turns_go_through_a_buffer_and_get_advantages(
+    collect: Callable[..., AsyncLLMCollector],
+) -> None:
+    """One sample of each group is rewarded with 1, the other with 0: mean 0.5, standard deviation sqrt(0.5)."""
+    plays: Counter[str] = Counter()
+
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        plays[data["query"]] += 1
+        reward = plays[data["query"]] - 1.0
+        await two_turns(data, ask)
+        return reward
+
+    buffer = ReplayBuffer(storage=LazyStackStorage(16), transform=GRPOAdvantage(), batch_size=8)
+    collector = collect(episode, groups_per_batch=2, replay_buffer=buffer)
+    assert next(iter(collector)) is None
+    rows = buffer[:]
+    assert rows.batch_size == (8,)
+    for first, last in zip(rows[::2].unbind(0), rows[1::2].unbind(0), strict=True):
+        expected = (float(last["next", "reward"]) - 0.5) / 0.5**0.5
+        assert float(first["advantage"]) == float(last["advantage"]) == pytest.approx(expected)
+
+
+def test_held_out_prompts_are_answered_too(engine: FakeAsyncVLLM) -> None:
+    rows = evaluate(policy_of(engine), one_turn, 3, Questions(9))
+    assert queries(rows) == ["q0", "q1", "q2"]
+    assert rows["next", "reward"].flatten().tolist() == [0, 1, 2]
+    assert "routed_experts" not in rows.keys()  # noqa: SIM118
+
+
+def test_a_filter_a_seed_and_a_checkpoint_are_those_of_any_collector(
+    collect: Callable[..., AsyncLLMCollector],
+) -> None:
+    def is_odd(rows: TensorDictBase) -> bool:
+        assert threading.current_thread().name.startswith("torchrl_moe-workflow")
+        return int(rows[0]["query"][1:]) % 2 == 1
+
+    first = collect(one_turn, group_filter=is_odd, order="fifo")
+    assert first.set_seed(3) == 4
+    batches = iter(first)
+    assert [queries(next(batches))[0] for _ in range(2)] == ["q1", "q3"]
+    state = first.state_dict()
+    first.shutdown()
+    second = collect(one_turn, group_filter=is_odd, order="fifo")
+    second.load_state_dict(state)
+    assert queries(next(iter(second)))[0] == "q5"
+
+
+def test_data_must_be_given(engine: FakeAsyncVLLM) -> None:
+    with pytest.raises(ValueError, match="there is no data: pass dataloader="):
+        AsyncLLMCollector(one_turn, policy=policy_of(engine))
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+async def failing(data: TensorDictBase, ask: Ask) -> float:
+    await ask(data["query"])
+    if data["query"] in ("q1", "q3"):
+        raise ZeroDivisionError(f"no reward for {data['query']}")
+    return 1.0
+
+
+def test_the_first_failure_is_raised_with_its_prompt(collect: Callable[..., AsyncLLMCollector]) -> None:
+    with pytest.raises(ZeroDivisionError, match="no reward for q1") as caught:
+        next(iter(collect(failing, groups_per_batch=4)))
+    assert "at prompt 1: query='q1'" in caught.value.__notes__
+
+
+def test_failures_cost_their_own_groups_only(collect: Callable[..., AsyncLLMCollector]) -> None:
+    collector = collect(failing, groups_per_batch=3, max_failures=2, order="fifo")
+    batches = list(islice(collector, 2))
+    assert [queries(batch)[::2] for batch in batches] == [["q0", "q2", "q4"], ["q5", "q6", "q7"]]
+    stats = collector.stats()
+    assert (stats["collector/failures"], stats["collector/groups_dropped/failed"]) == (2, 2)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()])
+def test_what_would_end_the_loop_or_the_task_is_an_error_like_any(
+    collect: Callable[..., AsyncLLMCollector], error: BaseException
+) -> None:
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        await ask(data["query"])
+        if data["query"] == "q0":
+            raise error
+        return 1.0
+
+    collector = collect(episode, max_failures=1, order="fifo")
+    assert queries(next(iter(collector))) == ["q1", "q1"]
+    with pytest.raises(RuntimeError, match=f"an episode raised {type(error).__name__}"):
+        next(iter(collect(episode)))
+
+
+def test_a_failure_ends_the_answers_of_the_rest_of_its_group(
+    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+) -> None:
+    for replica in engine.replicas:
+        replica.token_seconds = 60.0
+    samples: list[int] = []
+
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        samples.append(1)
+        if len(samples) == 1:
+            while not running(engine):
+                await asyncio.sleep(0.001)
+            raise ZeroDivisionError
+        await ask(data["query"])
+        return 1.0
+
+    with pytest.raises(ZeroDivisionError):
+        next(iter(collect(episode, max_staleness=0)))
+    until(lambda: not running(engine))
+
+
+def test_a_shutdown_cancels_it_and_aborts_its_answers(
+    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+) -> None:
+    for replica in engine.replicas:
+        replica.token_seconds = 60.0
+    cancelled: list[str] = []
+
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        try:
+            if data["query"] == "q0":
+                await asyncio.Event().wait()
+            await ask(data["query"])
+        except asyncio.CancelledError:
+            cancelled.append(data["query"])
+            raise
+        return 1.0
+
+    collector = collect(episode, groups_per_batch=2, max_staleness=0)
+    trainer = in_thread(lambda: next(iter(collector)))
+    until(lambda: running(engine) == 2)
+    collector.shutdown()
+    with pytest.raises(CollectionError, match="the collector was shut down"):
+        trainer.result(60)
+    assert sorted(cancelled) == ["q0", "q0", "q1", "q1"]
+    until(lambda: not running(engine))
+
+
+def test_stale_groups_are_cancelled(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
+    held = threading.Event()
+    cancelled: list[str] = []
+
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        await ask(data["query"])
+        if data["query"] == "q1":
+            held.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append("q1")
+                raise
+        return 1.0
+
+    collector = collect(episode, max_staleness=0, on_stale="drop", groups_per_batch=2)
+    update = threading.Thread(target=lambda: (held.wait(60), new_weights(engine, 1)))
+    update.start()
+    batch = next(iter(collector))
+    update.join()
+    assert "q1" not in queries(batch)
+    assert cancelled == ["q1", "q1"]
+
+
+# -- its time ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_hangs_costs_its_group(collect: Callable[..., AsyncLLMCollector]) -> None:
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        await ask(data["query"])
+        if data["query"] == "q1":
+            await asyncio.Event().wait()
+        return 1.0
+
+    collector = collect(episode, groups_per_batch=2, order="fifo", max_failures=1, reward_timeout=2.0)
+    assert queries(next(iter(collector)))[::2] == ["q0", "q2"]
+    assert collector.stats()["collector/groups_dropped/reward_timeout"] == 1
+
+
+def test_the_time_in_which_answers_are_generated_does_not_count(engine: FakeAsyncVLLM) -> None:
+    """Two answers at a time and then one, of an hour each; a minute is allowed."""
+
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        await asyncio.gather(ask("one"), ask("two"))
+        await ask("three")
+        return 1.0
+
+    assert len(play(engine, episode, 60.0, an_hour)) == 3
+
+
+@pytest.mark.parametrize("questions", [0, 1])
+def test_time_without_an_answer_under_way_does(engine: FakeAsyncVLLM, questions: int) -> None:
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        for _ in range(questions):
+            await ask("one")
+        await an_hour()
+        return 1.0
+
+    with pytest.raises(EnvironmentTimeoutError, match="the episode did not go on within 60 s"):
+        play(engine, episode, 60.0)
+
+
+def test_a_timeout_of_its_own_tool_is_its_own(engine: FakeAsyncVLLM) -> None:
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        await ask("one")
+        async with asyncio.timeout(0.01):
+            await asyncio.Event().wait()
+        return 1.0
+
+    with pytest.raises(TimeoutError) as caught:
+        play(engine, episode, timeout=60.0)
+    assert not isinstance(caught.value, EnvironmentTimeoutError)
+
+
+def test_an_answer_that_nobody_waits_for_is_refused_and_aborted(engine: FakeAsyncVLLM) -> None:
+    for replica in engine.replicas:
+        replica.token_seconds = 60.0
+    lost: list[Any] = []
+
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        lost.append(asyncio.ensure_future(ask("one")))
+        while not running(engine):
+            await asyncio.sleep(0.001)
+        return 1.0
+
+    with pytest.raises(ValueError, match="returned before 1 of its answers had come"):
+        play(engine, episode)
+    until(lambda: not running(engine))
+    assert lost[0].cancelled()
+
+
+def test_a_collection_that_waits_for_a_tool_says_so(collect: Callable[..., AsyncLLMCollector]) -> None:
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        await ask(data["query"])
+        await asyncio.Event().wait()
+        return 1.0
+
+    with pytest.raises(CollectionStalledError, match="3 groups are under way"):
+        next(iter(collect(episode, heartbeat_timeout=2.0)))

@@ -1,0 +1,108 @@
+"""Answers of groups under way, turn by turn: a checkpoint keeps them, and a restored collector goes on from there."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from torchrl_moe._errors import EngineError
+from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.modules.serving.states import ReplicaState
+
+__all__ = ["Answers", "snapshots"]
+
+LOG = logging.getLogger(__name__)
+SNAPSHOT_SECONDS = 10.0
+Turns: TypeAlias = "dict[int, dict[int, Completion]]"
+"""Sample -> turn -> its answer, whole or cut."""
+
+
+class Answers:
+    """Whole answers of the samples under way, and what restored samples go on from. Of one thread.
+
+    A sample is named by its prompt's position in the data and its place in the group. After a restore its environment
+    is played again from the start: an answer is used if its prompt is the same as then, so what an environment does at
+    random begins another answer.
+    """
+
+    def __init__(self) -> None:
+        self._prefix = uuid.uuid4().hex[:12]
+        self._asked: dict[tuple[int, int], int] = {}
+        self._whole: dict[int, Turns] = {}
+        self._restored: dict[int, Turns] = {}
+
+    def ask(self, position: int, sample: int, arguments: Mapping[str, Any], version: int) -> dict[str, Any]:
+        """Return the arguments of ``agenerate`` for the sample's next turn, with names, and with what it goes on from.
+
+        Args:
+            position: of the prompt.
+            sample: place in the group.
+            arguments: of this turn.
+            version: the newest; an answer with tokens of a later one is not used.
+        """
+        turn = self._asked.get((position, sample), 0)
+        self._asked[position, sample] = turn + 1
+        name = f"{self._prefix}-{position}-{sample}"
+        named = {"session_id": name, **arguments, "request_id": f"{name}-{turn}"}
+        had = self._restored.get(position, {}).get(sample, {}).get(turn)
+        if had is None or not _fits(had, arguments, version):
+            return named
+        del named["prompt_token_ids"]
+        return {**named, "resume": had}
+
+    def add(self, position: int, sample: int, completion: Completion) -> None:
+        """Keep a whole answer, for as long as its group is under way."""
+        turn = int(completion.request_id.rpartition("-")[2])
+        self._whole.setdefault(position, {}).setdefault(sample, {})[turn] = completion
+
+    def forget(self, position: int) -> None:
+        """Forget a prompt whose group is complete, or dropped."""
+        for sample in {sample for at, sample in self._asked if at == position}:
+            del self._asked[position, sample]
+        self._whole.pop(position, None)
+        self._restored.pop(position, None)
+
+    def state_dict(self, under_way: Mapping[str, Completion]) -> dict[int, Turns]:
+        """Return all answers: position -> sample -> turn -> answer.
+
+        Args:
+            under_way: what there is of answers that are not whole, by request id; see :func:`snapshots`.
+        """
+        state = {at: {sample: dict(turns) for sample, turns in of.items()} for at, of in self._restored.items()}
+        for (position, sample), asked in self._asked.items():
+            turns = state.setdefault(position, {}).setdefault(sample, {})
+            for turn in range(asked):
+                if (cut := under_way.get(f"{self._prefix}-{position}-{sample}-{turn}")) is not None:
+                    turns[turn] = cut
+            turns |= self._whole.get(position, {}).get(sample, {})
+        return state
+
+    def load_state_dict(self, state: Mapping[int, Turns]) -> None:
+        """Go on from the answers of a checkpoint."""
+        self._restored = dict(state)
+
+
+def _fits(had: Completion, arguments: Mapping[str, Any], version: int) -> bool:
+    """Whether an answer is one to what is asked now, by weights that the engine has had."""
+    is_known = all(output.policy_versions.max(initial=0) <= version for output in had.outputs)
+    return is_known and np.array_equal(had.prompt_token_ids, np.asarray(arguments["prompt_token_ids"]))
+
+
+def snapshots(engine: Any) -> dict[str, Completion]:
+    """Return what there is of the requests that an engine's replicas run, by request id; generation goes on meanwhile.
+
+    A replica that does not answer is left out, and the log says so: then its answers begin again after a restore.
+    """
+    found: dict[str, Completion] = {}
+    for entry in list(engine.replica_table):
+        if entry.state in (ReplicaState.STARTING, ReplicaState.DEAD):
+            continue
+        try:
+            found.update({one.request_id: one for one in entry.replica.snapshot(SNAPSHOT_SECONDS)})
+        except EngineError as error:
+            LOG.warning("answers under way at replica %d are not in the checkpoint: %r", entry.index, error)
+    return found

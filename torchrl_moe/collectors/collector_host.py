@@ -1,0 +1,112 @@
+"""What runs in the actor of a collector in Ray: a collector of this package, and its calls. It knows no Ray."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from torchrl_moe._errors import CollectionError, EngineError
+from torchrl_moe.collectors.arguments import EnvLike
+from torchrl_moe.collectors.evaluation import evaluate
+from torchrl_moe.collectors.packed import pack
+from torchrl_moe.modules.serving.states import ReplicaState
+
+__all__ = ["CollectorHost"]
+
+ASK_SECONDS = 2.0
+
+
+class CollectorHost:
+    """Holds a collector for a driver elsewhere. Methods may be called from several threads at a time."""
+
+    def __init__(self) -> None:
+        self._made: Any = None
+        self._batches: Iterator[TensorDictBase | None] | None = None
+        self._pauses: list[AbstractContextManager[None]] = []
+
+    def make(self, kind: str, arguments: Mapping[str, Any]) -> int | None:
+        """Make the collector.
+
+        Args:
+            kind: its name in ``torchrl_moe.collectors``.
+            arguments: by name.
+
+        Returns:
+            Its ``dialog_turns_per_batch``.
+        """
+        self._made = getattr(import_module("torchrl_moe.collectors"), kind)(**arguments)
+        turns: int | None = self._made.dialog_turns_per_batch
+        return turns
+
+    @property
+    def _collector(self) -> Any:
+        if self._made is None:
+            raise CollectionError("Ray has restarted the collector's actor, and its place in the data is lost")
+        return self._made
+
+    def next(self) -> bytes:
+        """Return the next batch, or the ``None`` that stands for one, in a tuple, packed; an empty one at the end."""
+        self._batches = iter(self._collector) if self._batches is None else self._batches
+        try:
+            return pack((next(self._batches),))
+        except StopIteration:
+            return pack(())
+        except Exception:
+            self._batches = None  # it would look like the end
+            raise
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the collector."""
+        return getattr(self._collector, method)(*arguments)
+
+    def read(self, attribute: str) -> Any:
+        """Return an attribute of the collector."""
+        return getattr(self._collector, attribute)
+
+    def increment_version(self) -> None:
+        """Note a weight update, once the replicas have said which weights they hold: their stats would say it later."""
+        table: Any = getattr(getattr(self._collector.policy, "model", None), "replica_table", ())
+        for entry in table:
+            if entry.state is ReplicaState.SERVING:
+                with contextlib.suppress(EngineError, OSError):  # its stats say it, or that it died
+                    version = entry.replica.weights_version(ASK_SECONDS)
+                    with table.lock:
+                        if version > entry.version:
+                            table.set_version(entry.index, version)
+        self._collector.increment_version()
+
+    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
+        """Set what is applied to each batch.
+
+        Raises:
+            RuntimeError: it is set already.
+        """
+        if self._collector.postproc is not None:
+            raise RuntimeError("postproc is set already")
+        self._collector.postproc = postproc
+
+    def evaluate(
+        self, env: EnvLike, n: int, dataloader: Iterable[Any] | None, generate_kwargs: Mapping[str, Any]
+    ) -> TensorDictBase:
+        """Answer held-out prompts; see :func:`~torchrl_moe.collectors.evaluation.evaluate`."""
+        return evaluate(self._collector.policy, env, n, dataloader, **generate_kwargs)
+
+    def pause(self, resume: bool) -> None:
+        """Enter the collector's ``pause``, and stay there until :meth:`end_pause`."""
+        pause = self._collector.pause(resume)
+        pause.__enter__()
+        self._pauses.append(pause)
+
+    def end_pause(self) -> None:
+        """Leave the last pause."""
+        self._pauses.pop().__exit__(None, None, None)
+
+    def shutdown(self, timeout: float | None, close_env: bool) -> None:
+        """Shut the collector down."""
+        if self._made is not None:
+            self._made.shutdown(timeout=timeout, close_env=close_env)

@@ -1,0 +1,179 @@
+"""What one sample asked the engine, and what it was answered: a row for each turn, laid out as an environment's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any, TypeAlias
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from torchrl.data.llm import History
+
+from torchrl_moe.collectors.episode import Generate
+from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.modules.policies.sample_request import SampleRequest
+from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
+
+__all__ = ["Conversation", "PromptLike"]
+
+PromptLike: TypeAlias = "History | Sequence[Mapping[str, Any]] | str | Sequence[int] | Tensor"
+"""All that stands before an answer, as the policy's ``input_mode`` reads it.
+
+``"history"``: a ``History`` ``[turns]``, messages (``{"role": ..., "content": ...}``), or text, a single message of the
+user. ``"text"``: text. ``"tokens"``: ids."""
+
+
+class Conversation:
+    """The turns of one sample.
+
+    Args:
+        policy: reads prompts and lays out answers.
+        generate: asks the engine.
+        data: ``[]``, what each row carries; read when the rows are made.
+        generate_kwargs: change the policy's.
+    """
+
+    def __init__(
+        self, policy: vLLMWrapper, generate: Generate, data: TensorDictBase, generate_kwargs: Mapping[str, Any]
+    ) -> None:
+        self._policy = policy
+        self._generate = generate
+        self._data = data
+        self._generate_kwargs = dict(generate_kwargs)
+        self._asked = 0
+        self._answers: dict[int, TensorDictBase] = {}  # by the order in which they were asked for
+        self._under_way: set[asyncio.Future[Completion]] = set()
+        self._is_over = False
+
+    @property
+    def under_way(self) -> int:
+        """Answers that are being generated."""
+        return len(self._under_way)
+
+    async def ask(self, prompt: PromptLike, **generate_kwargs: Any) -> TensorDictBase:
+        """Return the answer to a prompt, ``[]``, with the keys that the policy writes.
+
+        A prompt that goes on from an earlier answer sends that one's token ids, and its log-probs, routes and versions
+        stand in the new one too.
+
+        Args:
+            prompt: see :data:`PromptLike`.
+            **generate_kwargs: change the policy's for this answer.
+
+        Raises:
+            TypeError: the policy reads another kind of prompt.
+            EngineError: there is no answer.
+            RuntimeError: the sample's episode has come to its end.
+        """
+        if self._is_over:
+            raise RuntimeError("this episode is over: nothing can be asked in it any more")
+        request = self._request(self._read(prompt), {**self._generate_kwargs, **generate_kwargs})
+        place = self._asked
+        self._asked += 1
+        completion = asyncio.ensure_future(self._generate(request, 0))
+        self._under_way.add(completion)
+        try:
+            answer = self._policy.answer(request, await completion)
+        finally:
+            self._under_way.discard(completion)
+        self._answers[place] = answer
+        return answer
+
+    async def close(self) -> None:
+        """End what is being generated for nobody."""
+        self._is_over = True
+        if self._under_way:
+            for completion in self._under_way:
+                completion.cancel()
+            await asyncio.wait(self._under_way)
+
+    def rows(self, reward: Any) -> list[TensorDictBase]:
+        """Return a row ``[]`` for each answer, in the order in which they were asked for; the last one is done.
+
+        Args:
+            reward: a number for the last turn, or one for each.
+
+        Raises:
+            ValueError: nothing was asked, or there are more or fewer rewards than turns.
+            TypeError: the reward is neither a number nor a sequence of them.
+        """
+        answers = [self._answers[place] for place in sorted(self._answers)]
+        if not answers:
+            raise ValueError("the episode asked for no answer: there is nothing to train on")
+        rewards = _rewards(reward, len(answers))
+        return [
+            self._row(answer, following, value)
+            for answer, following, value in zip(answers, [*answers[1:], None], rewards, strict=True)
+        ]
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+
+    def _read(self, prompt: PromptLike) -> Any:
+        """Return a prompt as the policy reads it."""
+        mode = self._policy.input_mode
+        if mode == "text" and isinstance(prompt, str):
+            return prompt
+        if mode == "history" and isinstance(prompt, str):
+            return lazy_stack([History(role="user", content=prompt)])
+        if mode == "history" and isinstance(prompt, History) and prompt.ndim == 1:
+            return prompt
+        if not isinstance(prompt, str | History) and len(prompt):
+            if mode == "history" and isinstance(prompt[0], Mapping):
+                return History.from_chats([list(prompt)])[0]
+            if mode == "tokens" and not isinstance(prompt[0], Mapping):
+                return torch.as_tensor(prompt, dtype=torch.int64)
+        kinds = {"history": "a History [turns], messages, or text", "text": "text", "tokens": "token ids"}
+        raise TypeError(f"a policy of input_mode={mode!r} is asked with {kinds[mode]}, got {prompt!r:.200}")
+
+    def _request(self, prompt: Any, generate_kwargs: dict[str, Any]) -> SampleRequest:
+        """Return the request for a prompt, with the ids of the latest answer that it goes on from, if any."""
+        keys = self._policy.keys
+        written = (keys.tokens, keys.masks, keys.log_probs, keys.routed_experts, "policy_versions")
+        known = [key for key in written if key is not None]
+        for place in sorted(self._answers, reverse=True):
+            earlier = self._answers[place].select(*known, strict=False)
+            (request,) = self._policy.requests(self._sample(prompt, earlier), **generate_kwargs)
+            had = self._answers[place].get((keys.tokens, "full")).tolist()
+            if request.prompts.ids[0][: len(had)] == had:
+                return request
+        (request,) = self._policy.requests(self._sample(prompt, None), **generate_kwargs)
+        return request
+
+    def _sample(self, prompt: Any, earlier: TensorDictBase | None) -> TensorDictBase:
+        sample = self._data.copy()
+        if earlier is not None:
+            sample.update(earlier.copy())
+        return sample.set(self._policy.input_key, prompt)
+
+    def _row(self, answer: TensorDictBase, following: TensorDictBase | None, reward: float) -> TensorDictBase:
+        policy = self._policy
+        mode = {"history": policy.history_key, "text": policy.text_key, "tokens": policy.tokens_key}[policy.input_mode]
+        shown = answer.get(mode)
+        is_last = following is None
+        then = TensorDict(
+            {
+                mode: type(shown)(prompt=shown.full if following is None else following.get(mode).prompt),
+                "reward": torch.tensor([[reward]]),
+                "done": torch.tensor([is_last]),
+                "terminated": torch.tensor([is_last]),
+                "truncated": torch.tensor([False]),
+            }
+        )
+        row = self._data.copy().update(answer)
+        row.update({key: torch.tensor([False]) for key in ("done", "terminated", "truncated")})
+        return row.set("next", then)
+
+
+def _rewards(reward: Any, turns: int) -> list[float]:
+    """Return a reward for each turn."""
+    plain = reward.tolist() if hasattr(reward, "tolist") else reward
+    if isinstance(plain, Real):
+        return [0.0] * (turns - 1) + [float(plain)]
+    if not isinstance(plain, list | tuple) or not all(isinstance(one, Real) for one in plain):
+        raise TypeError(f"an episode returns its reward, a number, or one for each turn, got {reward!r:.200}")
+    if len(plain) != turns:
+        raise ValueError(f"the episode returned {len(plain)} rewards for {turns} turns")
+    return [float(one) for one in plain]

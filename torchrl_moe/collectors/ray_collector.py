@@ -1,0 +1,347 @@
+"""A collector in a Ray actor, as its driver sees it: all that the two collectors in Ray share."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+from tensordict import TensorDictBase
+from torchrl.collectors import BaseCollector
+from torchrl.data import RayReplayBuffer, ReplayBuffer
+
+from torchrl_moe._errors import CollectionError
+from torchrl_moe.collectors.arguments import EnvLike
+from torchrl_moe.collectors.packed import unpack
+from torchrl_moe.collectors.remote_host import RemoteHost, actor_options
+
+__all__ = ["RayCollector"]
+
+OF_RAY = ("ray_init_config", "remote_config", "num_cpus", "num_gpus", "sync_iter")
+END_SECONDS = 15.0
+JOIN_SECONDS = 5.0
+
+
+class RayCollector(BaseCollector):
+    """Passes on what it is asked to the actor, which has the local collector. Methods may be called from any thread.
+
+    Args:
+        kind: the local collector's name in ``torchrl_moe.collectors``.
+        given: its arguments by name, and those of Ray; ``"self"`` and ``"__class__"`` are left out.
+
+    Raises:
+        TypeError: an argument cannot be sent to an actor.
+        ValueError: resources are given twice, and differ.
+        CollectionError: the actor got no place in time.
+        Exception: what the local collector raises.
+    """
+
+    init_random_frames = 0
+    """For TorchRL's trainer."""
+    _rests = False
+    """Whether the local collector does nothing but what it is asked for, and has a state between batches only."""
+
+    def __init__(self, kind: str, given: Mapping[str, Any]) -> None:
+        super().__init__()
+        arguments = {name: value for name, value in given.items() if name not in ("self", "__class__", *OF_RAY)}
+        self.sync_iter: bool = given["sync_iter"]
+        self.verbose: bool = given["verbose"]
+        self.replay_buffer = arguments["replay_buffer"]
+        weight_updater = arguments.pop("weight_updater")  # it stays where the weights are
+        self._extends_here = isinstance(self.replay_buffer, ReplayBuffer) and not isinstance(
+            self.replay_buffer, RayReplayBuffer
+        )
+        self._is_over = False
+        self._failure: BaseException | None = None
+        self._taking = threading.Lock()
+        self._awaited: Any = None  # the batch that was asked for
+        self._ahead: deque[TensorDictBase | None] = deque()  # batches of a state that was loaded
+        self._changed = threading.Condition()
+        self._pauses = 0
+        self._is_writing = False
+        self._writer: threading.Thread | None = None
+        options = actor_options(given["remote_config"], num_cpus=given["num_cpus"], num_gpus=given["num_gpus"])
+        self._host = RemoteHost(kind, self._sendable(arguments), options, given["ray_init_config"])
+        self.total_dialog_turns = self.total_frames = given["total_dialog_turns"]
+        self.dialog_turns_per_batch = self.requested_frames_per_batch = self._host.dialog_turns_per_batch
+        self.weight_updater = weight_updater
+
+    def _sendable(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Put in a buffer's place what the actor may have of it."""
+        if isinstance(self.replay_buffer, RayReplayBuffer):
+            return {**arguments, "replay_buffer": self.replay_buffer.client()}
+        if self._extends_here:
+            flatten = arguments["flatten_data"]
+            if flatten is None and not arguments["yield_only_last_steps"]:
+                flatten = True  # the default with a buffer, which the actor does not see
+            return {**arguments, "replay_buffer": None, "flatten_data": flatten}
+        return arguments
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the :class:`CollectorHost`.
+
+        Raises:
+            CollectionError: the actor was shut down, or has died.
+        """
+        if self._is_over:
+            raise CollectionError("the collector was shut down")
+        return self._host.wait(self._host.begin(method, *arguments))
+
+    # -- batches ----------------------------------------------------------------------------------------------------
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Yield batches; with a buffer, ``None`` for each one that it was extended with."""
+        if self._failure is not None:
+            raise self._failure
+        while found := self._take():
+            (batch,) = found
+            if self._extends_here:
+                self.replay_buffer.extend(batch)
+                batch = None
+            yield batch
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        """Yield batches. After an error the actor stays, so that its state can be saved."""
+        return self.iterator()
+
+    def next(self) -> TensorDictBase | None:
+        """Return the next batch; ``None`` at the end, or if it went into the buffer."""
+        return next(self.iterator(), None)
+
+    def _take(self) -> tuple[TensorDictBase | None, ...]:
+        """Wait for the next batch; an empty tuple at the end. After a Ctrl-C the next call waits for the same one."""
+        with self._taking:
+            if self._is_over:
+                return ()
+            if self._ahead:
+                return (self._ahead.popleft(),)
+            try:
+                if self._awaited is None:
+                    self._check_unpaused()
+                    self._awaited = self._host.begin("next")
+                found: tuple[TensorDictBase | None, ...] = unpack(self._host.wait(self._awaited))
+            except Exception:
+                self._awaited = None
+                if self._is_over:  # meanwhile
+                    return ()
+                raise
+            asks_ahead = found and not self.sync_iter and not self._pauses
+            self._awaited = self._host.begin("next") if asks_ahead else None
+            return found
+
+    def _check_unpaused(self) -> None:
+        """Refuse to ask a local collector that is paused and would give nothing; a pause waits for the writer."""
+        if self._rests and self._pauses and threading.current_thread() is not self._writer:
+            raise RuntimeError("the collector is paused")
+
+    def _is_here(self) -> bool:
+        """Whether a batch that was asked for is here. A local collector that rests after it is waited for."""
+        awaited = self._awaited
+        return awaited is not None and self._host.is_done(awaited, None if self._rests else 0.0)
+
+    # -- free running -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Fill the replay buffer from now on. A thread asks for the batches, here.
+
+        Raises:
+            RuntimeError: there is no buffer.
+        """
+        if self.replay_buffer is None:
+            raise RuntimeError("start() fills a replay buffer: pass replay_buffer=, or iterate over the collector")
+        if not self.is_running():
+            self._writer = threading.Thread(target=self._write, name="torchrl_moe-ray-writer", daemon=True)
+            self._writer.start()
+
+    def _write(self) -> None:
+        batches = self.iterator()
+        try:
+            while self._may_write() and next(batches, self) is not self:
+                pass
+        except BaseException as error:  # noqa: BLE001  the trainer gets it from getattr_rb
+            self._failure = error
+        finally:
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+
+    def _may_write(self) -> bool:
+        """Wait for the end of a pause; false if the collector was shut down."""
+        with self._changed:
+            self._is_writing = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._pauses or self._is_over)
+            self._is_writing = not self._is_over
+            return self._is_writing
+
+    def is_running(self) -> bool:
+        """Whether :meth:`start` was called and has not come to its end."""
+        return self._writer is not None and self._writer.is_alive()
+
+    @contextmanager
+    def pause(self, resume: bool = True) -> Iterator[None]:
+        """Pause the collector within the context, and write nothing into the buffer.
+
+        Args:
+            resume: whether to go on after it.
+        """
+        with self._changed:
+            self._pauses += 1
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._is_writing)
+            self._is_here()
+            self._ask("pause", resume)
+            try:
+                yield
+            finally:
+                if not self._is_over:
+                    self._ask("end_pause")
+        finally:
+            if resume:
+                with self._changed:
+                    self._pauses -= 1
+                    self._changed.notify_all()
+
+    def getattr_rb(self, attr: str) -> Any:
+        """Return an attribute of the buffer.
+
+        Raises:
+            Exception: what ended the collection. TorchRL's trainer waits here for the first write.
+        """
+        if self._failure is not None:
+            raise self._failure
+        return getattr(self.replay_buffer, attr)
+
+    def getattr_policy(self, attr: str) -> Any:
+        """Return an attribute of the policy; it must be one that can be pickled."""
+        return self._ask("call", "getattr_policy", attr)
+
+    def getattr_env(self, attr: str) -> Any:
+        """Return an attribute of the environment; it must be one that can be pickled."""
+        return self._ask("call", "getattr_env", attr)
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    def increment_version(self) -> None:
+        """Note a weight update; a sender calls it, see ``sender.register_collector``."""
+        if self._is_over:
+            return
+        try:
+            self._ask("increment_version")
+        except CollectionError as error:
+            self._failure = error  # of this collector, which its trainer hears of; the sender has others
+
+    @property
+    def policy_version(self) -> Any:
+        """The newest version of the engine's weights, or what the local collector takes for it."""
+        return self._ask("read", "policy_version")
+
+    def get_policy_version(self) -> Any:
+        """:attr:`policy_version`, as TorchRL has it."""
+        return self.policy_version
+
+    def update_policy_weights_(self, policy_or_weights: Any = None, **kwargs: Any) -> None:
+        """Have TorchRL's weight updater push weights, from here; else the sync scheme's sender has done that."""
+        if self.weight_updater is not None:
+            self.weight_updater.push_weights(policy_or_weights, **kwargs)
+        self.increment_version()
+
+    # -- what it does with batches, and how far it is ---------------------------------------------------------------
+
+    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
+        """Set what is applied to each batch, in the actor.
+
+        Raises:
+            RuntimeError: it is set already.
+        """
+        self._ask("set_postproc", postproc)
+
+    @property
+    def post_collect_hook(self) -> Callable[[TensorDictBase], None] | None:
+        """What is called with each batch, in the actor."""
+        return self._post_collect_hook
+
+    @post_collect_hook.setter
+    def post_collect_hook(self, hook: Callable[[TensorDictBase], None] | None) -> None:
+        self._ask("call", "set_post_collect_hook", hook)
+        self._post_collect_hook = hook
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """Return figures by name, plain numbers for a logger."""
+        found: dict[str, int | float | bool] = self._ask("call", "stats")
+        return found
+
+    def evaluate(
+        self, env: EnvLike, n: int, *, dataloader: Iterable[Any] | None = None, **generate_kwargs: Any
+    ) -> TensorDictBase:
+        """Answer ``n`` held-out prompts, before anything else, in the actor, while the collection goes on."""
+        found: TensorDictBase = self._ask("evaluate", env, n, dataloader, generate_kwargs)
+        return found
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the local collector's state, and under ``"ahead"`` a batch that it gave out and nobody has been given.
+
+        There is one if it was asked for ahead, or if a Ctrl-C ended the wait for it.
+        """
+        with self.pause() if self._rests else nullcontext():
+            ahead = list(self._ahead)
+            if self._taking.acquire(blocking=False):  # else somebody is being given one
+                try:
+                    if self._is_here():
+                        with suppress(Exception):  # who asks for the next batch gets it
+                            ahead += [batch for batch in unpack(self._host.wait(self._awaited)) if batch is not None]
+                finally:
+                    self._taking.release()
+            return {**self._ask("call", "state_dict"), "ahead": ahead}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where another collector of the same data was, a local one too; call it before the first batch."""
+        state = dict(state_dict)
+        ahead = state.pop("ahead", ())
+        with self._taking:
+            self._awaited = None
+            self._ask("call", "load_state_dict", state)
+            self._ahead = deque(ahead)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the actor's data and environment.
+
+        Returns:
+            The next seed to use.
+        """
+        return int(self._ask("call", "set_seed", seed, static_seed))
+
+    # -- end --------------------------------------------------------------------------------------------------------
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """Shut the local collector down, and end the actor. Idempotent; the engine is its owner's.
+
+        Args:
+            timeout: seconds that the local collector has.
+            close_env: whether it closes its environments.
+            raise_on_error: of no effect.
+        """
+        del raise_on_error
+        if self._is_over:
+            return
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        seconds = END_SECONDS if timeout is None else timeout + JOIN_SECONDS
+        self._host.end(seconds, self._awaited, timeout, close_env)
+        if self._writer is not None and self._writer is not threading.current_thread():
+            self._writer.join(JOIN_SECONDS)
+
+    def __repr__(self) -> str:
+        try:
+            state = str(self._ask("call", "__repr__"))
+        except CollectionError as error:
+            state = str(error).partition("\n")[0]
+        return f"{type(self).__name__}({state})"

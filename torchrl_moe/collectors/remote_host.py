@@ -1,0 +1,158 @@
+"""The Ray actor that a collector works in: where it is placed, how it is asked, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from torchrl_moe._errors import CollectionError
+from torchrl_moe.collectors.collector_host import CollectorHost
+from torchrl_moe.modules.backends.ray.cluster import join_cluster, shortage
+from torchrl_moe.modules.serving.launch import TIMEOUT_VARIABLE, default_timeout
+
+__all__ = ["RemoteHost", "actor_options"]
+
+CALLS = 8
+"""Calls that the actor answers at a time."""
+HOW_TO_SEND = {
+    "policy": "pass policy_factory=, which makes the policy in the actor. There it can join an engine that all share: "
+    "lambda: vLLMWrapper(AsyncVLLM.connect('name'))",
+    "env": "pass a callable that makes it",
+}
+
+
+def actor_options(remote_config: Mapping[str, Any] | None, **resources: float | None) -> dict[str, Any]:
+    """Return Ray's options for the actor.
+
+    Raises:
+        ValueError: resources are given twice, and differ.
+    """
+    options = {"max_concurrency": CALLS, **(remote_config or {})}
+    for name, asked in resources.items():
+        if asked is not None and options.setdefault(name, asked) != asked:
+            raise ValueError(f"{name}={asked} and remote_config={remote_config!r} differ: pass one")
+    return options
+
+
+class RemoteHost:
+    """A :class:`CollectorHost` in an actor, which ends with :meth:`end`, when this is forgotten, and with this process.
+
+    Args:
+        kind: the collector's name in ``torchrl_moe.collectors``.
+        arguments: the collector's.
+        options: Ray's, for the actor.
+        ray_init_config: for ``ray.init``, if this process is in no cluster; ``None``: one that is found, or a new one.
+
+    Attributes:
+        dialog_turns_per_batch: the collector's.
+
+    Raises:
+        TypeError: an argument cannot be sent to an actor.
+        CollectionError: the actor got no place in time.
+        Exception: what the collector's constructor raises.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        arguments: Mapping[str, Any],
+        options: Mapping[str, Any],
+        ray_init_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        if ray_init_config is None:
+            join_cluster()
+        elif not ray.is_initialized():
+            ray.init(**ray_init_config)
+        sent = _put(arguments)
+        self._actor = _place(options)
+        try:
+            self.dialog_turns_per_batch: int | None = self.wait(self._actor.make.remote(kind, sent))
+        except BaseException:
+            self._kill()
+            raise
+
+    def begin(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the :class:`CollectorHost`, and return a reference to what it will return.
+
+        Raises:
+            CollectionError: Ray was shut down.
+        """
+        if not ray.is_initialized():  # a call would start another cluster
+            raise CollectionError("Ray was shut down, and the collector's actor with it")
+        return getattr(self._actor, method).remote(*arguments)
+
+    def wait(self, reference: Any) -> Any:
+        """Wait for what a method returns; what it raises is raised as it was there.
+
+        Raises:
+            CollectionError: the actor has died, or its error cannot be pickled.
+        """
+        try:
+            return ray.get(reference)
+        except RayTaskError as error:
+            if isinstance(error.cause, RayError):  # in the place of an error that cannot be pickled, with its words
+                raise CollectionError(str(error.cause)) from error
+            raise error.cause from error
+        except RayError as error:
+            raise CollectionError(f"the collector's actor gave no answer: {error}") from error
+
+    def is_done(self, reference: Any, seconds: float | None = 0.0) -> bool:
+        """Whether a method has returned or raised within some seconds; ``None``: it is waited for."""
+        return bool(ray.wait([reference], timeout=seconds)[0])
+
+    def end(self, seconds: float, awaited: Any, *arguments: Any) -> None:
+        """Have the collector shut down, and end the actor, in whatever state that is.
+
+        Args:
+            seconds: that the collector has.
+            awaited: a reference to what nobody waits for any more, or ``None``.
+            arguments: of :meth:`CollectorHost.shutdown`.
+        """
+        if ray.is_initialized():  # else it is gone
+            try:
+                self.is_done(self._actor.shutdown.remote(*arguments), seconds)
+            finally:
+                self._kill()
+            if awaited is not None:
+                with contextlib.suppress(Exception):  # it was cut off; Ray would log that nobody has seen its error
+                    self.wait(awaited)
+
+    def _kill(self) -> None:
+        ray.kill(self._actor)
+
+
+def _put(arguments: Mapping[str, Any]) -> Any:
+    """Put arguments where the actor finds them."""
+    try:
+        return ray.put(dict(arguments))
+    except Exception:  # of any type: what an argument raises as it is pickled
+        for name, value in arguments.items():
+            try:
+                ray.cloudpickle.dumps(value)
+            except Exception as error:
+                how = HOW_TO_SEND.get(name, "pass what can be pickled")
+                raise TypeError(f"{name}= cannot be sent to the collector's actor ({error!r}): {how}") from error
+        raise
+
+
+def _place(options: Mapping[str, Any]) -> Any:
+    """Return an actor that has its place."""
+    actor = ray.remote(CollectorHost).options(**options).remote()
+    seconds = default_timeout()
+    try:
+        if ray.wait([actor.__ray_ready__.remote()], timeout=seconds)[0]:
+            return actor
+        asked = {"CPU": options.get("num_cpus", 1), "GPU": options.get("num_gpus"), **(options.get("resources") or {})}
+        waits_for = shortage({name: float(amount) for name, amount in asked.items() if amount})
+        raise CollectionError(
+            f"the collector's actor had no place within {seconds:g} s (the environment's {TIMEOUT_VARIABLE}). "
+            f"{waits_for}"
+        )
+    except BaseException:
+        with contextlib.suppress(RayError):
+            ray.kill(actor)
+        raise
