@@ -129,7 +129,7 @@ def test_what_is_on_its_way_to_the_buffer_is_in_the_state(collect: Collect) -> N
             return super().extend(data, **kwargs)
 
     buffer = Watched(storage=LazyStackStorage(64))
-    collector = collect(replay_buffer=buffer, max_staleness=0, total_dialog_turns=12)
+    collector = collect(replay_buffer=buffer, max_staleness=2, total_dialog_turns=12)
     collector.start()
     until(lambda: not collector.is_running())
     assert [count for _, count in states] == [0, 4, 8]
