@@ -129,9 +129,8 @@ def test_what_is_on_its_way_to_the_buffer_is_in_the_state(collect: Collect) -> N
             return super().extend(data, **kwargs)
 
     buffer = Watched(storage=LazyStackStorage(64))
-    collector = collect(replay_buffer=buffer, max_staleness=2, total_dialog_turns=12)
-    collector.start()
-    until(lambda: not collector.is_running())
+    collector = collect(replay_buffer=buffer, max_staleness=0, total_dialog_turns=12)
+    assert list(islice(collector, 9)) == [None] * 3
     assert [count for _, count in states] == [0, 4, 8]
     for state, count in states:
         assert state["frames"] == count
