@@ -273,11 +273,19 @@ def test_a_pause_ends_at_a_batchs_border(engine: FakeAsyncVLLM) -> None:
     pausing.__exit__(None, None, None)
     until(lambda: collector.getattr_rb("write_count") > 8)
     with collector.pause(resume=False):
-        assert not collector._is_collecting
+        assert collector._collecting is None
     written = collector.getattr_rb("write_count")
     collector.shutdown()
     assert not collector.is_running()
     assert collector.replay_buffer.write_count == written
+
+
+def test_a_state_may_be_saved_by_a_hook_of_the_batch(engine: FakeAsyncVLLM) -> None:
+    collector = LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4)
+    states: list[Any] = []
+    collector.set_post_collect_hook(lambda batch: states.append(collector.state_dict()))
+    next(iter(collector))
+    assert [position for position, _ in states[0]["prompts"]["copies"]] == [4, 5, 6, 7]
 
 
 def test_iterating_during_a_pause_or_after_the_end_is_refused(engine: FakeAsyncVLLM) -> None:

@@ -89,7 +89,8 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
     ) -> None:
         self._borders = threading.Condition()
         self._pauses = 0
-        self._is_collecting = self._stop = False
+        self._stop = False
+        self._collecting: threading.Thread | None = None
         self._failure: BaseException | None = None
         refuse_queue(queue)
         policy = one_policy(policy, policy_factory)
@@ -146,7 +147,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
                         batch = next(batches, END)
                 finally:
                     with self._borders:
-                        self._is_collecting = False
+                        self._collecting = None
                         self._borders.notify_all()
                 if batch is END:
                     return
@@ -161,7 +162,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
             self._borders.wait_for(lambda: not self._pauses or self._stop)
             if is_background and self._stop:
                 return False
-            self._is_collecting = True
+            self._collecting = threading.current_thread()
             return True
 
     def _postproc(self, tensordict_out: TensorDictBase) -> TensorDictBase:
@@ -216,7 +217,8 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         """
         with self._borders:
             self._pauses += 1
-            self._borders.wait_for(lambda: not self._is_collecting)
+            # a hook of the batch under way has not to wait for itself
+            self._borders.wait_for(lambda: self._collecting in (None, threading.current_thread()))
         try:
             yield
         finally:
