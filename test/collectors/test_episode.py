@@ -119,7 +119,7 @@ def test_a_cancelled_gathering_cancels_each_once() -> None:
 
 
 def test_a_gathering_that_failed_and_is_cancelled_then_cancels_each_once() -> None:
-    """One of two fails, and the other waits for a thread before it ends: a group that fails, and is stale then."""
+    """One of two fails; the other one waits for a thread before it ends. So with a group that fails and is stale."""
 
     async def main() -> list[str]:
         over, seen = asyncio.Event(), list[str]()
