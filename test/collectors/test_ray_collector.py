@@ -25,7 +25,7 @@ from torchrl.data import LazyStackStorage, RayReplayBuffer, ReplayBuffer
 from torchrl.trainers import Trainer
 
 from support.actors import toy_actors
-from support.collecting import Questions, chat, plain, policy_of, queries
+from support.collecting import Questions, chat, new_weights, plain, policy_of, queries
 from support.processes import PYTHONPATH, is_gone
 from support.remote_hosts import (
     BufferClient,
@@ -199,6 +199,18 @@ def test_a_buffer_of_this_process_is_filled_from_a_thread(collect: Make) -> None
     assert len(collector.replay_buffer) == 12
 
 
+def test_a_thread_is_no_further_ahead_of_the_weight_updates_than_a_local_one(collect: Make, actor: Any) -> None:
+    collector = collect(replay_buffer=buffer(), max_staleness=1)
+    collector.start()
+    until(lambda: collector.getattr_rb("write_count") == 4)
+    until(lambda: run(actor, lambda local: len(local._rollouts._asked)) == 1)  # for a third batch, which cannot begin
+    assert run(actor, lambda local: local._schedule.begun) == 2
+    run(actor, lambda local: new_weights(local.policy.model, 1))
+    collector.increment_version()
+    until(lambda: collector.getattr_rb("write_count") == 6)
+    assert run(actor, lambda local: local._schedule.begun) == 3
+
+
 def test_starting_without_a_buffer_is_refused(collect: Make) -> None:
     with pytest.raises(RuntimeError, match="pass replay_buffer="):
         collect().start()
@@ -210,7 +222,7 @@ def test_a_buffer_elsewhere_is_extended_by_the_actor(collect: Make, actor: Any, 
     assert list(islice(collector, 2)) == [None, None]
     assert run(actor, lambda local: local.replay_buffer.seen) == ["q0", "q0", "q1", "q1"]
     collector.start()
-    until(lambda: run(actor, lambda local: len(local.replay_buffer.seen)) >= 10)
+    until(lambda: run(actor, lambda local: len(local.replay_buffer.seen)) >= 8)
 
 
 @pytest.mark.soak  # one more process
@@ -297,27 +309,27 @@ def test_calls_do_not_wait_for_a_batch(collect: Make, actor: Any) -> None:
     assert batch.result(60) is None
 
 
-def test_nothing_begins_and_nothing_is_written_during_a_pause(collect: Make, actor: Any) -> None:
-    def asked(local: Any) -> int:
-        return sum(len(replica.submitted) for replica in local.policy.model.replicas)
+def test_nothing_begins_during_a_pause(collect: Make, actor: Any) -> None:
+    def begun() -> int:
+        return run(actor, lambda local: local._schedule.begun)
 
-    collector = collect(replay_buffer=buffer(), dataloader=Questions())
+    collector = collect(replay_buffer=buffer())
     collector.start()
-    until(lambda: collector.getattr_rb("write_count") > 0)
+    until(lambda: collector.getattr_rb("write_count") == 6)  # 3 batches ahead of the updates
     with collector.pause():
         with collector.pause():
             pass
-        written = collector.getattr_rb("write_count")
-        until(lambda: run(actor, lambda local: local._schedule.ready_groups == local._schedule.in_line))
-        before = run(actor, asked)
+        run(actor, lambda local: new_weights(local.policy.model, 1))
+        collector.increment_version()
         collector.state_dict()
-        assert (collector.getattr_rb("write_count"), run(actor, asked)) == (written, before)
+        assert (collector.getattr_rb("write_count"), begun()) == (6, 3)
         assert collector.is_running()
-    until(lambda: collector.getattr_rb("write_count") > written)
+    until(lambda: collector.getattr_rb("write_count") == 8)
     with collector.pause(resume=False):
-        written = collector.getattr_rb("write_count")
+        run(actor, lambda local: new_weights(local.policy.model, 2))
+        collector.increment_version()
     assert run(actor, lambda local: local._rollouts.pauses) == 1
-    assert collector.getattr_rb("write_count") == written
+    assert (collector.getattr_rb("write_count"), begun()) == (8, 4)
     collector.shutdown()
     assert not collector.is_running()
 

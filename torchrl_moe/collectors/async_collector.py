@@ -89,6 +89,7 @@ class AsyncLLMCollector(Reports):
     """
 
     init_random_frames = 0  # TorchRL's trainer reads it
+    is_paced_by_updates = False  # in an actor, whose driver fills a buffer from a thread
 
     def __init__(
         self,
@@ -193,7 +194,7 @@ class AsyncLLMCollector(Reports):
     def _ask(self, future: Future[TensorDictBase]) -> None:
         self._progress.begin(self._frames)
         is_writer = threading.current_thread() is self._writer  # then nobody says what was trained but the updates
-        if not self._call(self._rollouts.ask, future, not is_writer):
+        if not self._call(self._rollouts.ask, future, not (is_writer or self.is_paced_by_updates)):
             raise _ShutDown(OVER) if self._is_over else RuntimeError("a collector is of no use in a forked process")
 
     def _accept(self, batch: TensorDictBase) -> TensorDictBase | None:

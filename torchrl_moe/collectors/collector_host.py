@@ -49,8 +49,13 @@ class CollectorHost:
             raise CollectionError("Ray has restarted the collector's actor, and its place in the data is lost")
         return self._made
 
-    def next(self) -> bytes:
-        """Return the next batch, or the ``None`` that stands for one, in a tuple, packed; an empty one at the end."""
+    def next(self, is_writer: bool = False) -> bytes:
+        """Return the next batch, or the ``None`` that stands for one, in a tuple, packed; an empty one at the end.
+
+        Args:
+            is_writer: whether it is for a buffer, so that asking does not say that the last one was trained.
+        """
+        self._collector.is_paced_by_updates = is_writer
         self._batches = iter(self._collector) if self._batches is None else self._batches
         try:
             return pack((next(self._batches),))

@@ -122,7 +122,7 @@ class RayCollector(BaseCollector):
             try:
                 if self._awaited is None:
                     self._check_unpaused()
-                    self._awaited = self._host.begin("next")
+                    self._awaited = self._begin()
                 found: tuple[TensorDictBase | None, ...] = unpack(self._host.wait(self._awaited))
             except Exception:
                 self._awaited = None
@@ -130,8 +130,11 @@ class RayCollector(BaseCollector):
                     return ()
                 raise
             asks_ahead = found and not self.sync_iter and not self._pauses
-            self._awaited = self._host.begin("next") if asks_ahead else None
+            self._awaited = self._begin() if asks_ahead else None
             return found
+
+    def _begin(self) -> Any:
+        return self._host.begin("next", threading.current_thread() is self._writer)
 
     def _check_unpaused(self) -> None:
         """Refuse to ask a local collector that is paused and would give nothing; a pause waits for the writer."""
@@ -146,7 +149,7 @@ class RayCollector(BaseCollector):
     # -- free running -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Fill the replay buffer from now on. A thread asks for the batches, here.
+        """Fill the replay buffer from now on, as the local collector does; a thread asks for the batches, here.
 
         Raises:
             RuntimeError: there is no buffer.
@@ -184,7 +187,7 @@ class RayCollector(BaseCollector):
 
     @contextmanager
     def pause(self, resume: bool = True) -> Iterator[None]:
-        """Pause the collector within the context, and write nothing into the buffer.
+        """Pause the local collector within the context, as that does, and ask it for nothing.
 
         Args:
             resume: whether to go on after it.
@@ -193,7 +196,8 @@ class RayCollector(BaseCollector):
             self._pauses += 1
         try:
             with self._changed:
-                self._changed.wait_for(lambda: not self._is_writing)
+                # another one may wait for the weight update that comes after the pause
+                self._changed.wait_for(lambda: not (self._rests and self._is_writing))
             self._is_here()
             self._ask("pause", resume)
             try:
