@@ -228,7 +228,7 @@ def test_a_buffer_elsewhere_is_extended_by_the_actor(collect: Make, actor: Any, 
 @pytest.mark.soak  # one more process
 def test_a_buffer_in_ray_is_filled_by_the_actor(collect: Make) -> None:
     shared = RayReplayBuffer(storage=partial(LazyStackStorage, 64), remote_config={"num_cpus": 0})
-    collector = collect(replay_buffer=shared, groups_per_batch=2, total_dialog_turns=24)
+    collector = collect(replay_buffer=shared, groups_per_batch=2, total_dialog_turns=24, max_staleness=8)
     assert list(islice(collector, 2)) == [None, None]
     assert queries(shared[:])[::2] == ["q0", "q1", "q2", "q3"]
     collector.start()
