@@ -471,7 +471,7 @@ def test_a_restored_collector_goes_on_from_the_last_tokens(engine: FakeAsyncVLLM
         for turn, answer in answers.items()
         for output in answer.outputs
     }
-    assert (40 in map(len, had.values())) == (turns > 1)  # whole ones
+    assert turns == 1 or 40 in map(len, had.values())  # whole ones
     assert sum(len(tokens) for tokens in had.values()) > 60
     for replica in engine.replicas:
         replica.submitted.clear()

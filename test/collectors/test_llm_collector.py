@@ -290,13 +290,47 @@ def test_a_state_may_be_saved_by_a_hook_of_the_batch(engine: FakeAsyncVLLM) -> N
 
 def test_iterating_during_a_pause_or_after_the_end_is_refused(engine: FakeAsyncVLLM) -> None:
     collector = LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4)
-    with collector.pause(), pytest.raises(RuntimeError, match="the collector is paused"):
-        next(collector.iterator())
-    assert next(collector.iterator()).numel() == 4
+    with collector.pause():
+        for ask in (collector.iterator().__next__, iter(collector).__next__, collector.next):
+            with pytest.raises(RuntimeError, match="the collector is paused"):
+                ask()
+    assert collector.next().numel() == 4
     collector.shutdown()
     collector.shutdown()
     with pytest.raises(RuntimeError, match="the collector was shut down"):
         next(collector.iterator())
+
+
+def test_a_shutdown_by_another_thread_ends_the_iteration_after_its_batch(engine: FakeAsyncVLLM) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def reward(query: str) -> float:
+        reached.set()
+        go_on.wait(60)
+        return 1.0
+
+    collector = LLMCollector(env_of(reward=reward), policy=policy_of(engine), dialog_turns_per_batch=4)
+    batches = in_thread(lambda: list(iter(collector.iterator())))
+    reached.wait(60)
+    shutdown = in_thread(collector.shutdown)
+    go_on.set()
+    shutdown.result(60)
+    assert [queries(batch.reshape(-1)) for batch in batches.result(60)] == [["q0", "q1", "q2", "q3"]]
+
+
+@pytest.mark.parametrize("mode", ["samples", "turns"])
+def test_after_a_ctrl_c_prompts_come_again(engine: FakeAsyncVLLM, mode: str) -> None:
+    def reward(query: str) -> float:
+        if query == "q5" and not caught:
+            caught.append(query)
+            raise KeyboardInterrupt
+        return 1.0
+
+    caught: list[str] = []
+    collector = LLMCollector(env_of(reward=reward), policy=policy_of(engine), dialog_turns_per_batch=8, **MODES[mode])
+    with pytest.raises(KeyboardInterrupt):
+        collector.next()
+    assert Counter(queries(collector.next().reshape(-1))) == Counter(f"q{i}" for i in range(8))
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

@@ -29,6 +29,10 @@ END = object()
 SHOWN = ("dialog_turns_per_batch", "yield_completed_trajectories", "yield_only_last_steps", "reset_at_each_iter")
 
 
+class _PausedError(RuntimeError):
+    """It can go on after the pause."""
+
+
 class LLMCollector(Reports, torchrl_llm.LLMCollector):
     """TorchRL's collector, in which all samples of the environment take a turn together, then the next.
 
@@ -134,10 +138,12 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         """Yield batches; with a buffer, extend it and yield ``None``.
 
         Raises:
-            RuntimeError: it is paused by this very thread, and would wait for ever.
+            RuntimeError: it was shut down, or it is paused by this very thread, and would wait for ever.
         """
         if self._failure is not None:
             raise self._failure
+        if self.closed:
+            raise RuntimeError("the collector was shut down")
         batches = super().iterator()
         with self._progress:
             while self._may_collect():
@@ -154,16 +160,26 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
                 yield batch
 
     def _may_collect(self) -> bool:
-        """Wait while it is paused; false if its thread is to end instead."""
+        """Wait while it is paused; false if it was shut down meanwhile."""
         is_background = threading.current_thread() is getattr(self, "_thread", None)
         with self._borders:
-            if not is_background and (self.closed or self._pauses):
-                raise RuntimeError("the collector was shut down" if self.closed else "the collector is paused")
+            if self._pauses and not is_background:
+                raise _PausedError("the collector is paused")
             self._borders.wait_for(lambda: not self._pauses or self._stop)
-            if is_background and self._stop:
+            if self._stop:
                 return False
             self._collecting = threading.current_thread()
             return True
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        """Yield batches; after an error the collector is shut down. A Ctrl-C, and a pause, leave it running."""
+        try:
+            yield from self.iterator()
+        except BaseException as error:
+            self._iterator = None  # next() needs another one
+            if isinstance(error, Exception) and not isinstance(error, _PausedError):
+                self.shutdown()
+            raise
 
     def _postproc(self, tensordict_out: TensorDictBase) -> TensorDictBase:
         self._report(tensordict_out, self._frames)
@@ -172,7 +188,13 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
     def _rollout_all(self) -> TensorDictBase:
         if self.reset_at_each_iter and self._feed is not None:
             self._feed.give_back()
-        batch = super()._rollout_all()
+        try:
+            batch = super()._rollout_all()
+        except BaseException:  # a Ctrl-C, say: what was collected of the batch is lost
+            self._shuttle = None
+            if self._feed is not None:
+                self._feed.give_back()
+            raise
         if self._feed is not None:
             self._feed.forget_finished()
         return batch
@@ -296,10 +318,11 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
     # -- end --------------------------------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End the thread after its batch, and close the environment. Idempotent; the engine is its owner's."""
+        """End it after the batch under way, and close the environment. Idempotent; the engine is its owner's."""
         with self._borders:
             self._stop = True
             self._borders.notify_all()
+            self._borders.wait_for(lambda: self._collecting in (None, threading.current_thread()), timeout)
         self._progress.close()
         super().shutdown(timeout, close_env, raise_on_error)
 
