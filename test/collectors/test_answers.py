@@ -36,6 +36,10 @@ def answer(engine: FakeAsyncVLLM, asked: dict[str, Any]) -> Completion:
     return completion
 
 
+def how(**kwargs: Any) -> str:
+    return f"{ {'max_tokens': 4, 'logprobs': 0, **kwargs}!r}, routes: True"
+
+
 def half(completion: Completion) -> Completion:
     return cut(completion, 2, decode=str)
 
@@ -56,8 +60,10 @@ def test_whole_and_cut_answers_are_in_the_state_until_their_group_is_over(engine
     answers.add(7, 1, first)
     second = answers.ask(7, 1, arguments([*IDS, 68]), 0)
     some = half(answer(engine, second))
-    assert answers.state_dict({}) == {7: {1: {0: first}}}
-    assert answers.state_dict({second["request_id"]: some, "another's": first}) == {7: {1: {0: first, 1: some}}}
+    assert answers.state_dict({}) == {7: {1: {0: (first, how())}}}
+    assert answers.state_dict({second["request_id"]: some, "another's": first}) == {
+        7: {1: {0: (first, how()), 1: (some, how())}}
+    }
     answers.forget(7)
     assert answers.state_dict({second["request_id"]: some}) == {}
 
@@ -65,7 +71,7 @@ def test_whole_and_cut_answers_are_in_the_state_until_their_group_is_over(engine
 def test_what_is_asked_again_goes_on(engine: FakeAsyncVLLM) -> None:
     answers = Answers()
     first = answer(engine, answers.ask(7, 0, arguments(IDS), 0))
-    state = {7: {0: {0: first, 1: half(first)}}, 9: {0: {0: first}}}
+    state = {7: {0: {0: (first, how()), 1: (half(first), how())}}, 9: {0: {0: (first, how())}}}
     again = Answers()
     again.load_state_dict(state)
     assert again.state_dict({}) == state  # a second crash loses nothing
@@ -78,15 +84,21 @@ def test_what_is_asked_again_goes_on(engine: FakeAsyncVLLM) -> None:
     )
     assert "resume" not in again.ask(7, 0, arguments(IDS), 0)  # a third turn there was none
     again.forget(7)
-    assert again.state_dict({}) == {9: {0: {0: first}}}
+    assert again.state_dict({}) == {9: {0: {0: (first, how())}}}
 
 
-def test_an_answer_to_another_prompt_or_from_the_future_is_not_used(engine: FakeAsyncVLLM) -> None:
+def test_an_answer_to_another_prompt_or_of_another_kind_or_from_the_future_is_not_used(engine: FakeAsyncVLLM) -> None:
     had = answer(engine, Answers().ask(0, 0, arguments(IDS), 0))
     had.outputs[0] = replace(had.outputs[0], policy_versions=had.outputs[0].policy_versions + 3)
-    for ids, version, is_used in (([65, 66], 3, False), (IDS, 2, False), (IDS, 3, True)):
+    cases = [
+        ([65, 66], 3, how(), False),
+        (IDS, 2, how(), False),
+        (IDS, 3, how(max_tokens=5), False),
+        (IDS, 3, how(), True),
+    ]
+    for ids, version, asked_how, is_used in cases:
         answers = Answers()
-        answers.load_state_dict({0: {0: {0: had}}})
+        answers.load_state_dict({0: {0: {0: (had, asked_how)}}})
         asked = answers.ask(0, 0, arguments(ids), version)
         assert ("resume" in asked) == is_used
         assert ("prompt_token_ids" in asked) != is_used

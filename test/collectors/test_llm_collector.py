@@ -191,6 +191,36 @@ def test_resetting_at_each_iteration_loses_no_prompt(engine: FakeAsyncVLLM) -> N
     assert asked == [f"q{i}" for i in range(12)]
 
 
+def test_samples_that_are_given_up_do_not_come_again(engine: FakeAsyncVLLM) -> None:
+    """Two turns are wanted, and each batch has room for one."""
+    env = env_of(turns=2)
+    collector = LLMCollector(env, policy=policy_of(engine), dialog_turns_per_batch=4, reset_at_each_iter=True)
+    asked = [query for batch in islice(collector, 3) for query in queries(batch.reshape(-1))]
+    assert asked == [f"q{i}" for i in range(12)]
+
+
+def test_data_that_can_be_read_once_goes_on_where_it_was(engine: FakeAsyncVLLM) -> None:
+    def collector() -> LLMCollector:
+        return LLMCollector(env_of(iter(Questions(64, 3)), 2), policy=policy_of(engine), dialog_turns_per_batch=2)
+
+    first, second = collector(), collector()
+    seen = [query for batch in islice(first, 2) for query in queries(batch.reshape(-1))]
+    second.load_state_dict(first.state_dict())
+    seen += [query for batch in islice(second, 2) for query in queries(batch.reshape(-1))]
+    assert seen == [f"q{i}" for i in range(8)]
+    with pytest.raises(ValueError, match="load the state before the first batch"):
+        second.load_state_dict(first.state_dict())
+
+
+def test_the_state_can_be_saved_after_the_end(engine: FakeAsyncVLLM) -> None:
+    collector = LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4)
+    next(iter(collector))
+    collector.shutdown()
+    again = LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4)
+    again.load_state_dict(collector.state_dict())
+    assert queries(next(iter(again)).reshape(-1)) == ["q4", "q5", "q6", "q7"]
+
+
 def test_data_that_can_be_read_once_loses_no_row(engine: FakeAsyncVLLM) -> None:
     """The environment has read a batch to know what is in it."""
     data = iter([{"query": ["q0", "q1", "q2"]}, {"query": ["q3", "q4", "q5"]}])
@@ -299,6 +329,30 @@ def test_iterating_during_a_pause_or_after_the_end_is_refused(engine: FakeAsyncV
     collector.shutdown()
     with pytest.raises(RuntimeError, match="the collector was shut down"):
         next(collector.iterator())
+
+
+def test_a_pause_of_another_thread_is_waited_for(engine: FakeAsyncVLLM) -> None:
+    collector = LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4)
+    pause = collector.pause()
+    in_thread(pause.__enter__).result(60)
+    batch = in_thread(collector.next)
+    with collector._borders:
+        assert collector._collecting is None
+    in_thread(lambda: pause.__exit__(None, None, None)).result(60)
+    assert batch.result(60).numel() == 4
+
+
+def test_a_ctrl_c_while_a_pause_waits_leaves_no_pause(engine: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4)
+
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(collector._borders, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            collector.state_dict()
+    assert collector.next().numel() == 4
 
 
 def test_a_shutdown_by_another_thread_ends_the_iteration_after_its_batch(engine: FakeAsyncVLLM) -> None:

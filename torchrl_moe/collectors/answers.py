@@ -17,8 +17,8 @@ __all__ = ["Answers", "snapshots"]
 
 LOG = logging.getLogger(__name__)
 SNAPSHOT_SECONDS = 10.0
-Turns: TypeAlias = "dict[int, dict[int, Completion]]"
-"""Sample -> turn -> its answer, whole or cut."""
+Turns: TypeAlias = "dict[int, dict[int, tuple[Completion, str]]]"
+"""Sample -> turn -> its answer, whole or cut, and how it was asked for."""
 
 
 class Answers:
@@ -31,8 +31,8 @@ class Answers:
 
     def __init__(self) -> None:
         self._prefix = uuid.uuid4().hex[:12]
-        self._asked: dict[tuple[int, int], int] = {}
-        self._whole: dict[int, Turns] = {}
+        self._asked: dict[tuple[int, int], list[str]] = {}
+        self._whole: dict[int, dict[int, dict[int, Completion]]] = {}
         self._restored: dict[int, Turns] = {}
 
     def ask(self, position: int, sample: int, arguments: Mapping[str, Any], version: int) -> dict[str, Any]:
@@ -44,15 +44,16 @@ class Answers:
             arguments: of this turn.
             version: the newest; an answer with tokens of a later one is not used.
         """
-        turn = self._asked.get((position, sample), 0)
-        self._asked[position, sample] = turn + 1
+        asked = self._asked.setdefault((position, sample), [])
+        turn = len(asked)
+        asked.append(_how(arguments))
         name = f"{self._prefix}-{position}-{sample}"
         named = {"session_id": name, **arguments, "request_id": f"{name}-{turn}"}
         had = self._restored.get(position, {}).get(sample, {}).get(turn)
         if had is None or not _fits(had, arguments, version):
             return named
         del named["prompt_token_ids"]
-        return {**named, "resume": had}
+        return {**named, "resume": had[0]}
 
     def add(self, position: int, sample: int, completion: Completion) -> None:
         """Keep a whole answer, for as long as its group is under way."""
@@ -75,10 +76,11 @@ class Answers:
         state = {at: {sample: dict(turns) for sample, turns in of.items()} for at, of in self._restored.items()}
         for (position, sample), asked in self._asked.items():
             turns = state.setdefault(position, {}).setdefault(sample, {})
-            for turn in range(asked):
-                if (cut := under_way.get(f"{self._prefix}-{position}-{sample}-{turn}")) is not None:
-                    turns[turn] = cut
-            turns |= self._whole.get(position, {}).get(sample, {})
+            whole = self._whole.get(position, {}).get(sample, {})
+            for turn, how in enumerate(asked):
+                answer = whole.get(turn) or under_way.get(f"{self._prefix}-{position}-{sample}-{turn}")
+                if answer is not None:
+                    turns[turn] = answer, how
         return state
 
     def load_state_dict(self, state: Mapping[int, Turns]) -> None:
@@ -86,10 +88,17 @@ class Answers:
         self._restored = dict(state)
 
 
-def _fits(had: Completion, arguments: Mapping[str, Any], version: int) -> bool:
-    """Whether an answer is one to what is asked now, by weights that the engine has had."""
-    is_known = all(output.policy_versions.max(initial=0) <= version for output in had.outputs)
-    return is_known and np.array_equal(had.prompt_token_ids, np.asarray(arguments["prompt_token_ids"]))
+def _how(arguments: Mapping[str, Any]) -> str:
+    """What an answer depends on besides its prompt, as text."""
+    return f"{arguments['sampling_params']!r}, routes: {arguments.get('return_routed_experts', True)}"
+
+
+def _fits(had: tuple[Completion, str], arguments: Mapping[str, Any], version: int) -> bool:
+    """Whether an answer is one to what is asked now, in the same way, by weights that the engine has had."""
+    completion, how = had
+    is_known = all(output.policy_versions.max(initial=0) <= version for output in completion.outputs)
+    same_ids = np.array_equal(completion.prompt_token_ids, np.asarray(arguments["prompt_token_ids"]))
+    return is_known and same_ids and how == _how(arguments)
 
 
 def snapshots(engine: Any) -> dict[str, Completion]:

@@ -92,7 +92,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         verbose: bool = False,
     ) -> None:
         self._borders = threading.Condition()
-        self._pauses = 0
+        self._pausing: list[threading.Thread] = []
         self._stop = False
         self._collecting: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -163,9 +163,9 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         """Wait while it is paused; false if it was shut down meanwhile."""
         is_background = threading.current_thread() is getattr(self, "_thread", None)
         with self._borders:
-            if self._pauses and not is_background:
+            if threading.current_thread() in self._pausing and not is_background:
                 raise _PausedError("the collector is paused")
-            self._borders.wait_for(lambda: not self._pauses or self._stop)
+            self._borders.wait_for(lambda: not self._pausing or self._stop)
             if self._stop:
                 return False
             self._collecting = threading.current_thread()
@@ -188,19 +188,27 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
     def _rollout_all(self) -> TensorDictBase:
         if self.reset_at_each_iter and self._feed is not None:
             self._feed.give_back()
-        try:
-            batch = super()._rollout_all()
-        except BaseException:  # a Ctrl-C, say: what was collected of the batch is lost
-            self._shuttle = None
-            if self._feed is not None:
-                self._feed.give_back()
-            raise
+        batch = self._or_again(super()._rollout_all)
         if self._feed is not None:
             self._feed.forget_finished()
+            if self.reset_at_each_iter:  # what is under way is given up, and its first turns were yielded
+                last = batch.reshape(self.env.batch_size.numel(), -1)[:, -1]
+                for sample in (~last["next", "done"].reshape(len(last), -1).any(-1)).nonzero()[:, 0].tolist():
+                    self._feed.finished(sample)
         return batch
 
+    def _or_again(self, rollout: Callable[[], TensorDictBase]) -> TensorDictBase:
+        """Collect; if that is interrupted, by a Ctrl-C, say, its prompts come again, and its answers are lost."""
+        try:
+            return rollout()
+        except BaseException:
+            if self._feed is not None:
+                self._feed.give_back(self._finished)
+            self._begin_again()
+            raise
+
     def _rollout_yield_trajs(self) -> TensorDictBase:
-        batch = super()._rollout_yield_trajs()
+        batch = self._or_again(super()._rollout_yield_trajs)
         while len(self._finished) > len(self._trajectory_queue):
             self._finished.popleft()
         return batch
@@ -237,16 +245,20 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         Args:
             resume: whether to go on after it.
         """
+        me = threading.current_thread()
+        is_inside = False
         with self._borders:
-            self._pauses += 1
-            # a hook of the batch under way has not to wait for itself
-            self._borders.wait_for(lambda: self._collecting in (None, threading.current_thread()))
+            self._pausing.append(me)
         try:
+            with self._borders:
+                # a hook of the batch under way has not to wait for itself
+                self._borders.wait_for(lambda: self._collecting in (None, me))
+            is_inside = True
             yield
         finally:
-            if resume:
+            if resume or not is_inside:
                 with self._borders:
-                    self._pauses -= 1
+                    self._pausing.remove(me)
                     self._borders.notify_all()
 
     # -- weights ----------------------------------------------------------------------------------------------------
@@ -264,7 +276,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         Prompts of batches that were yielded count as used; samples that are under way begin again.
         """
         with self.pause():
-            state = super().state_dict()
+            state = OrderedDict(self._last_state) if self.closed else super().state_dict()
             state["prompts"] = None if self._feed is None else self._feed.state_dict(self._finished)
         if self._feed is None:
             warnings.warn(
@@ -289,9 +301,9 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
             raise ValueError("the state is of a collector whose data came from elsewhere")
         with self.pause():
             super().load_state_dict(OrderedDict(state_dict), **kwargs)
+            self._begin_again()
             if self._feed is not None:
                 self._feed.load_state_dict(prompts)
-                self._begin_again()
 
     def _begin_again(self) -> None:
         """Forget samples that are under way."""
@@ -324,6 +336,8 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
             self._borders.notify_all()
             self._borders.wait_for(lambda: self._collecting in (None, threading.current_thread()), timeout)
         self._progress.close()
+        if not self.closed:
+            self._last_state = super().state_dict()
         super().shutdown(timeout, close_env, raise_on_error)
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:

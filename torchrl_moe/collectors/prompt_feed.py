@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -92,7 +93,19 @@ class PromptFeed:
         return {**self.stream.state_dict(), "copies": copies}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another one was: what was open there comes first."""
+        """Go on where another one was: what was open there comes first.
+
+        Raises:
+            ValueError: the data can be read once only, and rows of it have been yielded.
+        """
+        if isinstance(self._data, Iterator):
+            held = {prompt.position: prompt.data for prompt in self._unfinished([])}
+            if list(held) != list(range(self.stream.position)):
+                raise ValueError(
+                    "data that can be read once only cannot go back: load the state before the first batch"
+                )
+            self._data = chain(held.values(), self._data)
+            self.stream = PromptStream(self._data)
         self.stream.load_state_dict(state)
         self._open.clear()
         self._copies = deque(Prompt(position, data) for position, data in state["copies"])

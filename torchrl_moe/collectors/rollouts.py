@@ -166,7 +166,9 @@ class Rollouts:
     def _see_version(self) -> None:
         newest = self._engine.replica_table.latest_version
         if newest > self.version:
-            self.schedule.updated(newest - self.version, self._is_paced_by_updates)
+            # a number may be skipped: where updates pace, each that is seen is one
+            times = 1 if self._is_paced_by_updates else newest - self.version
+            self.schedule.updated(times, self._is_paced_by_updates)
             self._record.updated(newest)
             self.version = newest
 
@@ -191,7 +193,8 @@ class Rollouts:
 
         def over(_: asyncio.Task[None]) -> None:
             self._tasks.pop(number, None)
-            self._answers.forget(prompt.position)
+            if (group := self.groups.get(number)) is None or group.is_ready:  # else it was cut short by an end
+                self._answers.forget(prompt.position)
 
         task.add_done_callback(over)
 
@@ -349,7 +352,7 @@ class Rollouts:
         while self.error is None:
             await asyncio.sleep(min(0.5, limit / 4 if limit else 0.5))
             self.turn()
-            if not self._asked:
+            if not self._asked or self.pauses:
                 self._progress_at = time.monotonic()
             elif not self._tasks and not self.schedule.may_begin:
                 self._wait_for_update()
