@@ -450,7 +450,7 @@ def test_every_argument_reaches_every_replica() -> None:
     engine = FakeAsyncVLLM(
         3, 7, sampling_params=params, layout=layout, token_seconds=1e-4, refuse=refuse, script=script
     )
-    assert [(r.index, r.seed, r.layout, r.token_seconds, r.refuse, r.script) for r in engine.replicas] == [
+    assert [(r.index, r.seed, r.layout, r.token_seconds, r.refuse, r.answer_script) for r in engine.replicas] == [
         (i, 7, layout, 1e-4, refuse, script) for i in range(3)
     ]
     assert engine.generate("hi", use_tqdm=False).outputs[0].text == "hi"

@@ -86,7 +86,7 @@ class FakeReplica(Commands):
         self.die_under = die_under
         self.start_seconds = start_seconds
         self.fail_start = fail_start
-        self.script = script
+        self.answer_script = script
         self.probe_report = ProbeReport(core_answered=True)
         self.version = 0
         self.log_path = None
@@ -296,7 +296,7 @@ class FakeReplica(Commands):
             prompt = request.prompt_token_ids.astype(np.int64)
         else:
             prompt = np.array(ByteTokenizer()(request.prompt)["input_ids"], np.int64)
-        model = FakeModel(self.seed, self.version, self.layout, self.script)
+        model = FakeModel(self.seed, self.version, self.layout, self.answer_script)
         outputs = [model.answer(request, prompt, index, entry.tokens) for index in range(request.param("n") or 1)]
         return Completion(
             request_id=request.request_id,
