@@ -460,12 +460,12 @@ def test_a_restored_collector_goes_on_from_the_last_tokens(engine: FakeAsyncVLLM
 
     first = make()
     waiting = in_thread(lambda: next(iter(first)))
-    until(
-        lambda: (
-            generated() > 60
-            and any(len(asked) >= min(turns, 2) for asked in list(first._rollouts._answers._asked.values()))
-        )
-    )
+
+    def most_turns() -> int:
+        samples = [asked for of in first._rollouts._answers._asked.copy().values() for asked in of.copy().values()]
+        return max(map(len, samples), default=0)
+
+    until(lambda: generated() > 60 and most_turns() >= min(turns, 2))
     state = pickle.loads(pickle.dumps(first.state_dict()))
     first.shutdown()
     assert isinstance(waiting.exception(60), StopIteration)

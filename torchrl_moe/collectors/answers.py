@@ -31,7 +31,7 @@ class Answers:
 
     def __init__(self) -> None:
         self._prefix = uuid.uuid4().hex[:12]
-        self._asked: dict[tuple[int, int], list[str]] = {}
+        self._asked: dict[int, dict[int, list[str]]] = {}
         self._whole: dict[int, dict[int, dict[int, Completion]]] = {}
         self._restored: dict[int, Turns] = {}
 
@@ -44,7 +44,7 @@ class Answers:
             arguments: of this turn.
             version: the newest; an answer with tokens of a later one is not used.
         """
-        asked = self._asked.setdefault((position, sample), [])
+        asked = self._asked.setdefault(position, {}).setdefault(sample, [])
         turn = len(asked)
         asked.append(_how(arguments))
         name = f"{self._prefix}-{position}-{sample}"
@@ -62,8 +62,7 @@ class Answers:
 
     def forget(self, position: int) -> None:
         """Forget a prompt whose group is complete, or dropped."""
-        for sample in {sample for at, sample in self._asked if at == position}:
-            del self._asked[position, sample]
+        self._asked.pop(position, None)
         self._whole.pop(position, None)
         self._restored.pop(position, None)
 
@@ -74,7 +73,8 @@ class Answers:
             under_way: what there is of answers that are not whole, by request id; see :func:`snapshots`.
         """
         state = {at: {sample: dict(turns) for sample, turns in of.items()} for at, of in self._restored.items()}
-        for (position, sample), asked in self._asked.items():
+        everything = ((at, sample, asked) for at, of in self._asked.items() for sample, asked in of.items())
+        for position, sample, asked in everything:
             turns = state.setdefault(position, {}).setdefault(sample, {})
             whole = self._whole.get(position, {}).get(sample, {})
             for turn, how in enumerate(asked):

@@ -26,7 +26,6 @@ __all__ = ["LLMCollector"]
 
 LOG = logging.getLogger(__name__)
 END = object()
-SHOWN = ("dialog_turns_per_batch", "yield_completed_trajectories", "yield_only_last_steps", "reset_at_each_iter")
 
 
 class _PausedError(RuntimeError):
