@@ -38,7 +38,7 @@ def _engine_order(item: pytest.Item) -> str:
     if marker is None:
         return ""
     # last on an engine: what changes its weights, and so its version
-    last = "weight" in item.path.name
+    last = any(word in item.path.name for word in ("weight", "trainer"))
     return f"engine {marker.args} {sorted(marker.kwargs.items())} {last}"
 
 
