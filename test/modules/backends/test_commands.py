@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[Callable[[Commands], Any], Any, Any, dict[str, Any]]] 
     "resume": (lambda r: r.resume(3), None, None, {}),
     "stats": (lambda r: r.stats(3), ReplicaStats(running=1), ReplicaStats(running=1), {}),
     "reset_prefix_cache": (lambda r: r.reset_prefix_cache(3), 1, True, {}),
+    "set_seed": (lambda r: r.set_seed(5, 3), None, None, {"seed": 5}),
     "collective_rpc": (lambda r: r.collective_rpc("m", [1], {"k": 2}, 3), ("x", "y"), ["x", "y"],
                        {"method": "m", "args": (1,), "kwargs": {"k": 2}}),
     "tokenizer": (lambda r: r.tokenizer(3), "a tokenizer", "a tokenizer", {}),

@@ -684,6 +684,7 @@ USES: dict[str, Callable[[GenerationService], Any]] = {
     "remove_replica": lambda s: s.remove_replica(0),
     "reset_prefix_cache": lambda s: s.reset_prefix_cache(),
     "resume": lambda s: s.resume(),
+    "set_seed": lambda s: s.set_seed(3),
     "routing_layout": lambda s: s.routing_layout,
     "stats": lambda s: s.stats(),
     "to_pandas": lambda s: s.to_pandas(),
