@@ -7,8 +7,8 @@ from torchrl.envs import StepCounter
 from torchrl.envs.llm import DatasetChatEnv
 
 from support.collecting import TOKENIZER, Questions, chat, policy_of
-from torchrl_moe.collectors.arguments import environments_of, refuse, settings_of
 from torchrl_moe.collectors.arguments import policy_of as checked
+from torchrl_moe.collectors.arguments import refuse, settings_of, source_of
 from torchrl_moe.testing import FakeAsyncVLLM
 
 
@@ -18,26 +18,33 @@ def dataset_env() -> DatasetChatEnv:
 
 
 def test_an_environment_brings_its_data_and_its_repeats() -> None:
-    env, make, dataloader, repeats = environments_of(dataset_env(), None)
-    assert env.batch_size == (4,)
-    assert make is None
-    assert isinstance(dataloader, Questions)
-    assert repeats == 4
+    source = source_of(dataset_env(), None, None)
+    assert source.env.batch_size == (4,)
+    assert source.make is None
+    assert isinstance(source.dataloader, Questions)
+    assert source.group_size == 4
 
 
 def test_a_group_size_wins_over_repeats() -> None:
-    assert environments_of(dataset_env(), 2)[0].batch_size == (2,)
+    source = source_of(dataset_env(), None, 2)
+    assert source.env.batch_size == (2,)
+    assert source.group_size == 2
+
+
+def test_given_data_win_over_the_environments() -> None:
+    given = Questions(3)
+    assert source_of(dataset_env(), given, None).dataloader is given
 
 
 def test_a_callable_makes_more_that_fit_alike() -> None:
-    _, make, _, _ = environments_of(dataset_env, None)
+    make = source_of(dataset_env, None, None).make
     assert make is not None
     assert make().batch_size == (4,)
     assert make() is not make()
 
 
 def test_environments_of_one_sample_stay_so() -> None:
-    assert environments_of(lambda: chat(1), 8)[0].batch_size == (1,)
+    assert source_of(lambda: chat(1), Questions(), 8).env.batch_size == (1,)
 
 
 @pytest.mark.parametrize(("groups", "turns", "expected"), [(None, None, 1), (3, None, 3), (None, 8, 2), (2, 8, 2)])
@@ -48,12 +55,12 @@ def test_groups_in_a_batch(groups: int | None, turns: int | None, expected: int)
         "dialog_turns_per_batch": turns,
         "yield_only_last_steps": None,
     }
-    assert settings_of(given, None).groups_per_batch == expected
+    assert settings_of(given, 4).groups_per_batch == expected
 
 
 def test_other_settings_are_as_given() -> None:
     given = {"group_size": None, "groups_per_batch": 2, "dialog_turns_per_batch": None, "yield_only_last_steps": True}
-    settings = settings_of({**given, "max_staleness": 5, "order": "fifo", "env": None}, repeats=8)
+    settings = settings_of({**given, "max_staleness": 5, "order": "fifo", "env": None}, 8)
     assert (settings.group_size, settings.max_staleness, settings.order) == (8, 5, "fifo")
     assert settings.only_last_turns
 

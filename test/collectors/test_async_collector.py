@@ -7,7 +7,7 @@ import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -24,28 +24,6 @@ from torchrl_moe._errors import CollectionError, CollectionStalledError, Generat
 from torchrl_moe.collectors import AsyncLLMCollector, rollouts
 from torchrl_moe.collectors.answers import snapshots
 from torchrl_moe.testing import FakeAsyncVLLM
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM(num_replicas=2) as engine:
-        yield engine
-
-
-@pytest.fixture
-def collect(engine: FakeAsyncVLLM) -> Iterator[Callable[..., AsyncLLMCollector]]:
-    """Makes collectors of groups of 2 over questions, and shuts them down."""
-    made: list[AsyncLLMCollector] = []
-
-    def make(env: Any = None, **kwargs: Any) -> AsyncLLMCollector:
-        kwargs = {"policy": policy_of(engine), "dataloader": Questions(), "group_size": 2, **kwargs}
-        made.append(AsyncLLMCollector(chat(kwargs["group_size"]) if env is None else env, **kwargs))
-        return made[-1]
-
-    yield make
-    for collector in made:
-        collector.shutdown()
-
 
 # -- batches ----------------------------------------------------------------------------------------------------------
 
@@ -356,6 +334,8 @@ def test_an_error_in_its_thread_reaches_who_waits_for_the_buffer(collect: Callab
     collector.start()
     with pytest.raises(ZeroDivisionError):
         until(lambda: collector.getattr_rb("write_count") > 0)  # TorchRL's trainer spins like this
+    with pytest.raises(ZeroDivisionError):
+        collector.start()  # it would do nothing
 
 
 def test_with_a_buffer_iterating_yields_none(collect: Callable[..., AsyncLLMCollector]) -> None:

@@ -92,7 +92,7 @@ def test_the_first_failure_cancels_the_rest() -> None:
 
 
 def test_a_cancelled_gathering_cancels_each_once() -> None:
-    """Whoever ends slowly is not cut short by a second cancel because another one has ended."""
+    """What ends slowly is not cancelled a second time because another one has ended."""
     ended: list[str] = []
 
     async def quick() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
+from itertools import islice, product
 from typing import Any
 
 import pytest
@@ -22,12 +22,6 @@ from support.collecting import TOKENIZER, NextQuestion, Questions, Reward, plain
 from support.waiting import in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector
 from torchrl_moe.testing import FakeAsyncVLLM
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM(num_replicas=2) as engine:
-        yield engine
 
 
 class Turns(Transform):
@@ -156,14 +150,18 @@ def test_data_may_have_columns_of_any_kind(engine: FakeAsyncVLLM, columns: dict[
 # -- the data ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["samples", "last turns", "turns"])
-@pytest.mark.parametrize(("repeats", "turns"), [(None, 1), (2, 1), (None, None)])
+@pytest.mark.parametrize(
+    ("mode", "repeats", "turns"),
+    [
+        *product(("samples", "last turns", "turns"), (None, 2), [1]),
+        ("samples", None, None),
+        ("last turns", None, None),  # turns of a sample in several batches begin again, as the docs say
+    ],
+)
 def test_a_restored_collector_yields_each_sample_once(
     engine: FakeAsyncVLLM, mode: str, repeats: int | None, turns: int | None
 ) -> None:
     """Stopped after each number of batches; samples of 1, 2 and 3 turns wait for one another and end out of order."""
-    if mode == "turns" and turns is None:
-        pytest.skip("turns of a sample lie in several batches: it begins again, as the docs say")
 
     def collector() -> LLMCollector:
         env = env_of(Questions(batch_size=5), repeats=repeats, turns=turns)
@@ -310,12 +308,13 @@ def test_a_pause_ends_at_a_batchs_border(engine: FakeAsyncVLLM) -> None:
     assert collector.replay_buffer.write_count == written
 
 
-def test_a_state_may_be_saved_by_a_hook_of_the_batch(engine: FakeAsyncVLLM) -> None:
+def test_a_state_that_a_hook_saves_has_the_batch_which_the_trainer_has_not_yet(engine: FakeAsyncVLLM) -> None:
     collector = LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4)
     states: list[Any] = []
     collector.set_post_collect_hook(lambda batch: states.append(collector.state_dict()))
     next(iter(collector))
-    assert [position for position, _ in states[0]["prompts"]["copies"]] == [4, 5, 6, 7]
+    assert [position for position, _ in states[0]["prompts"]["copies"]] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert states[0]["frames"] == 0
 
 
 def test_iterating_during_a_pause_or_after_the_end_is_refused(engine: FakeAsyncVLLM) -> None:
@@ -385,6 +384,54 @@ def test_after_a_ctrl_c_prompts_come_again(engine: FakeAsyncVLLM, mode: str) -> 
     with pytest.raises(KeyboardInterrupt):
         collector.next()
     assert Counter(queries(collector.next().reshape(-1))) == Counter(f"q{i}" for i in range(8))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ArithmeticError])
+@pytest.mark.parametrize("mode", ["samples", "turns", "flat turns"])
+def test_a_batch_that_its_postproc_fails_at_is_in_the_state(
+    engine: FakeAsyncVLLM, mode: str, error: type[BaseException]
+) -> None:
+    def fail_once(batch: TensorDictBase) -> TensorDictBase:
+        asked.append(queries(batch.reshape(-1)))
+        if len(asked) == 2:
+            raise error
+        return batch
+
+    def collector(**kwargs: Any) -> LLMCollector:
+        return LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4, **MODES[mode], **kwargs)
+
+    asked: list[list[str]] = []
+    first = collector(postproc=fail_once)
+    assert queries(first.next().reshape(-1)) == ["q0", "q1", "q2", "q3"]
+    with pytest.raises(error):
+        first.next()
+    state = first.state_dict()
+    assert state["frames"] == 4
+    assert [data["query"] for _, data in state["prompts"]["copies"]][:4] == ["q4", "q5", "q6", "q7"]
+    again = collector()
+    again.load_state_dict(state)
+    assert queries(again.next().reshape(-1)) == ["q4", "q5", "q6", "q7"]
+
+
+def test_after_a_ctrl_c_in_the_buffer_the_same_batch_comes_again(engine: FakeAsyncVLLM) -> None:
+    class Interrupted(ReplayBuffer):
+        def extend(self, data: Any, **kwargs: Any) -> Any:
+            asked.append(data["text", "full"])
+            if len(asked) == 1:
+                raise KeyboardInterrupt
+            return super().extend(data, **kwargs)
+
+    asked: list[Any] = []
+    buffer = Interrupted(storage=LazyStackStorage(64))
+    collector = LLMCollector(
+        env_of(), policy=policy_of(engine), dialog_turns_per_batch=4, replay_buffer=buffer, total_dialog_turns=8,
+        flatten_data=True,
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        list(collector.iterator())
+    assert list(collector.iterator()) == [None, None]
+    assert asked[0] == asked[1] != asked[2]
+    assert [row["query"] for row in buffer[:]] == [f"q{i}" for i in range(8)]
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

@@ -385,6 +385,18 @@ def test_attributes_of_the_actors_policy_and_environment_can_be_read(collect: Ma
         collector.getattr_policy("nothing_like_that")
 
 
+def test_its_reports_are_those_of_the_collector_in_the_actor(collect: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    collector = collect()
+    asked = [query for batch in islice(collector, 2) for query in queries(batch)]
+    collector.show_samples(1)
+    shown = capsys.readouterr().out
+    assert "batch 1, 1 of 2 samples" in shown
+    assert asked[-1] in shown
+    assert collector.to_pandas()["rows"].tolist() == [2, 2]
+    assert collector.plot().axes[0].get_title() == "AsyncLLMCollector, 2 batches"
+    assert "group_size" in collector._repr_html_()
+
+
 def test_held_out_prompts_are_answered_in_the_actor(collect: Make) -> None:
     found = collect().evaluate(chat(1), 3, dataloader=Questions(8), max_new_tokens=2)
     assert queries(found) == ["q0", "q1", "q2"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,24 +31,13 @@ def parity(query: str) -> float:
 
 
 @pytest.fixture
-def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM(num_replicas=2) as engine:
-        yield engine
-
-
-@pytest.fixture
-def collect(engine: FakeAsyncVLLM) -> Iterator[Callable[..., AsyncLLMCollector]]:
-    """Makes collectors of groups of 2 over questions, whose reward is odd or even, and shuts them down."""
-    made: list[AsyncLLMCollector] = []
+def collect(collect: Callable[..., AsyncLLMCollector]) -> Callable[..., AsyncLLMCollector]:
+    """Makes collectors in the data's order, whose reward is odd or even."""
 
     def make(env: Any = None, **kwargs: Any) -> AsyncLLMCollector:
-        kwargs = {"policy": policy_of(engine), "dataloader": Questions(), "group_size": 2, "order": "fifo", **kwargs}
-        made.append(AsyncLLMCollector(chat(2, reward=parity) if env is None else env, **kwargs))
-        return made[-1]
+        return collect(chat(2, reward=parity) if env is None else env, **{"order": "fifo", **kwargs})
 
-    yield make
-    for collector in made:
-        collector.shutdown()
+    return make
 
 
 def bar_lines(text: str) -> list[str]:

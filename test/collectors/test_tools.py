@@ -6,6 +6,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -65,22 +66,15 @@ class Interpreters:
 
 
 @pytest.fixture
-def collect() -> Iterator[Callable[..., AsyncLLMCollector]]:
-    """Makes collectors of groups of 2 over questions that a scripted engine answers, and shuts them down."""
-    made: list[AsyncLLMCollector] = []
-    engines: list[FakeAsyncVLLM] = []
+def collect(collect: Callable[..., AsyncLLMCollector]) -> Iterator[Callable[..., AsyncLLMCollector]]:
+    """Makes collectors whose engine answers by a script."""
+    with ExitStack() as stack:
 
-    def make(env: Any, script: Callable[[str], str | None], **kwargs: Any) -> AsyncLLMCollector:
-        engines.append(FakeAsyncVLLM(script=script))
-        arguments = {"dataloader": Questions(), "group_size": 2, "max_staleness": 0, **kwargs}
-        made.append(AsyncLLMCollector(env, policy=policy_of(engines[-1], 200), **arguments))
-        return made[-1]
+        def make(env: Any, script: Callable[[str], str | None], **kwargs: Any) -> AsyncLLMCollector:
+            engine = stack.enter_context(FakeAsyncVLLM(script=script))
+            return collect(env, policy=policy_of(engine, 200), **{"max_staleness": 0, **kwargs})
 
-    yield make
-    for collector in made:
-        collector.shutdown()
-    for engine in engines:
-        engine.shutdown()
+        yield make
 
 
 def turns(batch: TensorDictBase) -> list[tuple[TensorDictBase, ...]]:
@@ -189,7 +183,7 @@ def calling(prompt: str) -> str:
 
 
 class Double:
-    """A service that counts its calls, whoever makes them."""
+    """A service that counts all its calls."""
 
     name = "double"
 

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from itertools import islice
 from typing import Any
 
@@ -27,27 +27,6 @@ from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.objectives import GRPOAdvantage
 from torchrl_moe.testing import FakeAsyncVLLM
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM(num_replicas=2) as engine:
-        yield engine
-
-
-@pytest.fixture
-def collect(engine: FakeAsyncVLLM) -> Iterator[Callable[..., AsyncLLMCollector]]:
-    """Makes collectors of groups of 2 over questions, and shuts them down."""
-    made: list[AsyncLLMCollector] = []
-
-    def make(episode: Any, **kwargs: Any) -> AsyncLLMCollector:
-        kwargs = {"policy": policy_of(engine), "dataloader": Questions(), "group_size": 2, **kwargs}
-        made.append(AsyncLLMCollector(episode, **kwargs))
-        return made[-1]
-
-    yield make
-    for collector in made:
-        collector.shutdown()
 
 
 async def one_turn(data: TensorDictBase, ask: Ask) -> float:
@@ -254,6 +233,27 @@ def test_a_filter_a_seed_and_a_checkpoint_are_those_of_any_collector(
     second = collect(one_turn, group_filter=is_odd, order="fifo")
     second.load_state_dict(state)
     assert queries(next(iter(second)))[0] == "q5"
+
+
+@pytest.mark.parametrize("method", ["state_dict", "pause"])
+def test_an_episode_that_would_wait_for_its_own_loop_is_told_so(
+    collect: Callable[..., AsyncLLMCollector], method: str
+) -> None:
+    async def saving(data: TensorDictBase, ask: Ask) -> float:
+        await ask(data["query"])
+        with pytest.raises(RuntimeError, match="await asyncio\\.to_thread"):
+            enter(collector, method)
+        await asyncio.to_thread(enter, collector, method)
+        return 1.0
+
+    def enter(one: AsyncLLMCollector, method: str) -> None:
+        if method == "pause":
+            with one.pause():
+                return
+        assert one.state_dict()["frames"] == 0
+
+    collector = collect(saving, max_staleness=0)
+    assert next(iter(collector))["next", "reward"].flatten().tolist() == [1, 1]
 
 
 def test_data_must_be_given(engine: FakeAsyncVLLM) -> None:

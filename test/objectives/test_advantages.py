@@ -219,7 +219,7 @@ def test_two_groups_of_one_prompt_are_two(transform: Any, expected: dict[int, li
 
 
 def test_by_their_prompt_they_would_be_one() -> None:
-    """What the group's number mends: whoever comes first is compared, here 0 with 0 and 3 with 2."""
+    """What the group's number mends: rows are compared in the order they come, here 0 with 0 and 3 with 2."""
     found = by_group(MCAdvantage(2).inv(lazy_stack([of_group(*one) for one in MIXED])))
     assert found == {7: [0, pytest.approx(-(0.5**0.5))], 8: [0, pytest.approx(0.5**0.5)]}
 

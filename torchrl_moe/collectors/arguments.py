@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torchrl.envs import EnvBase
 
@@ -15,7 +15,7 @@ from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
 __all__ = [
     "EnvLike",
-    "environments_of",
+    "Source",
     "one_env",
     "one_policy",
     "policy_of",
@@ -24,6 +24,7 @@ __all__ = [
     "refuse_queue",
     "refuse_version_tracker",
     "settings_of",
+    "source_of",
 ]
 
 EnvLike: TypeAlias = "EnvBase | Callable[[], EnvBase] | EpisodeFunction"
@@ -99,24 +100,42 @@ def policy_of(policy: Any, factory: Callable[[], Any] | None) -> vLLMWrapper:
     return policy
 
 
-def environments_of(
-    env: EnvLike, group_size: int | None
-) -> tuple[EnvBase | EpisodeFunction, Callable[[], EnvBase] | None, Iterable[Any] | None, int | None]:
-    """Return an environment, or the async function; what makes more; its data, and how often that is repeated."""
+class Source(NamedTuple):
+    """Where samples come from."""
+
+    env: EnvBase | EpisodeFunction
+    """An environment, or the async function that plays a sample."""
+    make: Callable[[], EnvBase] | None
+    """Makes more environments; ``None``: copies are made."""
+    dataloader: Iterable[Any]
+    group_size: int
+    """Samples of a prompt; at least 1."""
+
+
+def source_of(env: EnvLike, dataloader: Iterable[Any] | None, group_size: int | None) -> Source:
+    """Return where samples come from. Data and group size are those of the environment if they are not given.
+
+    Raises:
+        TypeError: ``env`` is nothing that samples can be played in.
+        ValueError: there is no data, or the group size is below 1.
+    """
+    if group_size is not None and group_size < 1:
+        raise ValueError(f"group_size must be at least 1, got {group_size}")
     if is_episode_function(env):
-        return env, None, None, None
+        return Source(env, None, _data(dataloader), group_size or 1)
     if not isinstance(env, EnvBase) and not callable(env):
         got = type(env).__name__
         raise TypeError(f"env must be an environment, a callable that makes one, or an async function, got {got}")
+    first, found, repeats = take_dataloader(env if isinstance(env, EnvBase) else env())
+    size = group_size or repeats or 1
+    make = None if isinstance(env, EnvBase) else lambda: with_batch_size(take_dataloader(env())[0], size)
+    return Source(with_batch_size(first, size), make, _data(found if dataloader is None else dataloader), size)
 
-    def fitted(one: EnvBase, size: int) -> EnvBase:
-        return with_batch_size(take_dataloader(one)[0], size)
 
-    first = env if isinstance(env, EnvBase) else env()
-    _, dataloader, repeats = take_dataloader(first)
-    size = group_size if group_size is not None else repeats or 1
-    make = None if isinstance(env, EnvBase) else lambda: fitted(env(), size)
-    return fitted(first, size), make, dataloader, repeats
+def _data(dataloader: Iterable[Any] | None) -> Iterable[Any]:
+    if dataloader is None:
+        raise ValueError("there is no data: pass dataloader=, or an environment that has a DataLoadingPrimer")
+    return dataloader
 
 
 def pool_of(env: EnvBase | EpisodeFunction, make: Callable[[], EnvBase] | None) -> EnvironmentPool | Workflow:
@@ -124,21 +143,19 @@ def pool_of(env: EnvBase | EpisodeFunction, make: Callable[[], EnvBase] | None) 
     return EnvironmentPool(env, make) if isinstance(env, EnvBase) else Workflow(env)
 
 
-def settings_of(arguments: Mapping[str, Any], repeats: int | None) -> Settings:
-    """Return the settings; a group's size is that of the environment's data if it is not given."""
-    size = arguments["group_size"] if arguments["group_size"] is not None else repeats or 1
+def settings_of(arguments: Mapping[str, Any], group_size: int) -> Settings:
+    """Return the settings."""
     names = {field.name for field in fields(Settings)} & arguments.keys() - {"group_size", "groups_per_batch"}
+    turns = arguments["dialog_turns_per_batch"]
     return Settings(
-        group_size=size,
-        groups_per_batch=_groups_per_batch(arguments["groups_per_batch"], arguments["dialog_turns_per_batch"], size),
+        group_size=group_size,
+        groups_per_batch=_groups_per_batch(arguments["groups_per_batch"], turns, group_size),
         only_last_turns=bool(arguments["yield_only_last_steps"]),
         **{name: arguments[name] for name in names},
     )
 
 
 def _groups_per_batch(groups: int | None, turns: int | None, group_size: int) -> int:
-    if group_size < 1:
-        raise ValueError(f"group_size must be at least 1, got {group_size}")
     if groups is None and turns is not None:
         if turns % group_size:
             raise ValueError(f"dialog_turns_per_batch={turns} is no multiple of group_size={group_size}")

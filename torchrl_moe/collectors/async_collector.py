@@ -14,7 +14,7 @@ from torchrl.envs import EnvBase
 
 from torchrl_moe._errors import CollectionError
 from torchrl_moe.collectors.answers import snapshots
-from torchrl_moe.collectors.arguments import EnvLike, environments_of, policy_of, pool_of, refuse, settings_of
+from torchrl_moe.collectors.arguments import EnvLike, policy_of, pool_of, refuse, settings_of, source_of
 from torchrl_moe.collectors.collection_stats import CollectionStats
 from torchrl_moe.collectors.delivery import Delivery
 from torchrl_moe.collectors.evaluation import evaluate
@@ -129,14 +129,12 @@ class AsyncLLMCollector(Reports):
         super().__init__()
         refuse(given)
         self.policy = policy_of(policy, policy_factory)
-        self.env, make, found, repeats = environments_of(env, group_size)
-        if dataloader is None and (dataloader := found) is None:
-            raise ValueError("there is no data: pass dataloader=, or an environment that has a DataLoadingPrimer")
-        self.settings = settings = settings_of(given, repeats)
+        self.env, make, data, size = source_of(env, dataloader, group_size)
+        self.settings = settings = settings_of(given, size)
         self.postproc, self.replay_buffer = postproc, replay_buffer
         self.total_dialog_turns = self.total_frames = total_dialog_turns
         self.weight_updater = weight_updater
-        self._prompts = PromptStream(dataloader)
+        self._prompts = PromptStream(data)
         self._schedule = Schedule(settings.groups_per_batch, max_staleness, order, window, over_sample)
         self._environments = pool_of(self.env, make)
         self._begin_reports(self.policy, settings.by_name(), total_dialog_turns, verbose)
@@ -211,25 +209,23 @@ class AsyncLLMCollector(Reports):
         return batch if self.replay_buffer is None else None
 
     def _call(self, function: Callable[..., object], *arguments: Any) -> bool:
-        if not self._watches:
-            self._watches = True
-            self._loop.spawn(self._rollouts.watch())
+        self._watch()
         return self._loop.call(function, *arguments)
 
     def _in_loop(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in the loop, and wait for what it returns."""
-        future: Future[Any] = Future()
+        """Return what a function returns in the loop."""
+        self._refuse_own_loop()
+        self._watch()
+        return self._loop.run(function, *arguments, patience=JOIN_SECONDS)
 
-        def call() -> None:
-            try:
-                future.set_result(function(*arguments))
-            except BaseException as error:  # noqa: BLE001  it is raised where it was asked
-                future.set_exception(error)
+    def _watch(self) -> None:
+        if not self._watches:
+            self._watches = True
+            self._loop.spawn(self._rollouts.watch())
 
-        if not self._call(call):  # the loop has stopped
-            self._loop.join(JOIN_SECONDS)  # then nothing else touches it
-            call()
-        return future.result()
+    def _refuse_own_loop(self) -> None:
+        if self._loop.is_here:
+            raise RuntimeError("this would wait for itself: await asyncio.to_thread(collector.method)")
 
     # -- free running -----------------------------------------------------------------------------------------------
 
@@ -238,9 +234,12 @@ class AsyncLLMCollector(Reports):
 
         Raises:
             RuntimeError: there is no buffer.
+            Exception: what has ended the collection before.
         """
         if self.replay_buffer is None:
             raise RuntimeError("start() fills a replay buffer: pass replay_buffer=, or iterate over the collector")
+        if self._failure is not None:
+            raise self._failure
         if self._writer is None:
             self.record.taker = "writer"
             self._writer = threading.Thread(target=self._write, name="torchrl_moe-writer", daemon=True)
@@ -345,6 +344,7 @@ class AsyncLLMCollector(Reports):
 
         Batches that were given out count as trained.
         """
+        self._refuse_own_loop()
         cut = snapshots(self.policy.model)
         with self._delivery.still() as awaited:
             return {"frames": self._frames, **self._in_loop(self._rollouts.state_dict, awaited, cut)}

@@ -218,7 +218,7 @@ class EnvironmentPool:
         return env
 
     def _use(self, env: EnvBase, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function with an environment. Whoever uses one as the pool is closed closes that one."""
+        """Call a function with an environment; it is closed afterwards if the pool was closed meanwhile."""
         with self._lock:
             self._in_use.add(id(env))
         try:

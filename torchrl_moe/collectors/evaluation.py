@@ -10,7 +10,7 @@ from typing import Any
 
 from tensordict import TensorDictBase, lazy_stack
 
-from torchrl_moe.collectors.arguments import EnvLike, environments_of, pool_of
+from torchrl_moe.collectors.arguments import EnvLike, pool_of, source_of
 from torchrl_moe.collectors.environments import EnvironmentPool
 from torchrl_moe.collectors.episode import gather
 from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream
@@ -42,10 +42,8 @@ def evaluate(
     """
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
-    first, make, found, _ = environments_of(env, 1)
-    if dataloader is None and (dataloader := found) is None:
-        raise ValueError("there is no data: pass dataloader=, or an environment that has a DataLoadingPrimer")
-    prompts = list(islice(PromptStream(dataloader), count))
+    first, make, data, _ = source_of(env, dataloader, 1)
+    prompts = list(islice(PromptStream(data), count))
     # in a thread: a notebook has a running event loop in this one
     with ThreadPoolExecutor(1, "torchrl_moe-evaluation") as thread:
         environments = pool_of(first, make)

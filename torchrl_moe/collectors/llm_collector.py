@@ -43,7 +43,8 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
     - :meth:`set_seed` seeds what shuffles the data and the engine besides the environment.
     - :meth:`state_dict` holds the position in the data and the prompts that were read and not yielded: a restored
       collector yields each prompt once.
-    - No prompt is lost: TorchRL drops the first batch, and with ``reset_at_each_iter`` one at each iteration.
+    - No prompt is lost: TorchRL drops the first batch, and with ``reset_at_each_iter`` one at each iteration. A batch
+      whose ``postproc``, hook or buffer fails comes again after a Ctrl-C, and its prompts are in the state.
     - Later turns send the token ids of the earlier ones, so their log-probs and routes stay those of these tokens.
     - :attr:`policy_version` is the engine's; rows carry those of their tokens.
 
@@ -106,6 +107,8 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         self._feed = None if primer is None else PromptFeed(primer)
         self._finished: deque[Prompt] = deque()
         """Of samples that are done and wait to be yielded, as in TorchRL's ``_trajectory_queue``."""
+        self._undelivered: TensorDictBase | None = None
+        """A batch that has not come through ``postproc``, hook and buffer."""
         super().__init__(
             env,
             policy=policy,
@@ -156,6 +159,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
                         self._borders.notify_all()
                 if batch is END:
                     return
+                self._delivered()
                 yield batch
 
     def _may_collect(self) -> bool:
@@ -185,32 +189,44 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         return super()._postproc(tensordict_out)
 
     def _rollout_all(self) -> TensorDictBase:
-        if self.reset_at_each_iter and self._feed is not None:
+        if self._undelivered is None and self.reset_at_each_iter and self._feed is not None:
             self._feed.give_back()
-        batch = self._or_again(super()._rollout_all)
-        if self._feed is not None:
-            self._feed.forget_finished()
-            if self.reset_at_each_iter:  # what is under way is given up, and its first turns were yielded
-                last = batch.reshape(self.env.batch_size.numel(), -1)[:, -1]
-                for sample in (~last["next", "done"].reshape(len(last), -1).any(-1)).nonzero()[:, 0].tolist():
-                    self._feed.finished(sample)
-        return batch
+        return self._or_again(super()._rollout_all)
+
+    def _rollout_yield_trajs(self) -> TensorDictBase:
+        return self._or_again(super()._rollout_yield_trajs)
 
     def _or_again(self, rollout: Callable[[], TensorDictBase]) -> TensorDictBase:
-        """Collect; if that is interrupted, by a Ctrl-C, say, its prompts come again, and its answers are lost."""
+        """Collect; a batch that was not delivered comes first.
+
+        If that is interrupted, by a Ctrl-C, say, its prompts come again, and its answers are lost.
+        """
+        if self._undelivered is not None:
+            self._frames -= self._undelivered.numel()  # they were counted
+            return self._undelivered
         try:
-            return rollout()
+            self._undelivered = rollout()
         except BaseException:
             if self._feed is not None:
                 self._feed.give_back(self._finished)
             self._begin_again()
             raise
+        return self._undelivered
 
-    def _rollout_yield_trajs(self) -> TensorDictBase:
-        batch = self._or_again(super()._rollout_yield_trajs)
-        while len(self._finished) > len(self._trajectory_queue):
-            self._finished.popleft()
-        return batch
+    def _delivered(self) -> None:
+        """Forget the prompts of the batch, which the trainer or the buffer has now."""
+        batch, self._undelivered = self._undelivered, None
+        if self._feed is None or batch is None:
+            return
+        if self.yield_completed_trajectories:
+            while len(self._finished) > len(self._trajectory_queue):
+                self._finished.popleft()
+            return
+        self._feed.forget_finished()
+        if self.reset_at_each_iter:  # what is under way is given up, and its first turns were yielded
+            last = batch.reshape(self.env.batch_size.numel(), -1)[:, -1]
+            for sample in (~last["next", "done"].reshape(len(last), -1).any(-1)).nonzero()[:, 0].tolist():
+                self._feed.finished(sample)
 
     def _enqueue_completed_traj(self, idx: int) -> TensorDictBase:
         if self._feed is not None:
@@ -220,7 +236,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
     # -- free running -----------------------------------------------------------------------------------------------
 
     def _run_iterator(self) -> None:
-        """Collect in the thread of :meth:`start`; what ends that is kept for whoever asks."""
+        """Collect in the thread of :meth:`start`; an error that ends it is kept for :meth:`getattr_rb`."""
         try:
             super()._run_iterator()
         except BaseException as error:  # noqa: BLE001  the trainer gets it from getattr_rb
@@ -277,6 +293,8 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         with self.pause():
             state = OrderedDict(self._last_state) if self.closed else super().state_dict()
             state["prompts"] = None if self._feed is None else self._feed.state_dict(self._finished)
+            if self._undelivered is not None:
+                state["frames"] -= self._undelivered.numel()
         if self._feed is None:
             warnings.warn(
                 "the collector's state has no position in the data: its environment has no DataLoadingPrimer in this "
@@ -306,7 +324,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
 
     def _begin_again(self) -> None:
         """Forget samples that are under way."""
-        self._shuttle = None
+        self._shuttle = self._undelivered = None
         self._result_numel = 0
         self._finished.clear()
         if self.yield_completed_trajectories:

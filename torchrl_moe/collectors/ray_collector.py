@@ -16,6 +16,8 @@ from torchrl_moe._errors import CollectionError
 from torchrl_moe.collectors.arguments import EnvLike
 from torchrl_moe.collectors.packed import unpack
 from torchrl_moe.collectors.remote_host import RemoteHost, actor_options
+from torchrl_moe.collectors.sample_reader import SampleReader
+from torchrl_moe.render.text_tables import print_table
 
 __all__ = ["RayCollector"]
 
@@ -279,6 +281,22 @@ class RayCollector(BaseCollector):
         """Return figures by name, plain numbers for a logger."""
         found: dict[str, int | float | bool] = self._ask("call", "stats")
         return found
+
+    def show_samples(self, n: int = 4, characters: int = 160) -> None:
+        """Print the newest samples of the last batch, as a table; see :meth:`LLMCollector.show_samples`."""
+        title, cells = self._ask("call", "sample_cells", n, characters)
+        print_table(title, SampleReader.COLUMNS, cells, wide=SampleReader.WIDE)
+
+    def to_pandas(self) -> Any:
+        """Return a pandas ``DataFrame`` with a row for each batch; see :meth:`LLMCollector.to_pandas`."""
+        return self._ask("call", "to_pandas")
+
+    def plot(self, seconds: float | None = None) -> Any:
+        """Draw the collection over time, a matplotlib figure; see :meth:`LLMCollector.plot`."""
+        return self._ask("call", "plot", seconds)
+
+    def _repr_html_(self) -> str:
+        return str(self._ask("call", "_repr_html_"))
 
     def evaluate(
         self, env: EnvLike, n: int, *, dataloader: Iterable[Any] | None = None, **generate_kwargs: Any

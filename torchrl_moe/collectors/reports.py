@@ -79,14 +79,18 @@ class Reports(BaseCollector):
         Raises:
             ValueError: one of them is below 1.
         """
+        title, cells = self.sample_cells(n, characters)
+        print_table(title, SampleReader.COLUMNS, cells, wide=SampleReader.WIDE)
+
+    def sample_cells(self, n: int, characters: int) -> tuple[str, list[tuple[str, ...]]]:
+        """Return what :meth:`show_samples` prints: title, and rows with a text for each of ``SampleReader.COLUMNS``."""
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}")
         rows = [] if self.record.batch is None else rows_of(self.record.batch)
         title = (
             f"batch {self.record.batches - 1}, {min(n, len(rows))} of {len(rows)} samples" if rows else "no batch yet"
         )
-        cells = [self._samples.cells(row, characters) for row in rows[-n:]]
-        print_table(title, SampleReader.COLUMNS, cells, wide=("prompt", "answer"))
+        return title, [self._samples.cells(row, characters) for row in rows[-n:]]
 
     def to_pandas(self) -> Any:
         """Return a pandas ``DataFrame`` with a row for each of the last 10 000 batches.

@@ -32,6 +32,8 @@ class SampleReader:
     """
 
     COLUMNS = ("group", "prompt", "answer", "reward", "tokens", "version", "segments", "finish_reason")
+    WIDE = ("prompt", "answer")
+    """Columns of running text."""
 
     def __init__(self, policy: Any) -> None:
         self._text, self._tokens, self._masks = (

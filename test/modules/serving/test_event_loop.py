@@ -40,6 +40,22 @@ def test_what_was_called_before_the_stop_is_done_and_nothing_after() -> None:
     assert seen[0] == 1 and 3 not in seen
 
 
+def test_what_a_function_returns_or_raises_in_the_loop_comes_back() -> None:
+    loop = EventLoop("of-this-test")
+
+    def where(suffix: str) -> str:
+        return threading.current_thread().name + suffix
+
+    assert loop.run(where, "!", patience=PATIENCE) == "of-this-test!"
+    assert loop.run(lambda: loop.is_here, patience=PATIENCE)
+    assert not loop.is_here
+    with pytest.raises(ZeroDivisionError):
+        loop.run(lambda: 1 // 0, patience=PATIENCE)
+    loop.stop()
+    until(lambda: threads("of-this-test") == [])
+    assert loop.run(where, "!", patience=PATIENCE) == threading.current_thread().name + "!"
+
+
 def test_one_that_was_never_used_stops_too() -> None:
     loop = EventLoop("of-this-test")
     loop.stop()

@@ -8,9 +8,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 __all__ = ["EventLoop", "wake"]
+
+T = TypeVar("T")
 
 
 class EventLoop:
@@ -49,6 +52,35 @@ class EventLoop:
                 self._thread = thread  # if a Ctrl-C came before this, the next call starts one that ends at once
             state.loop.call_soon_threadsafe(function, *arguments)
             return True
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is in the loop's thread."""
+        return self._thread is threading.current_thread()
+
+    def run(self, function: Callable[..., T], *arguments: Any, patience: float) -> T:
+        """Return what a function returns in the loop; not from the loop's own thread, which would wait for itself.
+
+        Args:
+            function: is called in the loop, or here once the loop has stopped.
+            arguments: of the function.
+            patience: seconds that a loop has which is just stopping.
+
+        Raises:
+            Exception: what the function raises.
+        """
+        future: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:  # noqa: BLE001  it is raised where it was asked
+                future.set_exception(error)
+
+        if not self.call(call):
+            self.join(patience)  # then nothing else touches what the function does
+            call()
+        return future.result()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Have the loop run a coroutine, from any thread; it is cancelled when the loop stops."""
