@@ -241,7 +241,7 @@ def test_an_episode_that_would_wait_for_its_own_loop_is_told_so(
 ) -> None:
     async def saving(data: TensorDictBase, ask: Ask) -> float:
         await ask(data["query"])
-        with pytest.raises(RuntimeError, match="await asyncio\\.to_thread"):
+        with pytest.raises(RuntimeError, match=r"await asyncio\.to_thread"):
             enter(collector, method)
         await asyncio.to_thread(enter, collector, method)
         return 1.0

@@ -71,6 +71,9 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         TypeError: the same, for TorchRL's.
     """
 
+    _undelivered: TensorDictBase | None = None
+    """A batch that has not come through ``postproc``, hook and buffer."""
+
     def __init__(
         self,
         env: EnvBase | Callable[[], EnvBase],
@@ -107,8 +110,6 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         self._feed = None if primer is None else PromptFeed(primer)
         self._finished: deque[Prompt] = deque()
         """Of samples that are done and wait to be yielded, as in TorchRL's ``_trajectory_queue``."""
-        self._undelivered: TensorDictBase | None = None
-        """A batch that has not come through ``postproc``, hook and buffer."""
         super().__init__(
             env,
             policy=policy,
