@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -57,23 +56,6 @@ def waiting(state: dict[str, Any]) -> list[str]:
     """The prompts that a state brings back."""
     data = [*state["prompts"]["again"].values(), *(entry["data"] for entry in state["ready"])]
     return sorted(one["query"] for one in data)
-
-
-@pytest.fixture
-def interrupt() -> Iterator[Callable[[Callable[[], Any]], None]]:
-    """Sends a Ctrl-C to this thread once a condition holds."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    senders: list[Any] = []
-    main = threading.main_thread().ident
-    assert main is not None
-
-    def once(condition: Callable[[], Any]) -> None:
-        senders.append(in_thread(lambda: until(condition) and signal.pthread_kill(main, signal.SIGINT)))
-
-    yield once
-    for sender in senders:
-        sender.result(60)
-    signal.signal(signal.SIGINT, before)
 
 
 # -- interrupted ------------------------------------------------------------------------------------------------------

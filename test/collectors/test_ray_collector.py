@@ -276,18 +276,12 @@ def test_an_error_reaches_who_waits_for_the_buffer(collect: Make) -> None:
     until(lambda: not collector.is_running())
 
 
-def test_ctrl_c_leaves_it_usable_and_no_batch_is_lost(collect: Make) -> None:
+def test_ctrl_c_leaves_it_usable_and_no_batch_is_lost(collect: Make, interrupt: Callable[..., None]) -> None:
     collector = collect()
-
-    def interrupt() -> None:
-        until(lambda: collector._awaited is not None)
-        os.kill(os.getpid(), signal.SIGINT)
-
     with collector.pause():  # so that no batch comes
-        interrupted = in_thread(interrupt)
+        interrupt(lambda: collector._awaited is not None)
         with pytest.raises(KeyboardInterrupt):
             collector.next()
-        interrupted.result()
         assert collector.state_dict()["ahead"] == []
     until(lambda: [queries(batch) for batch in collector.state_dict()["ahead"]] == [["q0", "q0"]])
     assert [queries(collector.next()) for _ in range(2)] == [["q0", "q0"], ["q1", "q1"]]
