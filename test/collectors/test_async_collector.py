@@ -7,7 +7,7 @@ import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -24,6 +24,13 @@ from torchrl_moe._errors import CollectionError, CollectionStalledError, Generat
 from torchrl_moe.collectors import AsyncLLMCollector, rollouts
 from torchrl_moe.collectors.answers import snapshots
 from torchrl_moe.testing import FakeAsyncVLLM
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeAsyncVLLM]:
+    with FakeAsyncVLLM(num_replicas=2) as engine:
+        yield engine
+
 
 # -- batches ----------------------------------------------------------------------------------------------------------
 
