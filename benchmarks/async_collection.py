@@ -202,6 +202,7 @@ def train(make: Callable[[vLLMWrapper], Any], replicas: int, sigma: float, cap: 
             slots.hold_up(SYNC)
         spent = clock.now - since
         collector.shutdown()
+    print(f"{type(collector).__module__}, {replicas} replicas: {spent / steps:.2f} a step", flush=True)
     return Timed(spent / steps, idle / spent, age)
 
 
@@ -263,7 +264,7 @@ def main() -> None:
             words = f"{name}: trainer idle, S = {staleness}, a step of {train:.2f} = 1.25 longest / (S + 1)"
             rows.append(Row(claim=words, value=f"{run.idle:.2f}", target="<= 0.10", met=run.idle <= 0.10))
     rows += simulated((2, 8, 32, 128, 512))
-    for name, replicas, steps in (*((name, 2, 40) for name in LENGTHS), (next(iter(LENGTHS)), 8, 20)):
+    for name, replicas, steps in (*((name, 2, 30) for name in LENGTHS), (next(iter(LENGTHS)), 8, 12)):
         rows += on_a_simulated_clock(name, replicas, steps)
     finish("async_collection", rows)
 
