@@ -118,12 +118,15 @@ def make_async_llm(engine_args: Any, stat_loggers: list[Any]) -> tuple[Any, str]
     if not reason and current_platform.is_cpu():
         os.environ[METHOD_VARIABLE] = "fork"
         resource_tracker.ensure_running()  # one for all of the engine's processes, as if they were spawned
+    # our sampler's hook fills the masks; set once vLLM's checks are over, which want another model runner
+    config.model_config.return_sampling_mask = config.speculative_config is None
     engine = AsyncLLM.from_vllm_config(
         config,
         stat_loggers=stat_loggers,
         enable_log_requests=engine_args.enable_log_requests,
         disable_log_stats=engine_args.disable_log_stats,
     )
+    config.model_config.return_sampling_mask = False  # the owner's checks want a top_k in every request
     return engine, reason
 
 
@@ -371,6 +374,7 @@ def running_outputs(engine: Any) -> dict[str, Any]:
                 token_ids=state.detokenizer.output_token_ids,
                 logprobs=state.logprobs_processor.logprobs,
                 routed_experts=np.concatenate(state.routed_experts_chunks) if state.routed_experts_chunks else None,
+                sampling_mask=[step.token_ids for step in state.sampling_mask_chunks],
                 finish_reason="abort",
                 stop_reason=None,
             )

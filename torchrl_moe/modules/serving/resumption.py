@@ -58,7 +58,8 @@ def check_resume(request: Request, position: int, layout: RoutingLayout | None) 
 
 def _wrong(request: Request, given: Completion, output: CompletionOutput, layout: RoutingLayout | None) -> str:
     tokens, prompt = len(output.token_ids), len(given.prompt_token_ids)
-    values = {"policy_versions": output.policy_versions, "logprobs": output.logprobs}
+    kept = None if output.kept is None else output.kept.sizes
+    values = {"policy_versions": output.policy_versions, "logprobs": output.logprobs, "kept": kept}
     lengths = {name: len(value) for name, value in values.items() if value is not None}
     if not prompt or any(length != tokens for length in lengths.values()):
         return f"no completion of an engine: {prompt} prompt tokens, {tokens} tokens, lengths {lengths}"
