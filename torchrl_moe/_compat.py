@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_moe import _compat_sampling
+
 __all__ = [
     "abort_answers",
     "build_beside",
@@ -118,15 +120,13 @@ def make_async_llm(engine_args: Any, stat_loggers: list[Any]) -> tuple[Any, str]
     if not reason and current_platform.is_cpu():
         os.environ[METHOD_VARIABLE] = "fork"
         resource_tracker.ensure_running()  # one for all of the engine's processes, as if they were spawned
-    # our sampler's hook fills the masks; set once vLLM's checks are over, which want another model runner
-    config.model_config.return_sampling_mask = config.speculative_config is None
+    _compat_sampling.carry_masks(config)
     engine = AsyncLLM.from_vllm_config(
         config,
         stat_loggers=stat_loggers,
         enable_log_requests=engine_args.enable_log_requests,
         disable_log_stats=engine_args.disable_log_stats,
     )
-    config.model_config.return_sampling_mask = False  # the owner's checks want a top_k in every request
     return engine, reason
 
 

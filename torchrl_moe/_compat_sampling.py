@@ -1,8 +1,8 @@
 """What of vLLM the words that sampling left out need, private names included; all others are in ``_compat.py``.
 
 vLLM 0.30 has ``return_sampling_mask``: its scheduler and its output processor carry masks, but only its newer model
-runner, which has no CPU, fills them, and only for requests with a top_k. Here a hook in the worker's sampler fills them,
-and :func:`torchrl_moe._compat.make_async_llm` sets the switch once vLLM's own checks have been made.
+runner, which has no CPU, fills them, and only for requests with a top_k. Here a hook in the worker's sampler fills
+them, and a scheduler of ours has the switch set, which vLLM's own checks do not see.
 """
 
 from __future__ import annotations
@@ -10,9 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["fill_masks", "keep_masks_as_arrays"]
+__all__ = ["carries_masks", "carry_masks", "fill_masks", "keep_masks_as_arrays"]
+
+SCHEDULERS = "torchrl_moe.modules.backends.vllm.schedulers"
 
 Name = Callable[[Any, Sequence[int]], Any]
+
+
+def carry_masks(config: Any) -> None:
+    """Have an engine core that is made from ``config`` hand masks on, unless it has a scheduler of the user's own.
+
+    Drafts of speculative decoding are accepted by another rule than sampling: there are no masks for that.
+    """
+    scheduling = config.scheduler_config
+    if config.speculative_config is None and scheduling.scheduler_cls is None:
+        name = "AsyncMaskScheduler" if scheduling.async_scheduling else "MaskScheduler"
+        scheduling.scheduler_cls = f"{SCHEDULERS}.{name}"
+
+
+def carries_masks(engine: Any) -> bool:
+    """Whether an ``AsyncLLM`` hands masks on."""
+    return str(engine.vllm_config.scheduler_config.scheduler_cls).startswith(SCHEDULERS)
 
 
 def keep_masks_as_arrays() -> None:

@@ -75,7 +75,7 @@ def answer(
     layout: RoutingLayout | None = LAYOUT,
     earlier: TensorDictBase | None = None,
 ) -> TensorDict:
-    return answer_tensordict(source, source.outputs[0], layout, keys, earlier)
+    return answer_tensordict(source, source.outputs[0], layout, keys, {}, earlier)
 
 
 def assert_values(tensor: torch.Tensor, values: Any, dtype: torch.dtype) -> None:

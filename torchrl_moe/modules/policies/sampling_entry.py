@@ -87,11 +87,11 @@ def sampling_entry(
     before = None if earlier is None else earlier.get((SAMPLING, "kept"), None)
     if kept is not None or before is not None or leaves_words_out(params):
         source["kept"] = _kept(kept, prompt, total, before, real)
-    if earlier is not None and (first := earlier.get((SAMPLING, "temperature"), None)) is not None:
-        if float(first) != float(source["temperature"]):
-            raise ValueError(
-                f"this turn's temperature is {float(source['temperature']):g}, that of the turn before {float(first):g}"
-            )
+    first = None if earlier is None else earlier.get((SAMPLING, "temperature"), None)
+    if first is not None and float(first) != float(source["temperature"]):
+        raise ValueError(
+            f"this turn's temperature is {float(source['temperature']):g}, that of the turn before {float(first):g}"
+        )
     return TensorDict(source)
 
 

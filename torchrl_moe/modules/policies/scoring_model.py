@@ -21,7 +21,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from torchrl_moe.data.kept_tokens import dense_mask, select_rows
 from torchrl_moe.modules.policies.linear_parts import linear_parts, logit_transform, obstacle
+from torchrl_moe.modules.policies.sampled_from import SampledFrom, parts_by_temperature
 from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, token_scores
 from torchrl_moe.modules.replay.discovery import dry_inputs
 from torchrl_moe.ops.log_probs import LogitTransform, selected_log_probs
@@ -38,14 +40,35 @@ class Selection:
 
     rows: Tensor
     tokens: Tensor
-    temperature: float
+    temperature: float | Tensor
+    """Of all, or ``[N]``."""
     entropy: bool
+    kept: tuple[Tensor, Tensor] | None = None
+    """The words that each token was sampled from, as ``selected_log_probs`` takes them; ``None`` for all."""
 
     @classmethod
-    def of(cls, batch: ScoringBatch, layout: Layout, wanted: Tensor, temperature: float, entropy: bool) -> Selection:
+    def of(
+        cls, batch: ScoringBatch, layout: Layout, wanted: Tensor, sampled_from: SampledFrom, entropy: bool
+    ) -> Selection:
         """Select the tokens that ``wanted``, bool ``[B, T]``, names; none of the first column."""
         rows = layout.index[:, :-1][wanted[:, 1:]]
-        return cls(rows=rows, tokens=batch.ids[wanted], temperature=temperature, entropy=entropy)
+        temperature, kept = sampled_from.of_tokens(batch, wanted)
+        return cls(rows=rows, tokens=batch.ids[wanted], temperature=temperature, entropy=entropy, kept=kept)
+
+    def dense(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the scores from the logits of all tokens, ``[R * W, V]``."""
+        rows = logits[self.rows]
+        mask = None if self.kept is None else dense_mask(*self.kept, rows.shape[-1])
+        return token_scores(rows, self.tokens, self.temperature, self.entropy, mask)
+
+    def parts(self) -> Iterator[tuple[float, Tensor | None, Selection]]:
+        """Yield the tokens of each temperature, bool ``[N]``, ``None`` for all; and what to select of them."""
+        for value, part in parts_by_temperature(self.temperature):
+            if part is None:
+                yield value, None, self
+                continue
+            kept = None if self.kept is None else select_rows(*self.kept, part)
+            yield value, part, replace(self, rows=self.rows[part], tokens=self.tokens[part], kept=kept)
 
 
 class ScoringModel:
@@ -83,8 +106,7 @@ class ScoringModel:
         """
         if not self.splits:
             output, routers = self.run(inputs, router_logits)
-            logits = output.logits.flatten(0, 1)[selection.rows]
-            return *token_scores(logits, selection.tokens, selection.temperature, selection.entropy), routers
+            return *selection.dense(output.logits.flatten(0, 1)), routers
         with self._scoring(selection):
             output, routers = self.run(inputs, router_logits)
         scores = output.logits
@@ -194,7 +216,7 @@ class ScoringModel:
         assert self.head is not None
         with _lock_of(self.language_model):
             self._head.thread, self._head.selection = threading.get_ident(), selection
-            self._head.transform = replace(self.transform, temperature=selection.temperature)
+            self._head.transform = self.transform
             self._output.shadowed = self.language_model.__dict__.get("forward")
             self.head.forward = self._head
             self.language_model.forward = self._output
@@ -230,17 +252,27 @@ class _ScoringHead:
             return type(self.head).forward(self.head, hidden)
         assert self.selection is not None
         self.dtype = hidden.dtype
-        hiddens, weights, bias = linear_parts(self.head, hidden.flatten(0, -2)[self.selection.rows])
+        flat = hidden.flatten(0, -2)
+        scores = [(part, self._score(flat, value, chosen)) for value, part, chosen in self.selection.parts()]
+        if len(scores) == 1:
+            self.scores = scores[0][1]
+        else:
+            order = torch.cat([part.nonzero()[:, 0] for part, _ in scores if part is not None]).argsort()
+            self.scores = torch.cat([one for _, one in scores])[order]
+        return self.scores
+
+    def _score(self, hidden: Tensor, temperature: float, selection: Selection) -> Tensor:
+        hiddens, weights, bias = linear_parts(self.head, hidden[selection.rows])
         scores = selected_log_probs(
             hiddens,
             weights,
-            self.selection.tokens,
+            selection.tokens,
             bias=bias,
-            transform=self.transform,
-            entropy=self.selection.entropy,
+            transform=replace(self.transform, temperature=temperature),
+            entropy=selection.entropy,
+            kept=selection.kept,
         )
-        self.scores = torch.stack([part for part in scores if part is not None], -1)
-        return self.scores
+        return torch.stack([part for part in scores if part is not None], -1)
 
 
 class _ScoringOutput:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_moe.modules.backends.process.plain import Packed, from_plain, to_plain
 from torchrl_moe.modules.backends.kept_ids import KeptIds
+from torchrl_moe.modules.backends.process.plain import Packed, from_plain, to_plain
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
 
 __all__ = [

@@ -290,7 +290,7 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Lo
     engine, reason = _compat.make_async_llm(engine_args, [logger.factory])
     if reason:
         print(f"torchrl_moe: vLLM's own processes import vLLM again: {reason}", flush=True)
-    if engine.vllm_config.speculative_config is None:
+    if _compat_sampling.carries_masks(engine):
         _compat_sampling.keep_masks_as_arrays()
         await engine.collective_rpc("torchrl_moe_name_kept_words")
     model_config = engine.model_config
