@@ -1,6 +1,6 @@
 """Which words each row's softmax runs over, where sampling left some out; and where these lie in the tiles of a head.
 
-The lists are as short as sampling made them (the k of a top_k, the bans) and stay lists: a mask ``[N, V]`` never exists.
+The lists are as short as sampling made them (the k of a top_k, the bans) and stay lists: no mask ``[N, V]`` exists.
 
 Letters: N rows, V words, M ids of all rows together.
 """
@@ -65,7 +65,8 @@ class KeptWords:
             return
         if bool(outside.any()):
             place = int(outside.nonzero()[0, 0])
-            raise ValueError(f"ids of kept must be in 0..{vocabulary - 1}, row {int(rows[place])} has {int(ids[place])}.")
+            row, word = int(rows[place]), int(ids[place])
+            raise ValueError(f"ids of kept must be in 0..{vocabulary - 1}, row {row} has {word}.")
         row = int(wrong.nonzero()[0, 0])
         raise ValueError(
             f"row {row}: token {int(tokens[row])} is not among the words that kept gives this row. Pass size 0 for rows"

@@ -238,8 +238,9 @@ def _selected_log_probs_backward(
     kept = kept if kept is None or every else kept.select(live)
     head = LinearHead([h[wanted] for h in hiddens], weights, bias, *factors, kept)
     scores = RowScores(log_sum[wanted], log_sum[wanted], spread[wanted] if len(spread) else spread)
+    given = (grad_log_prob[wanted], grad_entropy[wanted])
     with torch.autocast(tokens.device.type, enabled=False):
-        grads = backward_tiles(head, tokens[wanted], scores, (grad_log_prob[wanted], grad_entropy[wanted]), needs, elements)
+        grads = backward_tiles(head, tokens[wanted], scores, given, needs, elements)
     of_hiddens = [g if g is None or every else _spread_rows(g, live) for g in grads.hiddens]
     return [log_sum.new_empty(0) if g is None else g for g in (*of_hiddens, *grads.weights, grads.bias)]
 
