@@ -195,7 +195,7 @@ def _selected_log_probs(
     if kept is not None:
         kept.check_values(tokens, vocabulary)
     with torch.autocast(tokens.device.type, enabled=False):
-        scores = forward_tiles(LinearHead(hiddens, weights, bias, *factors, kept), tokens, entropy, elements)
+        scores = forward_tiles(LinearHead(hiddens, weights, bias, *factors, kept=kept), tokens, entropy, elements)
     return scores.chosen - scores.log_sum, scores.entropy, scores.log_sum
 
 
@@ -236,7 +236,7 @@ def _selected_log_probs_backward(
     every = bool(live.all())
     wanted = slice(None) if every else live
     kept = kept if kept is None or every else kept.select(live)
-    head = LinearHead([h[wanted] for h in hiddens], weights, bias, *factors, kept)
+    head = LinearHead([h[wanted] for h in hiddens], weights, bias, *factors, kept=kept)
     scores = RowScores(log_sum[wanted], log_sum[wanted], spread[wanted] if len(spread) else spread)
     given = (grad_log_prob[wanted], grad_entropy[wanted])
     with torch.autocast(tokens.device.type, enabled=False):
