@@ -111,7 +111,7 @@ def test_an_answer_by_hand() -> None:
 
 def test_an_answer_has_these_keys_and_no_others() -> None:
     root = {"tokens", "masks", "log_probs", "routed_experts", "policy_versions", "policy_version"}
-    assert set(answer(SHORT).keys()) == root | {"finish_reason", "num_cached_tokens"}
+    assert set(answer(SHORT).keys()) == root | {"finish_reason", "num_cached_tokens", "sampling"}
     assert set(answer(SHORT)["routed_experts"].keys()) == {"full"}
 
 

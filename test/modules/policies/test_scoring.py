@@ -184,13 +184,13 @@ def test_logits_are_divided_by_the_temperature() -> None:
 
 
 def test_a_row_of_logits_is_of_the_next_token() -> None:
-    aligned = align(torch.cat([LOGITS, torch.full((1, 2), 9.0)])[None], 0.5)
+    aligned = align(torch.cat([LOGITS, torch.full((1, 2), 9.0)])[None], torch.tensor([0.5]))
     torch.testing.assert_close(aligned[0], torch.tensor([[0.0, 0.0], [0.0, 0.0], [2 * math.log(3.0), 0.0]]))
 
 
 def test_half_precision_is_scored_in_single() -> None:
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     log_probs, _ = token_scores(logits, torch.tensor([1, 2, 3]), 0.7, False)
-    assert log_probs.dtype == align(logits[None], 0.7).dtype == torch.float32
+    assert log_probs.dtype == align(logits[None], torch.tensor([0.7])).dtype == torch.float32
     wanted = (logits.double() / 0.7).log_softmax(-1)[[0, 1, 2], [1, 2, 3]]
     torch.testing.assert_close(log_probs.double(), wanted, atol=1e-6, rtol=0)

@@ -62,9 +62,16 @@ def td(rollouts: LazyStackedTensorDict) -> TensorDictBase:
     return rollouts.clone()
 
 
+def at(temperature: float, td: TensorDictBase) -> TensorDictBase:
+    """As if it had been sampled at a temperature."""
+    for sample in td.unbind(0):
+        sample["sampling", "temperature"] = torch.tensor(temperature)
+    return td
+
+
 def dense(td: TensorDictBase) -> TensorDictBase:
     """With pads on both sides, as ``vLLMWrapper(pad_output=True)`` writes them."""
-    keys = td.select("tokens", "masks", "log_probs", "routed_experts", "policy_versions")
+    keys = td.select("tokens", "masks", "log_probs", "routed_experts", "policy_versions", "sampling")
     out = pad_answers(list(keys.unbind(0)), ByteTokenizer().pad_token_id, RolloutKeys(), [len(td)])
     mask = out["masks", "all_attention_mask"]
     assert not mask[:, 0].all()
@@ -115,8 +122,8 @@ def test_scores_are_those_of_each_sequence_alone(
     temperature: float,
 ) -> None:
     pad = None if packed is None else not packed
-    scorer = actor.get_new_version(replay=replay, temperature=temperature, pad_model_input=pad)
-    batch = LAYOUTS[layout](td)
+    scorer = actor.get_new_version(replay=replay, pad_model_input=pad)
+    batch = LAYOUTS[layout](at(temperature, td))
     log_probs, entropy, router_logits = scorer.score(batch)
     assert router_logits is None
     assert log_probs.dtype == entropy.dtype == torch.float32
@@ -717,7 +724,7 @@ class OnlyDist(nn.Module):
 @pytest.mark.parametrize("strategy", ["sft", "rlhf", "generic"])
 @pytest.mark.parametrize("same_length", [True, False])
 def test_torchrls_loss_and_ours_agree(td: TensorDictBase, strategy: Any, same_length: bool) -> None:
-    scorer = TransformersWrapper(make_tiny_moe(), temperature=0.7)
+    scorer, td = TransformersWrapper(make_tiny_moe()), at(0.7, td)
     batch = trainable(lazy_stack([td[0], td[0].clone()]) if same_length else td, scorer)
     arguments = {"masking_strategy": strategy, "clip_epsilon": 0.2, "entropy_coeff": 0.1}
     results = []
@@ -740,8 +747,8 @@ def test_torchrls_loss_and_ours_agree(td: TensorDictBase, strategy: Any, same_le
 
 
 def test_scores_and_distributions_agree(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    scorer = actor.get_new_version(temperature=0.7)
-    reader = TokenReader(td, FULL)
+    scorer = actor
+    reader = TokenReader(at(0.7, td), FULL)
     direct = score_tokens(scorer, td, reader.tokens, ("masks", "all_attention_mask"), True)
     dist = score_tokens(OnlyDist(scorer), td, reader.tokens, ("masks", "all_attention_mask"), True)
     torch.testing.assert_close(dist.log_probs, direct.log_probs, atol=1e-6, rtol=1e-6)

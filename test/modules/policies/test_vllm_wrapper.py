@@ -32,7 +32,7 @@ PAD, START, END = 256, 257, 258
 PROMPTS = ("ab", "cdefg", "h")
 NEW = 4
 ROOT = {"tokens", "masks", "log_probs", "routed_experts", "policy_versions", "policy_version"}
-KEYS = ROOT | {"finish_reason", "num_cached_tokens"}
+KEYS = ROOT | {"finish_reason", "num_cached_tokens", "sampling"}
 OWN = {"history": {"text", "history"}, "text": {"text"}, "tokens": set()}
 """What a mode writes besides."""
 
@@ -397,7 +397,7 @@ def test_keys_may_be_renamed(fake: FakeAsyncVLLM) -> None:
     assert policy.in_keys == [("mine", "chat")]
     td = TensorDict(mine=TensorDict(chat=chats(*PROMPTS), batch_size=[3]), batch_size=[3])
     out = policy(td)
-    own = {"policy_versions", "policy_version", "finish_reason", "num_cached_tokens", "mine"}
+    own = {"policy_versions", "policy_version", "finish_reason", "num_cached_tokens", "sampling", "mine"}
     assert set(out.keys()) == set(names.values()) | own
     assert [type(out[0][name]) for name in "tmlrxh"] == [Tokens, Masks, LogProbs, RoutedExperts, Text, ChatHistory]
     assert set(policy.out_keys) | {"mine"} == set(out.keys())

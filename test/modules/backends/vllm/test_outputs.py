@@ -27,6 +27,7 @@ def answer(index: int = 0, **fields: Any) -> SimpleNamespace:
         "stop_reason": None,
         "logprobs": None,
         "routed_experts": ROUTES,
+        "sampling_mask": [],
     }
     return SimpleNamespace(**{**given, **fields})
 
