@@ -65,7 +65,7 @@ LISTS = [([0, 3, 11], True), ([12], True), ([12, 2, 7], False), ([6], True), ([]
 """What KEPT says, row by row: a word is kept if it is listed, or if it is not."""
 
 
-@pytest.mark.parametrize("elements", [1, 2, 5, 12, 40, 91, 10_000])
+@pytest.mark.parametrize("elements", [1, 5, 12, 40, 10_000])
 @pytest.mark.parametrize(("outer", "inner"), [(1.0, 0.0), (0.4, 0.0), (3.0, 0.5)])
 @pytest.mark.parametrize("padded", [[], [1, 4, 9]])
 def test_left_out_words_have_no_part_in_any_tile(elements: int, outer: float, inner: float, padded: list[int]) -> None:

@@ -96,7 +96,7 @@ def test_equal_to_dense(dtype: torch.dtype, bias: bool, transform: LogitTransfor
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("transform", [PLAIN, LogitTransform(temperature=0.7), ALL])
 @pytest.mark.parametrize("kind", ["top_k", "bans", "mixed"])
-@pytest.mark.parametrize("tile_bytes", [24, 1200, None])
+@pytest.mark.parametrize("tile_bytes", [120, 1200, None])
 def test_kept_words_equal_a_dense_mask(
     dtype: torch.dtype, transform: LogitTransform, kind: str, tile_bytes: int | None
 ) -> None:
