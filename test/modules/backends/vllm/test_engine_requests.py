@@ -242,7 +242,7 @@ class Bench:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Bench], Awaitable[None]]], Bench]:
-    monkeypatch.setattr(engine_requests, "SamplingParamsBuilder", lambda: lambda spec, guided_options: spec)
+    monkeypatch.setattr(engine_requests, "SamplingParamsBuilder", lambda names_words: lambda spec, guided_options: spec)
 
     async def ask_canary(engine: HandEngine, canary: None, name: str, seconds: float) -> str:
         await engine.step()  # what it froze makes tokens meanwhile

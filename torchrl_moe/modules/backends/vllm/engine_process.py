@@ -97,7 +97,11 @@ class EngineProcess:
         self.probe = EngineProbe(engine)
         self.weights = EngineWeights(engine, lambda: checkpoint_metadata(_checkpoint_folder(info.model)))
         self.requests = EngineRequests(
-            engine, self.weights, lambda completion: send(("completion", completion)), self._refuse
+            engine,
+            self.weights,
+            lambda completion: send(("completion", completion)),
+            self._refuse,
+            _compat_sampling.carries_masks(engine),
         )
         self.weights.in_flight = self.requests
         self.adapters = AdapterVersions(engine, self.requests)
