@@ -138,6 +138,7 @@ def speed(engine: AsyncVLLM, params: dict[str, Any]) -> tuple[float, list[Any]]:
     asked = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0, "detokenize": False, **params}
     began = time.perf_counter()
     completions = engine.generate(prompt_token_ids=ids, sampling_params=asked, use_tqdm=False)
+    assert isinstance(completions, list)
     seconds = time.perf_counter() - began
     return REQUESTS * TOKENS / seconds, [completion.outputs[0] for completion in completions]
 
