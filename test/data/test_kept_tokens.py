@@ -170,9 +170,9 @@ def test_turns_by_hand() -> None:
 
 
 def test_turns_that_cannot_be_joined() -> None:
-    with pytest.raises(ValueError, match="^a later turn repeats 4 tokens, and has 1"):
+    with pytest.raises(ValueError, match=r"^a later turn repeats 4 tokens, and has 1"):
         by_hand().followed_by(kept([], [0]))
-    with pytest.raises(ValueError, match="^turns are joined sample by sample"):
+    with pytest.raises(ValueError, match=r"^turns are joined sample by sample"):
         lazy_stack([by_hand()]).followed_by(lazy_stack([by_hand()]))
 
 

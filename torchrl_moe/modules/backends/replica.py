@@ -366,7 +366,7 @@ class Replica(Protocol):
     ) -> StageReport:
         """Fetch a version and check it, while requests run; ``threads`` read and hash.
 
-        ``stage``: ``"shadow"`` loads it beside the weights that serve, ``"plain"`` while they are paused; or ``"auto"``.
+        ``stage``: ``"shadow"`` loads it beside the weights that serve, ``"plain"`` in a pause of them; or ``"auto"``.
         ``verify``: ``"digest"``, ``"canary"`` or ``"off"``. ``manifest``: where the transport does not bring it.
         """
 
