@@ -16,8 +16,8 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "KeptTokens": ".kept_tokens",
             "UNSET_EXPERT": ".routing_layout",
+            "KeptTokens": ".kept_tokens",
             "RoutedExperts": ".routed_experts",
             "RoutingLayout": ".routing_layout",
         },

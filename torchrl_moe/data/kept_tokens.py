@@ -145,22 +145,21 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
         if longest > length:
             raise ValueError(f"cannot pad to {length} tokens, the longest sample has {longest}: truncate() first.")
         most = max((len(sample.ids) for sample in samples), default=0)
-        sizes, ids = [], []
-        for sample in samples:
-            rows = length - len(sample.sizes)
-            sizes.append(torch.nn.functional.pad(sample.sizes, (rows, 0) if side == "left" else (0, rows)))
-            ids.append(torch.nn.functional.pad(sample.ids, (0, most - len(sample.ids)), value=UNSET_ID))
         shape = self.batch_size
+        like = samples[0] if samples else self
+        sizes = like.sizes.new_zeros(len(samples), length)
+        ids = like.ids.new_full((len(samples), most), UNSET_ID)
+        for i, sample in enumerate(samples):
+            first = length - len(sample.sizes) if side == "left" else 0
+            sizes[i, first : first + len(sample.sizes)] = sample.sizes
+            ids[i, : len(sample.ids)] = sample.ids
         return type(self)(
-            ids=torch.stack(ids).reshape(*shape, most),
-            sizes=torch.stack(sizes).reshape(*shape, length),
-            batch_size=shape,
-            device=self.device,
+            ids=ids.view(*shape, most), sizes=sizes.view(*shape, length), batch_size=shape, device=self.device
         )
 
     def words(self, token: int, *, vocabulary: int) -> torch.Tensor:
         """Return the words, ascending, that one token of one sample was sampled from."""
-        wanted = torch.zeros(len(self.sizes), dtype=torch.bool)
+        wanted = torch.zeros_like(self.sizes, dtype=torch.bool)
         wanted[token] = True
         return dense_mask(*select_rows(self.ids, self.sizes, wanted), vocabulary)[0].nonzero()[:, 0]
 
@@ -181,7 +180,12 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
             rows = f"{lengths[0]}..{lengths[-1]}" if len(lengths) > 1 else str(lengths[0] if lengths else 0)
             cut = sum(int((sample.sizes != 0).sum()) for sample in samples)
             ids = sum(int(sample.sizes.abs().sum()) for sample in samples)
-        except (RuntimeError, AttributeError, KeyError):  # meta and fake tensors; fields that are not set yet
+        except (
+            RuntimeError,
+            AttributeError,
+            KeyError,
+            TypeError,
+        ):  # meta and fake tensors; fields that are not set yet
             return f"KeptTokens(batch_size={list(self.batch_size)})"
         shape = ", ".join([*map(str, self.batch_size), f"T={rows}"])
         return f"KeptTokens(shape=[{shape}], tokens with words left out={cut}, ids={ids}, nbytes={self.nbytes})"

@@ -364,15 +364,10 @@ class Replica(Protocol):
     def stage_weights(
         self, version: int, *, stage: str, verify: str, threads: int, manifest: str | None, timeout: float
     ) -> StageReport:
-        """Fetch a version and check it, while requests run.
+        """Fetch a version and check it, while requests run; ``threads`` read and hash.
 
-        Args:
-            version: to fetch.
-            stage: ``"shadow"``: load it beside the weights that serve; ``"plain"``: while they are paused; ``"auto"``.
-            verify: ``"digest"``, ``"canary"`` or ``"off"``.
-            threads: that read and hash.
-            manifest: of the version, where the transport does not bring it.
-            timeout: in seconds.
+        ``stage``: ``"shadow"`` loads it beside the weights that serve, ``"plain"`` in a pause of them; or ``"auto"``.
+        ``verify``: ``"digest"``, ``"canary"`` or ``"off"``. ``manifest``: where the transport does not bring it.
         """
 
     def swap_weights(

@@ -152,12 +152,13 @@ def pad_answers(
         "policy_versions": NO_VERSION,
     }
     prompts = [len(answer.get((keys.tokens, "prompt"))) for answer in answers]
+    totals = [len(answer.get((keys.tokens, "full"))) for answer in answers]
     batch = [len(answers)]
     padded = TensorDict(batch_size=batch)
     for key in answers[0].keys():  # noqa: SIM118  a TensorDict iterates over its batch
         values = [answer.get(key) for answer in answers]
         if key == SAMPLING:
-            padded.set(key, pad_sampling(values, prompts))
+            padded.set(key, pad_sampling(values, prompts, totals))
             continue
         if key not in pads:
             padded.set(key, torch.stack(values) if isinstance(values[0], Tensor) else lazy_stack(values))

@@ -66,13 +66,13 @@ class SampledFrom:
 
 
 def parts_by_temperature(temperature: float | Tensor) -> Iterator[tuple[float, Tensor | None]]:
-    """Yield each temperature, and bool ``[N]``: which tokens have it; ``None`` for all.
+    """Yield each temperature, and bool ``[N]``: which tokens have it; ``None`` for all. That of no tokens is 1.
 
     >>> list(parts_by_temperature(0.5))
     [(0.5, None)]
     """
-    if isinstance(temperature, float):
-        yield temperature, None
+    if isinstance(temperature, float) or not len(temperature):
+        yield temperature if isinstance(temperature, float) else 1.0, None
         return
     for value in temperature.unique().tolist():
         yield value, temperature == value
@@ -103,11 +103,13 @@ def read_sampling(td: TensorDictBase, batch: ScoringBatch, temperature: float | 
                 f"sample {i} was sampled at temperature {known:g}: it is greedy, and has no distribution to train on"
             )
         kept = sample.get((SAMPLING, "kept"), None)
+        if kept is not None and not isinstance(kept, KeptTokens):
+            kept = KeptTokens.from_tensordict(kept)
         if kept is not None and len(kept.sizes) != batch.lengths[i]:
             raise ValueError(
                 f"('{SAMPLING}', 'kept') of sample {i} is for {len(kept.sizes)} tokens, and there are "
                 f"{batch.lengths[i]}: both must have been cut or padded alike"
             )
         temperatures.append(known)
-        found.append(kept if kept is None or isinstance(kept, KeptTokens) else KeptTokens.from_tensordict(kept))
+        found.append(kept)
     return SampledFrom(torch.tensor(temperatures), tuple(found))

@@ -36,6 +36,8 @@ CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
 }
 """Sampling parameters that change logits -> values with which they do not."""
+LEAST_TEMPERATURE = 0.01
+"""vLLM samples at this one where a lower one is asked for, but for 0 (0.30)."""
 
 
 def leaves_words_out(params: Mapping[str, Any]) -> bool:
@@ -80,10 +82,10 @@ def sampling_entry(
         real: bool, tokens of the earlier turn that are no pads; ``None`` without one.
 
     Raises:
-        ValueError: the earlier turn was sampled at another temperature: a sample is scored at one.
+        ValueError: the earlier turn was sampled at another temperature: a sample is scored at one. Or its kept words
+            are for other tokens than it has.
     """
-    temperature = params.get("temperature")
-    source: dict[str, Any] = {"temperature": torch.tensor(1.0 if temperature is None else float(temperature))}
+    source: dict[str, Any] = {"temperature": torch.tensor(_temperature(params))}
     before = None if earlier is None else earlier.get((SAMPLING, "kept"), None)
     if kept is not None or before is not None or leaves_words_out(params):
         source["kept"] = _kept(kept, prompt, total, before, real)
@@ -95,6 +97,12 @@ def sampling_entry(
     return TensorDict(source)
 
 
+def _temperature(params: Mapping[str, Any]) -> float:
+    given = params.get("temperature")
+    value = 1.0 if given is None else float(given)
+    return max(value, LEAST_TEMPERATURE) if value > 0 else value
+
+
 def _kept(kept: KeptIds | None, prompt: int, total: int, before: Any, real: Tensor | None) -> KeptTokens:
     sizes = torch.zeros(total, dtype=torch.int32)
     ids = torch.zeros(0, dtype=torch.int32)
@@ -104,26 +112,35 @@ def _kept(kept: KeptIds | None, prompt: int, total: int, before: Any, real: Tens
     own = KeptTokens(ids=ids, sizes=sizes)
     if before is None or real is None:
         return own
-    first_ids, first_sizes = select_rows(before.ids.cpu(), before.sizes.cpu(), real.cpu())
+    ids, sizes = before.get("ids").cpu(), before.get("sizes").cpu()
+    if len(sizes) != len(real):
+        raise ValueError(
+            f"('{SAMPLING}', 'kept') of the turn before is for {len(sizes)} tokens, and it has {len(real)}: both must "
+            "have been cut or padded alike"
+        )
+    first_ids, first_sizes = select_rows(ids, sizes, real.cpu())
     return KeptTokens(ids=first_ids, sizes=first_sizes).followed_by(own)
 
 
-def pad_sampling(entries: Sequence[TensorDictBase], prompts: Sequence[int]) -> TensorDict:
+def pad_sampling(entries: Sequence[TensorDictBase], prompts: Sequence[int], totals: Sequence[int]) -> TensorDict:
     """Return the entries of a batch, tokens padded around the border between prompt and response.
 
     Args:
         entries: of each answer.
         prompts: P of each answer.
+        totals: T of each answer.
     """
     found = TensorDict({"temperature": torch.stack([entry["temperature"] for entry in entries])}, [len(entries)])
     kept = [entry.get("kept", None) for entry in entries]
-    if all(one is not None for one in kept):  # as they are if sampled alike
-        left, right = max(prompts), max(len(one.sizes) - cut for one, cut in zip(kept, prompts, strict=True))
-        most = max(len(one.ids) for one in kept)
-        sizes = torch.zeros(len(entries), left + right, dtype=torch.int32)
-        ids = torch.full((len(entries), most), -1, dtype=torch.int32)
-        for i, (one, cut) in enumerate(zip(kept, prompts, strict=True)):
-            sizes[i, left - cut : left - cut + len(one.sizes)] = one.sizes
+    if all(one is None for one in kept):
+        return found
+    left, right = max(prompts), max(total - prompt for total, prompt in zip(totals, prompts, strict=True))
+    most = max(0 if one is None else len(one.ids) for one in kept)
+    sizes = torch.zeros(len(entries), left + right, dtype=torch.int32)
+    ids = torch.full((len(entries), most), -1, dtype=torch.int32)
+    for i, (one, prompt, total) in enumerate(zip(kept, prompts, totals, strict=True)):
+        if one is not None:
+            sizes[i, left - prompt : left - prompt + total] = one.sizes
             ids[i, : len(one.ids)] = one.ids
-        found["kept"] = KeptTokens(ids=ids, sizes=sizes, batch_size=[len(entries)])
+    found["kept"] = KeptTokens(ids=ids, sizes=sizes, batch_size=[len(entries)])
     return found

@@ -61,14 +61,18 @@ class Selection:
         mask = None if self.kept is None else dense_mask(*self.kept, rows.shape[-1])
         return token_scores(rows, self.tokens, self.temperature, self.entropy, mask)
 
-    def parts(self) -> Iterator[tuple[float, Tensor | None, Selection]]:
-        """Yield the tokens of each temperature, bool ``[N]``, ``None`` for all; and what to select of them."""
+    def parts(self) -> tuple[list[tuple[float, Selection]], Tensor | None]:
+        """Return a selection for each temperature, and each token's place in them, ``[N]``; ``None`` if it is one."""
+        found, places = [], []
         for value, part in parts_by_temperature(self.temperature):
             if part is None:
-                yield value, None, self
-                continue
+                return [(value, self)], None
             kept = None if self.kept is None else select_rows(*self.kept, part)
-            yield value, part, replace(self, rows=self.rows[part], tokens=self.tokens[part], kept=kept)
+            found.append(
+                (value, replace(self, rows=self.rows[part], tokens=self.tokens[part], temperature=value, kept=kept))
+            )
+            places.append(part.nonzero()[:, 0])
+        return found, torch.cat(places).argsort()
 
 
 class ScoringModel:
@@ -215,7 +219,8 @@ class ScoringModel:
         """Make the next forward pass return scores ``[N, 2]`` as its logits, ``[N, 1]`` without entropies."""
         assert self.head is not None
         with _lock_of(self.language_model):
-            self._head.thread, self._head.selection = threading.get_ident(), selection
+            self._head.thread = threading.get_ident()
+            self._head.parts, self._head.places = selection.parts()  # here, since it depends on values
             self._head.transform = self.transform
             self._output.shadowed = self.language_model.__dict__.get("forward")
             self.head.forward = self._head
@@ -228,7 +233,7 @@ class ScoringModel:
                     del self.language_model.forward
                 else:
                     self.language_model.forward = self._output.shadowed
-                self._head.selection = self._head.scores = None
+                self._head.parts, self._head.places, self._head.scores = [], None, None
 
 
 class _ScoringHead:
@@ -236,7 +241,8 @@ class _ScoringHead:
 
     def __init__(self, head: nn.Module) -> None:
         self.head = head
-        self.selection: Selection | None = None
+        self.parts: list[tuple[float, Selection]] = []
+        self.places: Tensor | None = None
         self.transform = LogitTransform()
         self.scores: Tensor | None = None
         self.dtype = torch.float32
@@ -250,15 +256,10 @@ class _ScoringHead:
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.elsewhere:
             return type(self.head).forward(self.head, hidden)
-        assert self.selection is not None
         self.dtype = hidden.dtype
         flat = hidden.flatten(0, -2)
-        scores = [(part, self._score(flat, value, chosen)) for value, part, chosen in self.selection.parts()]
-        if len(scores) == 1:
-            self.scores = scores[0][1]
-        else:
-            order = torch.cat([part.nonzero()[:, 0] for part, _ in scores if part is not None]).argsort()
-            self.scores = torch.cat([one for _, one in scores])[order]
+        scores = [self._score(flat, value, part) for value, part in self.parts]
+        self.scores = scores[0] if self.places is None else torch.cat(scores)[self.places]
         return self.scores
 
     def _score(self, hidden: Tensor, temperature: float, selection: Selection) -> Tensor:
