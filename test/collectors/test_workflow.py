@@ -6,7 +6,7 @@ import asyncio
 import functools
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -27,6 +27,12 @@ from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.objectives import GRPOAdvantage
 from torchrl_moe.testing import FakeAsyncVLLM
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeAsyncVLLM]:
+    with FakeAsyncVLLM(num_replicas=2) as engine:
+        yield engine
 
 
 async def one_turn(data: TensorDictBase, ask: Ask) -> float:
