@@ -17,6 +17,7 @@ from support.completions import cut
 from support.engines import EngineShelf
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
 from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.objectives import GSPOLoss
 
 BOUND = 1e-5
 NEW = 16
@@ -128,6 +129,18 @@ def test_an_answer_that_was_cut_keeps_its_words(engine: AsyncVLLM, shelf: Engine
     batch = lazy_stack([row])
     check_words(batch)
     assert gaps(batch, scorer_of(shelf.folder("qwen3_moe"))).max() <= BOUND
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_reference_and_losses_use_the_same_words(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    """On policy, with the right words, no ratio is away from 1: GSPO, whose bounds are the narrowest, clips nothing."""
+    scorer = scorer_of(shelf.folder("qwen3_moe"))
+    batch = policy(engine, SAMPLING["Qwen3"][0])(prompts(3, 9, 27, 40, seed=7))
+    assert gaps(batch, scorer.reference(replay=True)).max() <= BOUND
+    for row, sign in zip(batch.unbind(0), (1.0, -1.0, 1.0, -1.0), strict=True):
+        row["advantage"] = torch.full((len(row["tokens", "full"]), 1), sign)
+    clipped = [float(GSPOLoss(scorer, entropy_bonus=False)(one).clip_fraction) for one in (batch, without_words(batch))]
+    assert clipped == [0.0, 1.0]
 
 
 @pytest.mark.engine("qwen3_moe")
