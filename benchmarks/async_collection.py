@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torchrl.collectors.llm import LLMCollector as TorchRLCollector
 from torchrl.envs import EnvBase, StepCounter
 from torchrl.envs.llm import DatasetChatEnv
@@ -195,8 +194,7 @@ def train(make: Callable[[vLLMWrapper], Any], replicas: int, sigma: float, cap: 
             if version == warm:
                 since, idle = asked, 0.0
             idle += clock.now - asked
-            written = torch.cat([row["policy_versions", "response"] for row in batch.reshape(-1).unbind(0)])
-            age = max(age, version - int(written.min()))
+            age = max(age, version - min(int(row["policy_version"]) for row in batch.reshape(-1).unbind(0)))
             clock.sleep(1.0)
             for replica in engine.replicas:
                 replica.version = version + 1

@@ -153,7 +153,9 @@ def main() -> None:
         folder = Path(name)
         make_tiny_moe("qwen3_moe").save_pretrained(folder)
         TOKENIZER.save_pretrained(folder)
-        engine = AsyncVLLM.from_pretrained(folder, dtype="float32", enforce_eager=True, max_model_len=512)
+        engine = AsyncVLLM.from_pretrained(
+            folder, dtype="float32", enforce_eager=True, max_model_len=512, kv_cache_memory_bytes=1 << 26
+        )
         try:
             own = psutil.Process()
             for child in own.children(recursive=True):

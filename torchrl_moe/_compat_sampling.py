@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["carries_masks", "carry_masks", "fill_masks", "keep_masks_as_arrays"]
+__all__ = ["carries_masks", "carry_masks", "fill_masks", "keep_masks_as_arrays", "leave_masks"]
 
 SCHEDULERS = "torchrl_moe.modules.backends.vllm.schedulers"
 
@@ -85,6 +85,11 @@ def fill_masks(runner: Any, name: Name) -> None:
         return output
 
     sampler.sample, runner.sample_tokens = sample_and_name, sample_tokens_with_masks
+
+
+def leave_masks(runner: Any) -> None:
+    """Undo :func:`fill_masks`."""
+    del runner.sampler.sample, runner.sample_tokens
 
 
 def _leaves_words_out(metadata: Any) -> bool:

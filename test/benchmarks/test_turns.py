@@ -76,13 +76,14 @@ def test_engine_processes_are_those_that_came_since(sleepers: list[psutil.Proces
     started: set[int] = set(psutil.pids())
     engine = subprocess.Popen(["sh", "-c", "sleep 3600; : EngineCore"])
     try:
-        until(lambda: "EngineCore" in " ".join(psutil.Process(engine.pid).cmdline()))
-        assert psutil.Process(engine.pid) in engine_processes(started)
+        shell = psutil.Process(engine.pid)
+        until(lambda: [child.name() for child in shell.children()] == ["sleep"])  # it is the shell's copy at first
+        assert shell in engine_processes(started)
         assert engine.pid in started
         assert engine_processes(started) == set()
         assert {process.pid for process in sleepers} <= started
     finally:
-        for child in psutil.Process(engine.pid).children():
+        for child in shell.children():
             child.kill()
         engine.kill()
         engine.wait()

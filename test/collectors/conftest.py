@@ -1,4 +1,4 @@
-"""A fake engine and asynchronous collectors over it, for the tests of this folder."""
+"""Asynchronous collectors and a Ctrl-C, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,6 @@ import pytest
 from support.collecting import Questions, chat, policy_of
 from support.waiting import in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector
-from torchrl_moe.testing import FakeAsyncVLLM
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM(num_replicas=2) as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -15,6 +15,12 @@ from torchrl_moe.testing import FakeAsyncVLLM
 
 
 @pytest.fixture
+def engine() -> Iterator[FakeAsyncVLLM]:
+    with FakeAsyncVLLM(num_replicas=2) as engine:
+        yield engine
+
+
+@pytest.fixture
 def host(engine: FakeAsyncVLLM) -> Iterator[Callable[..., CollectorHost]]:
     """Makes hosts of a collector of groups of 2, and shuts them down."""
     made: list[CollectorHost] = []

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -27,6 +27,12 @@ from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.objectives import GRPOAdvantage
 from torchrl_moe.testing import FakeAsyncVLLM
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeAsyncVLLM]:
+    with FakeAsyncVLLM(num_replicas=2) as engine:
+        yield engine
 
 
 async def one_turn(data: TensorDictBase, ask: Ask) -> float:
@@ -137,6 +143,14 @@ def test_turns_follow_one_another_and_send_the_ids_of_the_earlier(collect: Calla
         assert torch.equal(second["log_probs", "full"][: len(had)][-6:], first["log_probs", "response"])
         assert second["history"].prompt.role == ["user", "assistant", "tool"]
         assert first["group_id"] == second["group_id"]
+
+
+def test_turns_keep_the_words_of_the_earlier(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
+    policy = policy_of(engine).get_new_version(generate_kwargs={"max_new_tokens": 6, "top_k": 3})
+    for row in next(iter(collect(two_turns, policy=policy))).unbind(0):
+        answered = row["policy_versions", "full"] >= 0
+        kept = row["sampling", "kept"].validate(vocabulary=259, num_tokens=len(answered), tokens=row["tokens", "full"])
+        assert kept.sizes.tolist() == (3 * answered).tolist()
 
 
 def test_only_last_turns_can_be_kept(collect: Callable[..., AsyncLLMCollector]) -> None:

@@ -52,10 +52,8 @@ def assert_same_answers(one: Completion, two: Completion) -> None:
         assert (left.finish_reason, left.stop_reason) == (right.finish_reason, right.stop_reason)
         for name in ARRAYS:
             _assert_equal(getattr(left, name), getattr(right, name))
-        assert (left.kept is None) == (right.kept is None)
-        if left.kept is not None and right.kept is not None:
-            for name in ("ids", "sizes"):
-                _assert_equal(getattr(left.kept, name), getattr(right.kept, name))
+        for name in ("ids", "sizes"):
+            _assert_equal(getattr(left.kept, name, None), getattr(right.kept, name, None))
 
 
 def _assert_equal(one: Any, two: Any) -> None:

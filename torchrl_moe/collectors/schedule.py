@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -27,6 +26,7 @@ ORDERS = ("fifo", "window", "ready")
 @dataclass(slots=True, eq=False)
 class _Place:
     group: int
+    at: int
     is_ready: bool = False
     is_taken: bool = False
 
@@ -79,7 +79,10 @@ class Schedule:
         places = (max_staleness + 1) * groups_per_batch
         self.window = {"fifo": 1, "window": max(1, int(window * places))}.get(order)
         """W; ``None`` for any group of the line."""
-        self._line: deque[_Place] = deque()
+        self._line: dict[int, _Place] = {}  # by place, without gaps, from the oldest that is not taken
+        self._end = 0  # the place of the next group
+        self._head = 0  # the first place whose group is not complete
+        self._within_reach = 0  # groups that are complete and may be taken now
         self._places: dict[int, _Place] = {}  # of the groups that are not taken
         self.ready_groups = 0
         """Groups that are complete and not given out."""
@@ -119,8 +122,8 @@ class Schedule:
         """Put a group in line, and return its number."""
         group = self.begun
         self.begun += 1
-        self._places[group] = place = _Place(group)
-        self._line.append(place)
+        self._places[group] = self._line[self._end] = _Place(group, self._end)
+        self._end += 1
         return group
 
     @property
@@ -136,27 +139,37 @@ class Schedule:
 
     def ready(self, group: int) -> None:
         """Note that a group is complete."""
-        self._places[group].is_ready = True
+        place = self._places[group]
+        place.is_ready = True
         self.ready_groups += 1
+        self._within_reach += self._reaches(place.at)
+        self._move_head()
 
     def drop(self, group: int) -> None:
         """Take a group out of the line; another one may begin in its stead, at the end."""
         place = self._places.pop(group)
         self.ready_groups -= place.is_ready
-        self._line.remove(place)
+        del self._line[place.at]
+        begin = next(iter(self._line), self._end)
+        left = list(self._line.values())
+        for at, one in enumerate(left, begin):
+            one.at = at
+        self._line, self._end, self._head = dict(enumerate(left, begin)), begin + len(left), begin
+        self._within_reach = sum(one.is_ready and not one.is_taken for one in left if self._reaches(one.at))
+        self._move_head()
         self._trim()
 
     def take(self) -> list[int]:
         """Return the groups of the next batch, oldest first, and take them out; ``[]`` if they are not all complete."""
-        if self.ready_groups < self.groups_per_batch:
+        if self._within_reach < self.groups_per_batch:
             return []
-        found = list(islice((place for place in self._reachable() if place.is_ready), self.groups_per_batch))
-        if len(found) < self.groups_per_batch:
-            return []
+        complete = (place for place in self._line.values() if place.is_ready and not place.is_taken)
+        found = list(islice(complete, self.groups_per_batch))
         for place in found:
             place.is_taken = True
             del self._places[place.group]
         self.ready_groups -= len(found)
+        self._within_reach -= len(found)
         self._trim()
         if self._given:
             self._recent.append(self._updates)
@@ -164,22 +177,21 @@ class Schedule:
         self._updates = 0
         return sorted(place.group for place in found)
 
-    def _reachable(self) -> Iterator[_Place]:
-        """The groups that may be taken now. Taking the head moves the window on."""
-        visited: list[_Place] = []
-        head = 0
-        for i, place in enumerate(self._line):
-            visited.append(place)
-            while head < i and (visited[head].is_taken or visited[head].is_ready):
-                head += 1
-            if self.window is not None and i >= head + self.window:
-                return
-            if not place.is_taken:
-                yield place
+    def _reaches(self, at: int) -> bool:
+        """Whether the group at a place may be taken: the window begins with the first one that is not complete."""
+        return self.window is None or at < self._head + self.window
+
+    def _move_head(self) -> None:
+        """Move the window on, over groups that are complete: taking them would."""
+        while self._head < self._end and self._line[self._head].is_ready:
+            self._head += 1
+            if self.window is not None:
+                last = self._line.get(self._head + self.window - 1)
+                self._within_reach += last is not None and last.is_ready and not last.is_taken
 
     def _trim(self) -> None:
-        while self._line and self._line[0].is_taken:
-            self._line.popleft()
+        while (place := next(iter(self._line.values()), None)) is not None and place.is_taken:
+            del self._line[place.at]
 
     def updated(self, times: int = 1, by_update: bool = False) -> None:
         """Note that the weights have changed.

@@ -50,9 +50,12 @@ class WorkerExtension:
         """Seed torch, from which vLLM's samplers draw; every worker alike, as vLLM does at its start."""
         torch.manual_seed(seed)
 
-    def torchrl_moe_name_kept_words(self) -> None:
-        """Say from now on which words sampling kept, for requests that want log-probs."""
-        _compat_sampling.fill_masks(self.model_runner, name_kept)
+    def torchrl_moe_name_kept_words(self, on: bool = True) -> None:
+        """Say from now on which words sampling kept, for requests that want log-probs; or no longer, to measure it."""
+        if on:
+            _compat_sampling.fill_masks(self.model_runner, name_kept)
+        else:
+            _compat_sampling.leave_masks(self.model_runner)
 
     def torchrl_moe_stage(self, manifest: str, shadow: bool, verify: bool, threads: int) -> bool:
         """Begin to stage a version; see ``WeightEngine.stage``."""
