@@ -701,6 +701,7 @@ CHANGES_VALUES: dict[str, Any] = {
     "presence_penalty": 0.5,
     "frequency_penalty": -0.1,
     "logit_bias": {65: 1.0},
+    "thinking_token_budget": 8,
 }
 
 
