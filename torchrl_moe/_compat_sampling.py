@@ -20,10 +20,12 @@ Name = Callable[[Any, Sequence[int]], Any]
 def carry_masks(config: Any) -> None:
     """Have an engine core that is made from ``config`` hand masks on, unless it has a scheduler of the user's own.
 
-    Drafts of speculative decoding are accepted by another rule than sampling: there are no masks for that.
+    Drafts of speculative decoding are accepted by another rule than sampling: there are no masks for that. The newer
+    model runner, vLLM's default on CUDA, has a sampler that :func:`fill_masks` does not fit.
     """
     scheduling = config.scheduler_config
-    if config.speculative_config is None and scheduling.scheduler_cls is None:
+    is_plain = config.speculative_config is None and not config.use_v2_model_runner
+    if is_plain and scheduling.scheduler_cls is None:
         name = "AsyncMaskScheduler" if scheduling.async_scheduling else "MaskScheduler"
         scheduling.scheduler_cls = f"{SCHEDULERS}.{name}"
 

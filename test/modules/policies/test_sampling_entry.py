@@ -83,6 +83,7 @@ def test_parameters_that_do_not(params: dict[str, Any]) -> None:
         ("presence_penalty", -0.5),
         ("frequency_penalty", 0.1),
         ("logit_bias", {5: 1.0}),
+        ("thinking_token_budget", 0),
     ],
 )
 def test_what_changes_values_is_refused(name: str, value: Any) -> None:

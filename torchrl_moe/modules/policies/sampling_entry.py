@@ -34,6 +34,7 @@ CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0, 0.0),
     "frequency_penalty": (None, 0, 0.0),
     "logit_bias": (None, {}),
+    "thinking_token_budget": (None,),  # the end of thinking gets a logit of 1e9, and no other is -inf
 }
 """Sampling parameters that change logits -> values with which they do not."""
 LEAST_TEMPERATURE = 0.01
@@ -53,7 +54,7 @@ def refuse_changed_values(params: Mapping[str, Any]) -> None:
     """Refuse sampling parameters after which no trainer can compute the log-probs that the engine gives.
 
     Raises:
-        ValueError: a penalty or a bias.
+        ValueError: a penalty, a bias, or a budget of thinking.
     """
     for name, values in CHANGES_NOTHING.items():
         if params.get(name) not in values:

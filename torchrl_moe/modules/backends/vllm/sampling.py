@@ -36,8 +36,9 @@ class SamplingParamsBuilder:
             self._last = params = _build(spec, guided_options)
             if not self._names_words and params.logprobs is not None and (name := _leaves_words_out(params)):
                 raise ValueError(
-                    f"{name}={getattr(params, name)!r} leaves words out, and with speculative decoding or a scheduler "
-                    "of your own the engine does not say which: leave it out, or logprobs"
+                    f"{name}={getattr(params, name)!r} leaves words out, and with speculative decoding, a scheduler of "
+                    "your own or vLLM's Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=0 turns it off) the engine does not "
+                    "say which: leave it out, or logprobs"
                 )
             # holding the sources keeps their ids from being used again
             self._key, self._held = key, (spec, guided_options)
