@@ -5,6 +5,9 @@ model is small, so that the figures are those of head and loss: with a large bod
 Each measurement is a process of its own; its memory is the growth of the peak resident set over a whole step, the
 parameters' gradients included.
 
+Then the head alone, over all words and over those that a sampler kept: lists of 20 words, of some hundreds, and of 5
+that are left out.
+
 ``python -m benchmarks.logprob_memory [--quick]``. The curves go to ``runs/bench/logprob_memory.png``.
 """
 
@@ -30,7 +33,10 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from benchmarks.report import RESULTS, Row, finish, median_range
 
 MEMORY_GOAL, MEMORY_GOAL_LARGE, TIME_GOAL, RAGGED_GOAL = 10.0, 12.0, 0.55, 0.15
+KEPT_GOAL = 1.10
 PEERS = ("torchrl", "torchrl_moe")
+SAMPLERS = {"all words": 0, "top_k 20": 20, "top_p, 400 words on average": 400, "5 bans": -5}
+"""What a sampler kept -> sizes of the lists of words, as ``selected_log_probs`` has them."""
 QWEN_VOCABULARY = 151_936
 DENSE_COPIES = 10
 """Of the float32 logits, that TorchRL's step takes at most: to tell what fits before it is run."""
@@ -124,6 +130,8 @@ def work(peer: str, case: Case) -> Measured:
     """Measure one peer in this process: a small step to warm up, one for memory, the others for time."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    if peer in SAMPLERS:
+        return score(peer, case)
     loss, model = make_loss(peer, case)
     forward(loss, make_batch(Case(vocabulary=case.vocabulary, lengths=(8, 6), prompt=2))).backward()
     model.zero_grad()
@@ -141,6 +149,76 @@ def work(peer: str, case: Case) -> Measured:
         forward(loss, td).backward()
         seconds.append(time.perf_counter() - start)
     return Measured(peak, seconds, float(total.detach()), gradient)
+
+
+def kept_words(tokens: torch.Tensor, size: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return lists of ``size`` words for each row, or of 1 to ``2 size`` in a top_p's case; ``None`` for all words."""
+    generator = torch.Generator().manual_seed(1)
+    if not size:
+        return None
+    sizes = torch.full((len(tokens),), size)
+    if size > 100:
+        sizes = torch.randint(1, 2 * size, (len(tokens),), generator=generator)
+    last = sizes.abs().cumsum(0) - 1
+    rows = torch.arange(len(tokens)).repeat_interleave(sizes.abs())
+    ids = tokens[rows] + torch.randint(1, vocabulary, (len(rows),), generator=generator)  # any word but the token
+    if size > 0:
+        ids[last] = tokens
+    return (ids % vocabulary).int(), sizes.int()
+
+
+def score(sampler: str, case: Case) -> Measured:
+    """Measure ``selected_log_probs`` in this process: a small step to warm up, one for memory, the others for time."""
+    from torchrl_moe.ops import selected_log_probs
+
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(case.tokens, case.hidden), torch.randn(case.vocabulary, case.hidden)
+    weight.mul_(case.hidden**-0.5).requires_grad_()  # logits of variance 1
+    tokens = torch.randint(0, case.vocabulary, (case.tokens,))
+    kept = kept_words(tokens, SAMPLERS[sampler], case.vocabulary)
+
+    def step(rows: int, kept: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        inputs = [hidden[:rows].requires_grad_(), weight]
+        log_probs, entropy = selected_log_probs(*inputs, tokens[:rows], kept=kept)
+        assert entropy is not None
+        torch.autograd.grad(log_probs.mean() + entropy.mean(), inputs)
+
+    step(8, None)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = resident("VmRSS")
+    step(case.tokens, kept)
+    peak = resident("VmHWM") - before
+    seconds = []
+    for _ in range(case.steps):
+        start = time.process_time()
+        step(case.tokens, kept)
+        seconds.append(time.process_time() - start)
+    return Measured(peak, seconds, 0.0, 0.0)
+
+
+def kept_rows(quick: bool) -> list[Row]:
+    """Compare what the head costs over the words that samplers kept with its cost over all words."""
+    case = (
+        Case(vocabulary=2_048, lengths=(64,), hidden=64)
+        if quick
+        else Case(vocabulary=32_768, lengths=(1_024,), hidden=1_024)
+    )
+    runs = [{sampler: Measured(**measure(sampler, case)) for sampler in SAMPLERS} for _ in range(1 if quick else 3)]
+    rows = []
+    for sampler in list(SAMPLERS)[1:]:
+        pairs = [(run["all words"], run[sampler]) for run in runs]
+        memory = [kept.bytes / whole.bytes for whole, kept in pairs]
+        seconds = [statistics.median(kept.seconds) / statistics.median(whole.seconds) for whole, kept in pairs]
+        for what, ratios_ in (("peak memory", memory), ("CPU seconds", seconds)):
+            rows.append(
+                Row(
+                    claim=f"V={case.vocabulary}, {case.tokens} tokens, {sampler}: {what} of the head's step",
+                    value=f"{median_range(ratios_)} of that over all words",
+                    target="" if quick else f"<= {KEPT_GOAL:.2f}x",
+                    met=None if quick else statistics.median(ratios_) <= KEPT_GOAL,
+                )
+            )
+    return rows
 
 
 def measure(peer: str, case: Case, module: str = "benchmarks.logprob_memory") -> Any:
@@ -294,6 +372,7 @@ def main(arguments: list[str] | None = None) -> None:
     for (shape, case), (memory, seconds) in zip(shapes.items(), goals, strict=True):
         results, claim = compare(case, pairs), f"V={vocabulary}, {shape}"
         rows += [memory_row(claim, results, memory), time_row(claim, results, seconds)]
+    rows += kept_rows(quick)
     if not quick:
         rows += large_rows()
         curves()

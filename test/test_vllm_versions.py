@@ -29,8 +29,26 @@ MEMBERS = {
     "vllm.v1.engine.output_processor.OutputProcessor": "request_states",
     "vllm.v1.engine.output_processor.RequestState": (
         "detokenizer external_req_id request_index parent_req prompt prompt_token_ids num_cached_tokens stats"
-        " logprobs_processor routed_experts_chunks"
+        " logprobs_processor routed_experts_chunks sampling_mask_chunks _new_completion_output"
     ),
+    "vllm.config.vllm.VllmConfig": "scheduler_config speculative_config use_v2_model_runner",
+    "vllm.config.scheduler.SchedulerConfig": "scheduler_cls async_scheduling",
+    "vllm.v1.core.sched.scheduler.Scheduler": "return_sampling_mask",
+    "vllm.v1.core.sched.async_scheduler.AsyncScheduler": "return_sampling_mask",
+    "vllm.v1.outputs.SamplingMaskLists": "token_ids offsets slice_request",
+    "vllm.v1.outputs.ModelRunnerOutput": "sampling_masks",
+    "vllm.v1.worker.gpu_model_runner.AsyncGPUModelRunnerOutput": "_model_runner_output",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "sampler sample_tokens requests input_batch",
+    "vllm.v1.worker.gpu_input_batch.CachedRequestState": "output_token_ids",
+    "vllm.v1.worker.gpu_input_batch.InputBatch": "req_ids",
+    "vllm.v1.sample.metadata.SamplingMetadata": (
+        "top_k top_p allowed_token_ids_mask bad_words_token_ids logitsprocs max_num_logprobs"
+    ),
+    "vllm.v1.sample.logits_processor.LogitsProcessors": "argmax_invariant non_argmax_invariant",
+    "vllm.v1.sample.logits_processor.MinPLogitsProcessor": "min_p_count",
+    "vllm.v1.sample.logits_processor.LogitBiasLogitsProcessor": "biases",
+    "vllm.v1.sample.logits_processor.MinTokensLogitsProcessor": "min_toks",
+    "vllm.outputs.CompletionOutput": "sampling_mask",
     "vllm.v1.engine.detokenizer.IncrementalDetokenizer": "num_output_tokens output_token_ids",
     "vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer": "get_next_output_text",
     "vllm.v1.engine.logprobs.LogprobsProcessor": "logprobs",
@@ -47,6 +65,8 @@ PARAMETERS = {
     "vllm.v1.engine.async_llm.AsyncLLM.from_vllm_config": "stat_loggers enable_log_requests disable_log_stats",
     "vllm.v1.engine.async_llm.AsyncLLM.abort": "request_id internal",
     "vllm.v1.engine.async_llm.AsyncLLM.pause_generation": "mode clear_cache",
+    "vllm.v1.sample.sampler.Sampler.sample": "logits sampling_metadata",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.sample_tokens": "grammar_output",
     "vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory.register_engine": "name",
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.select_unquantized_moe_backend": "moe_config",
     "vllm.model_executor.model_loader.utils.initialize_model": "vllm_config",

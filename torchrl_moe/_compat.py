@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_moe import _compat_sampling
+
 __all__ = [
     "abort_answers",
     "build_beside",
@@ -118,6 +120,7 @@ def make_async_llm(engine_args: Any, stat_loggers: list[Any]) -> tuple[Any, str]
     if not reason and current_platform.is_cpu():
         os.environ[METHOD_VARIABLE] = "fork"
         resource_tracker.ensure_running()  # one for all of the engine's processes, as if they were spawned
+    _compat_sampling.carry_masks(config)
     engine = AsyncLLM.from_vllm_config(
         config,
         stat_loggers=stat_loggers,
@@ -371,6 +374,7 @@ def running_outputs(engine: Any) -> dict[str, Any]:
                 token_ids=state.detokenizer.output_token_ids,
                 logprobs=state.logprobs_processor.logprobs,
                 routed_experts=np.concatenate(state.routed_experts_chunks) if state.routed_experts_chunks else None,
+                sampling_mask=[step.token_ids for step in state.sampling_mask_chunks],
                 finish_reason="abort",
                 stop_reason=None,
             )

@@ -30,7 +30,8 @@ BELOW: dict[str, set[str]] = {
     "ops": {"render", "_checks", "_compat", "_lazy"},
     "render": {"_checks", "_compat", "_lazy"},  # takes plain data, so anyone may import it
     "_checks": {"_errors"},
-    "_compat": {"_errors"},
+    "_compat": {"_compat_sampling", "_errors"},
+    "_compat_sampling": {"_errors"},  # a part of _compat: the same rules
     "_errors": set(),
     "_lazy": set(),
     "": set(),  # the package's own __init__: it loads nothing, so anyone may import it
@@ -39,13 +40,15 @@ ONLY_IN_FUNCTIONS = {("modules.serving", f"modules.backends.{room}") for room in
 """An engine constructs its replicas: on vLLM or Ray if it is asked to, and without loading them if it is not."""
 
 PLACES: dict[str, tuple[str, ...]] = {
-    "vllm": ("modules.backends.vllm", "_compat"),
+    "vllm": ("modules.backends.vllm", "_compat", "_compat_sampling"),
     "ray": (  # they place actors
         *(f"modules.backends.ray.{file}" for file in ("actor", "actor_link", "cluster")),
         "collectors.remote_host",
     ),
     "transformers": ("modules.policies", "modules.replay", "modules.backends.tokenizer_files", "testing"),
 }
+COMPAT = {"_compat", "_compat_sampling"}
+"""Files that may touch private names of vLLM and TorchRL."""
 PURE: dict[str, set[str]] = {
     "ops": {"torch"},
     "objectives.functional": {"torch"},
@@ -92,8 +95,8 @@ def violations(source: Source) -> list[str]:
             if lies_in(here, pure) and top not in allowed | sys.stdlib_module_names:
                 found.append(f"{where}: {pure} imports {sorted(allowed)} and the standard library, not {top}")
         private = any(part.startswith("_") and not part.startswith("__") for part in item.target.split("."))
-        if private and top in {"torchrl", "vllm"} and here != "_compat":
-            found.append(f"{where}: {item.target} is private: only _compat.py may touch it")
+        if private and top in {"torchrl", "vllm"} and here not in COMPAT:
+            found.append(f"{where}: {item.target} is private: only _compat*.py may touch it")
     return found
 
 
@@ -132,6 +135,8 @@ def test_the_rooms_form_a_dag() -> None:
         ("objectives/functional/x.py", "from tensordict import TensorDict"),
         ("modules/policies/x.py", "from torchrl.modules.llm.policies.common import _batching"),
         ("__init__.py", "from torchrl_moe.data import RoutedExperts"),
+        ("_compat_sampling.py", "from torchrl_moe.data import KeptTokens"),
+        ("modules/backends/vllm/x.py", "from vllm.v1.sample import _private"),
         ("_errors.py", "from torchrl_moe._checks import check_rank"),
     ],
 )
@@ -147,6 +152,8 @@ def test_a_wrong_import_is_found(path: str, text: str) -> None:
         ("modules/serving/x.py", "from torchrl_moe.modules.backends.replica import Replica"),
         ("modules/serving/x.py", "def f():\n    from torchrl_moe.modules.backends.vllm.local import LocalReplica"),
         ("modules/serving/x.py", "if TYPE_CHECKING:\n    from vllm import SamplingParams"),
+        ("_compat_sampling.py", "def f():\n    from vllm.v1.sample import _private"),
+        ("modules/backends/vllm/x.py", "from torchrl_moe import _compat_sampling"),
         ("modules/backends/vllm/x.py", "from __future__ import annotations\nimport torchrl_moe\nimport vllm"),
     ],
 )

@@ -29,6 +29,7 @@ ACROSS: dict[str, str] = {
     "modules/policies/test_fidelity.py": "what replay is worth in bf16, with a real engine",
     "modules/backends/test_conformance.py": "the replica protocol, for each kind of replica",
     "modules/serving/test_connect.py": "a service in a Ray cluster, and its drivers",
+    "modules/policies/test_truncated_sampling.py": "what a real engine samples from less than all words, scored",
     "objectives/test_invariance.py": "no split of a batch changes a loss, for each of them",
     "modules/policies/test_parity.py": "engine and policy together compute what transformers computes",
     "modules/serving/test_faults.py": "processes of real engines killed and stopped under requests",

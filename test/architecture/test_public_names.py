@@ -11,7 +11,7 @@ import pytest
 from support.sources import PACKAGE, Source, imports, package_sources, snippet
 
 PUBLIC: dict[str, str] = {
-    "data": "RoutedExperts UNSET_EXPERT",
+    "data": "KeptTokens RoutedExperts UNSET_EXPERT",
     "modules": "AsyncVLLM Lease LoadBalancer RouterReplay TransformersWrapper UnsupportedRouterError "
     "make_async_vllm_engine probe_replay vLLMWrapper",
     "weight_update": "SyncReport VLLMDoubleBufferSyncScheme VLLMWeightSyncScheme get_model_metadata",

@@ -17,6 +17,7 @@ from torchrl_moe._errors import RequestRefusedError
 from torchrl_moe.collectors.conversation import Conversation
 from torchrl_moe.collectors.environments import EnvironmentPool
 from torchrl_moe.modules import vLLMWrapper
+from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.testing import FakeAsyncVLLM
@@ -118,6 +119,42 @@ def test_a_turn_sends_the_ids_of_the_earlier_and_keeps_what_is_known_of_them(eng
     assert torch.equal(second["routed_experts", "full"][: had - 1], first["routed_experts", "full"][:-1])
     assert (second["routed_experts", "full"][had - 1, 1:] != -1).all()
     assert len(first["tokens", "full"]) == had
+
+
+def test_a_turn_keeps_the_words_that_the_earlier_was_sampled_from(engine: FakeAsyncVLLM) -> None:
+    """Its log-probs are kept, and are over these words."""
+
+    policy = history_policy(engine)
+
+    async def generate(request: SampleRequest, _: int) -> Completion:
+        completion = await policy.model.agenerate(**request.arguments)
+        if "top_k" in request.arguments["sampling_params"]:
+            (output,) = completion.outputs
+            words = np.stack([output.token_ids, output.token_ids + 1], 1).flatten()
+            output.kept = KeptIds(words.astype(np.int32), np.full(len(output.token_ids), 2, np.int32))
+        return completion
+
+    async def two_turns(conversation: Conversation) -> list[TensorDictBase]:
+        first = await conversation.ask("one", top_k=2)
+        return [first, await conversation.ask(followed(first))]
+
+    conversation = Conversation(policy, generate, TensorDict(query="q"), {})
+    first, second = asyncio.run(two_turns(conversation))
+    had = len(first["tokens", "full"])
+    kept = second["sampling", "kept"].validate(vocabulary=512, tokens=second["tokens", "full"])
+    assert first["sampling", "kept"].sizes.tolist() == [0] * (had - 6) + [2] * 6
+    assert kept.sizes[:had].tolist() == first["sampling", "kept"].sizes.tolist()
+    assert kept.ids.tolist() == first["sampling", "kept"].ids.tolist()
+    assert not kept.sizes[had:].any()
+
+
+def test_a_turn_at_another_temperature_is_refused(engine: FakeAsyncVLLM) -> None:
+    async def script(conversation: Conversation) -> None:
+        first = await conversation.ask("one", temperature=0.5)
+        with pytest.raises(ValueError, match=r"this turn's temperature is 0\.7, that of the turn before 0\.5"):
+            await conversation.ask(followed(first), temperature=0.7)
+
+    talk(history_policy(engine), script)
 
 
 def test_ids_that_go_on_keep_what_is_known(engine: FakeAsyncVLLM) -> None:

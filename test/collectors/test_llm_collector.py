@@ -129,6 +129,26 @@ def test_later_turns_send_the_ids_of_the_earlier(engine: FakeAsyncVLLM) -> None:
     assert all(request.prompt_token_ids is not None for one in engine.replicas for request in one.submitted)
 
 
+@pytest.mark.parametrize("kind", [LLMCollector, AsyncLLMCollector])
+def test_kept_words_of_all_turns_come_through_a_buffer(engine: FakeAsyncVLLM, kind: Any) -> None:
+    policy = policy_of(engine)
+    policy = policy.get_new_version(generate_kwargs={"max_new_tokens": 6, "top_k": 3, "temperature": 0.5})
+    buffer = ReplayBuffer(storage=LazyStackStorage(64), batch_size=8)
+    collector = kind(
+        env_of(turns=2), policy=policy, dialog_turns_per_batch=8, replay_buffer=buffer, total_dialog_turns=16
+    )
+    assert set(collector.iterator()) == {None}
+    collector.shutdown()
+    turns = set()
+    for row in buffer.sample().unbind(0):
+        answered = row["policy_versions", "full"] >= 0
+        kept = row["sampling", "kept"].validate(vocabulary=259, num_tokens=len(answered), tokens=row["tokens", "full"])
+        assert kept.sizes.tolist() == (3 * answered).tolist()
+        assert float(row["sampling", "temperature"]) == 0.5
+        turns.add(int(answered.sum()))
+    assert turns == {6, 12}
+
+
 def test_routes_come_through_a_buffer_and_its_samples(engine: FakeAsyncVLLM) -> None:
     buffer = ReplayBuffer(storage=LazyStackStorage(64), batch_size=8)
     collector = LLMCollector(

@@ -145,6 +145,14 @@ def test_turns_follow_one_another_and_send_the_ids_of_the_earlier(collect: Calla
         assert first["group_id"] == second["group_id"]
 
 
+def test_turns_keep_the_words_of_the_earlier(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
+    policy = policy_of(engine).get_new_version(generate_kwargs={"max_new_tokens": 6, "top_k": 3})
+    for row in next(iter(collect(two_turns, policy=policy))).unbind(0):
+        answered = row["policy_versions", "full"] >= 0
+        kept = row["sampling", "kept"].validate(vocabulary=259, num_tokens=len(answered), tokens=row["tokens", "full"])
+        assert kept.sizes.tolist() == (3 * answered).tolist()
+
+
 def test_only_last_turns_can_be_kept(collect: Callable[..., AsyncLLMCollector]) -> None:
     batch = next(iter(collect(two_turns, yield_only_last_steps=True)))
     assert batch["next", "reward"].flatten().tolist() == [1, 1]

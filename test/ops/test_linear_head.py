@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchrl_moe.ops.kept_words import KeptWords
 from torchrl_moe.ops.linear_head import LinearHead, RowScores, backward_tiles, forward_tiles
 
 ROWS, WORDS = 7, 13
@@ -56,6 +57,54 @@ def test_the_size_of_the_tiles_changes_nothing(elements: int, outer: float, inne
     torch.testing.assert_close(tiled.hiddens, whole.hiddens)
     torch.testing.assert_close(tiled.weights, whole.weights)
     torch.testing.assert_close(tiled.bias, whole.bias)
+
+
+KEPT = KeptWords(torch.tensor([0, 3, 11, 12, 12, 2, 7, 6, 5, 10]), torch.tensor([3, 1, -3, 1, 0, 0, -2]))
+"""Rows that list their words, one word alone too, that list what they lack, and whole ones. TOKENS are kept."""
+LISTS = [([0, 3, 11], True), ([12], True), ([12, 2, 7], False), ([6], True), ([], False), ([], False), ([5, 10], False)]
+"""What KEPT says, row by row: a word is kept if it is listed, or if it is not."""
+
+
+@pytest.mark.parametrize("elements", [1, 5, 12, 40, 10_000])
+@pytest.mark.parametrize(("outer", "inner"), [(1.0, 0.0), (0.4, 0.0), (3.0, 0.5)])
+@pytest.mark.parametrize("padded", [[], [1, 4, 9]])
+def test_left_out_words_have_no_part_in_any_tile(elements: int, outer: float, inner: float, padded: list[int]) -> None:
+    """As autograd over dense logits with -inf at these words; some of them have a bias of -inf besides."""
+    bias = BIAS.clone()
+    bias[padded] = -math.inf
+    leaves = [HIDDEN.clone().requires_grad_(), WEIGHT.clone().requires_grad_(), bias.requires_grad_()]
+    y = leaves[0] @ leaves[1].T + leaves[2]
+    mask = torch.tensor([[(word in listed) == keeps for word in range(WORDS)] for listed, keeps in LISTS])
+    logits = (outer * (inner * y).tanh() if inner else outer * y).masked_fill(~mask, -math.inf)
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * torch.where(logits > -math.inf, log_p, 0)).sum(-1)
+    chosen = log_p[torch.arange(ROWS), TOKENS]
+    one = LinearHead([HIDDEN], [WEIGHT], bias.detach(), outer, inner, KEPT)
+    scores = forward_tiles(one, TOKENS, True, elements)
+    torch.testing.assert_close(scores.entropy, entropy.detach())
+    torch.testing.assert_close(scores.chosen - scores.log_sum, chosen.detach())
+    grads = (torch.arange(ROWS, dtype=torch.float64), torch.linspace(-1, 7, ROWS, dtype=torch.float64))
+    got = backward_tiles(one, TOKENS, scores, grads, [True, True, True], elements)
+    wanted = torch.autograd.grad((chosen * grads[0] + (entropy * grads[1])).sum(), leaves)
+    torch.testing.assert_close((got.hiddens[0], got.weights[0], got.bias), wanted)
+
+
+@pytest.mark.parametrize("elements", [2, 10_000])
+def test_the_gradient_of_a_word_left_out_of_every_row_is_exactly_zero(elements: int) -> None:
+    """Also where its logit, far above those of the words kept, has an exponential that overflows."""
+    weight = torch.tensor([[1.0], [1000.0], [2.0], [-1000.0]])
+    kept = KeptWords(torch.tensor([0, 2, 1, 3]), torch.tensor([2, -2]))
+    one = LinearHead([torch.ones(2, 1)], [weight], torch.zeros(4), 1.0, 0.0, kept)
+    tokens, ones = torch.tensor([0, 2]), torch.ones(2)
+    scores = forward_tiles(one, tokens, True, elements)
+    p = 1 / (1 + math.e)
+    assert (scores.chosen - scores.log_sum).exp().tolist() == pytest.approx([p, 1 - p])
+    assert scores.entropy.tolist() == pytest.approx([-p * math.log(p) - (1 - p) * math.log(1 - p)] * 2)
+    grads = backward_tiles(one, tokens, scores, (ones, 0 * ones), [True, True, True], elements)
+    assert grads.weights[0] is not None
+    assert grads.weights[0][[1, 3]].tolist() == [[0.0], [0.0]]
+    assert grads.bias is not None
+    assert grads.bias.tolist() == pytest.approx([1 - 2 * p, 0, 2 * p - 1, 0])  # 1[chosen] - p, both rows together
 
 
 def test_only_what_is_needed_is_returned() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,14 +33,34 @@ def inputs(dtype: torch.dtype = torch.float64, bias: bool = True) -> list[Tensor
 
 
 def dense(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, transform: LogitTransform = PLAIN
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    transform: LogitTransform = PLAIN,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The textbook's, in float64, spelled out."""
+    """The textbook's, in float64, spelled out; ``mask`` says which words are kept."""
     y = hidden.double() @ weight.double().T
     y = (y if bias is None else y + bias.double()) * transform.scale
     y = y if transform.soft_cap is None else transform.soft_cap * torch.tanh(y / transform.soft_cap)
-    dist = torch.distributions.Categorical(logits=y / transform.temperature)
-    return dist.log_prob(TOKENS), dist.entropy()
+    y = y / transform.temperature
+    log_p = (y if mask is None else y.masked_fill(~mask, -math.inf)).log_softmax(-1)
+    entropy = -(log_p.exp() * torch.where(log_p > -math.inf, log_p, 0)).sum(-1)
+    return log_p[torch.arange(ROWS), TOKENS], entropy
+
+
+def kept_words(kind: str) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """What sampling kept, as lists and as a dense mask: by a top_k of 4, by bans, or each of it in turn and all."""
+    ids, sizes, mask = [], [], torch.ones(ROWS, WORDS, dtype=torch.bool)
+    for n, token in enumerate(TOKENS.tolist()):
+        others = [int(word) for word in torch.randperm(WORDS) if word != token]
+        which = ["top_k", "bans", "all"][n % 3] if kind == "mixed" else kind
+        listed = {"top_k": [*others[:2], token, others[2]], "bans": others[: 3 + n], "all": []}[which]
+        ids += listed
+        sizes.append(-len(listed) if which == "bans" else len(listed))
+        mask[n] = which != "top_k"
+        mask[n, listed] = which == "top_k"
+    return (torch.tensor(ids, dtype=torch.int32), torch.tensor(sizes, dtype=torch.int32)), mask
 
 
 def weighted(scores: Any) -> Tensor:
@@ -72,10 +93,95 @@ def test_equal_to_dense(dtype: torch.dtype, bias: bool, transform: LogitTransfor
         torch.testing.assert_close(ours, theirs, atol=gradients, rtol=gradients)
 
 
-def test_gradcheck() -> None:
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("transform", [PLAIN, LogitTransform(temperature=0.7), ALL])
+@pytest.mark.parametrize("kind", ["top_k", "bans", "mixed"])
+@pytest.mark.parametrize("tile_bytes", [120, 1200, None])
+def test_kept_words_equal_a_dense_mask(
+    dtype: torch.dtype, transform: LogitTransform, kind: str, tile_bytes: int | None
+) -> None:
+    kept, mask = kept_words(kind)
+    tensors = [(0.5 * t.detach()).requires_grad_() for t in inputs(dtype)]
+    got = selected_log_probs(
+        *tensors[:2], TOKENS, bias=tensors[2], transform=transform, tile_bytes=tile_bytes, kept=kept
+    )
+    wanted = dense(*tensors, transform=transform, mask=mask)
+    values, gradients = BOUNDS[dtype]
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, atol=values, rtol=1e-6 if dtype != torch.float64 else 0)
+    ours_grads = torch.autograd.grad(weighted(got), tensors)
+    for ours, theirs in zip(ours_grads, torch.autograd.grad(weighted(wanted), tensors), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=gradients, rtol=gradients)
+    everywhere_out = ~mask.any(0)
+    assert everywhere_out.any() == (kind == "top_k")
+    assert not any(grad[everywhere_out].any() for grad in ours_grads[1:])
+
+
+def test_kept_words_by_hand() -> None:
+    """Logits log 1, 2, 3, 4: of words 0 and 3, word 3 has 4/5; of all but word 3, word 2 has 3/6."""
+    weight = torch.tensor([1.0, 2.0, 3.0, 4.0]).log()[:, None].requires_grad_()
+    kept = torch.tensor([3, 0, 3]), torch.tensor([2, -1, 0])
+    log_probs, entropy = selected_log_probs(torch.ones(3, 1), weight, torch.tensor([3, 2, 1]), kept=kept)
+    torch.testing.assert_close(log_probs.exp(), torch.tensor([4 / 5, 3 / 6, 2 / 10]))
+    torch.testing.assert_close(entropy[0], torch.tensor(math.log(5) - 4 / 5 * math.log(4)))
+    (grad,) = torch.autograd.grad(log_probs[:2].sum(), weight)
+    torch.testing.assert_close(grad[:, 0], torch.tensor([-1 / 5 - 1 / 6, -2 / 6, 1 / 2, 1 / 5]))  # 1[chosen] - p
+
+
+def test_kept_words_and_a_bias_of_minus_infinity() -> None:
+    kept, mask = kept_words("mixed")
+    tensors = inputs()
+    with torch.no_grad():
+        tensors[2][[2, 5, 20]] = -math.inf
+    got = selected_log_probs(*tensors[:2], TOKENS, bias=tensors[2], tile_bytes=TILE, kept=kept)
+    wanted = dense(*tensors, mask=mask)
+    torch.testing.assert_close(got, wanted)
+    ours, theirs = (torch.autograd.grad(weighted(scores), tensors) for scores in (got, wanted))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_kept_words_with_parts_and_without_entropy() -> None:
+    kept, mask = kept_words("mixed")
+    hidden, weight = inputs(bias=False)
+    down, up = torch.randn(2, SIZE).double(), torch.randn(WORDS, 2).double().requires_grad_()
+    parts = ([hidden, hidden @ down.T], [weight, up])
+    log_probs, entropy = selected_log_probs(*parts, TOKENS, entropy=False, tile_bytes=TILE, kept=kept)
+    assert entropy is None
+    wanted = dense(hidden, weight + up @ down, mask=mask)[0]
+    torch.testing.assert_close(log_probs, wanted)
+    ours, theirs = (torch.autograd.grad(value.square().sum(), [hidden, weight, up]) for value in (log_probs, wanted))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_rows_that_a_loss_masks_take_their_kept_words_with_them() -> None:
+    kept, mask = kept_words("mixed")
+    hidden, weight = inputs(bias=False)
+    live = torch.tensor([True, True, False, True, False, True, True, False, True])
+    got = selected_log_probs(hidden, weight, TOKENS, tile_bytes=TILE, kept=kept)
+    ours, theirs = (
+        torch.autograd.grad((scores[0] * scores[1])[live].sum(), [hidden, weight])
+        for scores in (got, dense(hidden, weight, mask=mask))
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_lists_that_leave_no_word_out_are_none() -> None:
+    tensors = inputs()
+    none = torch.zeros(0).int(), torch.zeros(ROWS).int()
+    got = selected_log_probs(*tensors[:2], TOKENS, bias=tensors[2], tile_bytes=TILE, kept=none)
+    wanted = dense(*tensors)
+    torch.testing.assert_close(got, wanted)
+    ours, theirs = (torch.autograd.grad(weighted(scores), tensors) for scores in (got, wanted))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [None, "mixed"])
+def test_gradcheck(kind: str | None) -> None:
+    kept = kept_words(kind)[0] if kind else None
+
     def scores(hidden: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor) -> Any:
         parts = ([hidden, hidden @ down.T], [weight, up])
-        return selected_log_probs(*parts, TOKENS, bias=bias, transform=ALL, tile_bytes=TILE)
+        return selected_log_probs(*parts, TOKENS, bias=bias, transform=ALL, tile_bytes=TILE, kept=kept)
 
     adapter = [torch.randn(2, SIZE).double().requires_grad_(), torch.randn(WORDS, 2).double().requires_grad_()]
     assert torch.autograd.gradcheck(scores, (*inputs(), *adapter), fast_mode=True)
@@ -145,23 +251,27 @@ def test_nothing_is_kept_without_gradients() -> None:
     assert entropy.grad_fn is None
 
 
-def test_autocast_sets_the_operands_and_not_the_sums() -> None:
+@pytest.mark.parametrize("kind", [None, "mixed"])
+def test_autocast_sets_the_operands_and_not_the_sums(kind: str | None) -> None:
+    kept, mask = kept_words(kind) if kind else (None, None)
     hidden, weight = (t.detach().float().requires_grad_() for t in inputs(bias=False))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        scores = selected_log_probs(hidden, weight, TOKENS)
+        scores = selected_log_probs(hidden, weight, TOKENS, kept=kept)
         weighted(scores).backward()
-    wanted = dense(hidden.detach().bfloat16(), weight.detach().bfloat16())
+    wanted = dense(hidden.detach().bfloat16(), weight.detach().bfloat16(), mask=mask)
     for ours, theirs in zip(scores, wanted, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours.double(), theirs, atol=2e-6, rtol=0)
     assert hidden.grad.dtype == weight.grad.dtype == torch.float32
 
 
-def test_a_compiled_graph_holds_it_whole() -> None:
+@pytest.mark.parametrize("kind", [None, "mixed"])
+def test_a_compiled_graph_holds_it_whole(kind: str | None) -> None:
     tensors = [t.detach().float().requires_grad_() for t in inputs()]
+    kept = kept_words(kind)[0] if kind else None
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return weighted(selected_log_probs(2 * hidden, weight, TOKENS, bias=bias, tile_bytes=TILE))
+        return weighted(selected_log_probs(2 * hidden, weight, TOKENS, bias=bias, tile_bytes=TILE, kept=kept))
 
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     ours, theirs = (torch.autograd.grad(f(*tensors), tensors) for f in (compiled, loss))
@@ -170,13 +280,16 @@ def test_a_compiled_graph_holds_it_whole() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", [None, "mixed"])
+def test_on_a_gpu(dtype: torch.dtype, kind: str | None) -> None:
+    (ids, sizes), mask = kept_words(kind or "all")
+    kept = (ids.cuda(), sizes.cuda()) if kind else None
     tensors = [t.detach().to("cuda", dtype).requires_grad_() for t in inputs()]
     tokens = TOKENS.cuda()
-    log_probs, entropy = selected_log_probs(tensors[0], tensors[1], tokens, bias=tensors[2], tile_bytes=TILE)
+    log_probs, entropy = selected_log_probs(tensors[0], tensors[1], tokens, bias=tensors[2], tile_bytes=TILE, kept=kept)
     (log_probs.sum() + entropy.sum()).backward()
     copies = [t.detach().cpu().requires_grad_() for t in tensors]
-    wanted = dense(*copies)
+    wanted = dense(*copies, mask=mask)
     (wanted[0].sum() + wanted[1].sum()).backward()
     torch.testing.assert_close(log_probs.cpu().double(), wanted[0], atol=1e-4, rtol=0)
     torch.testing.assert_close(entropy.cpu().double(), wanted[1], atol=1e-4, rtol=0)
@@ -197,6 +310,13 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
         ({"weight": torch.zeros(WORDS, SIZE).long()}, "weight must have a floating point dtype"),
         ({"weight": [torch.zeros(WORDS, SIZE)] * 2}, "a weight for each hidden, got 1 and 2"),
         ({"bias": torch.zeros(5)}, r"bias must have shape \[31\], got \[5\]"),
+        ({"kept": (torch.zeros(1, 1).int(), torch.zeros(ROWS).int())}, "ids of kept must have 1 dimension, got 2"),
+        ({"kept": (torch.zeros(0), torch.zeros(ROWS).int())}, "ids of kept must have a signed integer dtype"),
+        ({"kept": (torch.zeros(0).int(), torch.zeros(ROWS))}, "sizes of kept must have a signed integer dtype"),
+        ({"kept": (torch.zeros(0).int(), torch.zeros(8).int())}, r"sizes of kept must have shape \[9\], got \[8\]"),
+        ({"kept": (torch.zeros(1).int(), torch.zeros(ROWS).int())}, "the sizes of kept say 0 ids, and there are 1"),
+        ({"kept": (torch.full((9,), 31), torch.ones(ROWS).int())}, r"ids of kept must be in 0..30, row 0 has 31"),
+        ({"kept": (TOKENS + 0, -torch.ones(ROWS).int())}, "row 0: token 0 is not among the words that kept gives"),
         ({"tile_bytes": 11}, "tile_bytes must hold 3 numbers of 4 bytes at least, got 11"),
     ],
 )

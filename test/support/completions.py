@@ -35,6 +35,7 @@ def _cut(output: CompletionOutput, prompt: int, count: int, decode: Callable[[li
         policy_versions=output.policy_versions[:count],
         logprobs=None if output.logprobs is None or not count else output.logprobs[:count],
         routed_experts=None if routes is None or not count else routes[: prompt + count - 1],
+        kept=None if output.kept is None or not count else output.kept.first(count),
         text=decode(output.token_ids[:count].tolist()),
         finish_reason="abort",
         stop_reason=None,
@@ -51,6 +52,8 @@ def assert_same_answers(one: Completion, two: Completion) -> None:
         assert (left.finish_reason, left.stop_reason) == (right.finish_reason, right.stop_reason)
         for name in ARRAYS:
             _assert_equal(getattr(left, name), getattr(right, name))
+        for name in ("ids", "sizes"):
+            _assert_equal(getattr(left.kept, name, None), getattr(right.kept, name, None))
 
 
 def _assert_equal(one: Any, two: Any) -> None:

@@ -60,6 +60,7 @@ class ToyEngine:
     def __init__(self) -> None:
         self.errored = False
         self.model_config = SimpleNamespace(trust_remote_code=False)
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=None))
         self.dead_error = "the toy is broken"
         self.known: dict[str, asyncio.Event] = {}
         self.aborts: list[list[str]] = []
@@ -98,6 +99,7 @@ class ToyEngine:
             stop_reason=None,
             logprobs=None,
             routed_experts=None,
+            sampling_mask=[],
         )
         yield SimpleNamespace(
             prompt=text,
@@ -171,7 +173,9 @@ async def start(arguments: dict[str, Any]) -> tuple[ToyEngine, ReplicaInfo, Load
 def without_vllm(set_attribute: Any = setattr) -> None:
     """Put toys in the place of what imports vLLM."""
     set_attribute(_compat, "vllm_client_errors", lambda: (ValueError, TypeError))
-    set_attribute(engine_requests, "SamplingParamsBuilder", lambda: lambda spec, guided_options: ToyParams(spec or {}))
+    set_attribute(
+        engine_requests, "SamplingParamsBuilder", lambda names_words: lambda spec, guided_options: ToyParams(spec or {})
+    )
 
 
 async def bring(process: engine_process.EngineProcess, version: int) -> None:

@@ -15,6 +15,7 @@ from torchrl.data.llm import History
 from torchrl_moe.collectors.episode import Generate
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.sample_request import SampleRequest
+from torchrl_moe.modules.policies.sampling_entry import SAMPLING
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
 __all__ = ["Conversation", "PromptLike"]
@@ -131,7 +132,7 @@ class Conversation:
     def _request(self, prompt: Any, generate_kwargs: dict[str, Any]) -> SampleRequest:
         """Return the request for a prompt, with the ids of the latest answer that it goes on from, if any."""
         keys = self._policy.keys
-        written = (keys.tokens, keys.masks, keys.log_probs, keys.routed_experts, "policy_versions")
+        written = (keys.tokens, keys.masks, keys.log_probs, keys.routed_experts, "policy_versions", SAMPLING)
         known = [key for key in written if key is not None]
         for place in sorted(self._answers, reverse=True):
             earlier = self._answers[place].select(*known, strict=False)

@@ -1,4 +1,4 @@
-"""Routes as data: their container, their layout, the unset marker (namesake: ``torchrl.data``).
+"""Routes and kept words as data: their containers, the routes' layout, the unset marker (namesake: ``torchrl.data``).
 
 Plain containers of tensors. Nothing here talks to an engine or to a model.
 """
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torchrl_moe._lazy import attach
 
 if TYPE_CHECKING:
+    from torchrl_moe.data.kept_tokens import KeptTokens as KeptTokens
     from torchrl_moe.data.routed_experts import RoutedExperts as RoutedExperts
     from torchrl_moe.data.routing_layout import UNSET_EXPERT as UNSET_EXPERT
     from torchrl_moe.data.routing_layout import RoutingLayout as RoutingLayout
@@ -16,6 +17,7 @@ else:
         __name__,
         {
             "UNSET_EXPERT": ".routing_layout",
+            "KeptTokens": ".kept_tokens",
             "RoutedExperts": ".routed_experts",
             "RoutingLayout": ".routing_layout",
         },

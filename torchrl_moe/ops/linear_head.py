@@ -11,15 +11,18 @@ Letters: N rows, V words, H hidden size, i the parts that add up to the logits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import isqrt
+from dataclasses import dataclass, replace
+from math import inf, isqrt
 
 import torch
 from torch import Tensor
 
+from torchrl_moe.ops.kept_words import KeptWords, LeftOut
+
 __all__ = ["Gradients", "LinearHead", "RowScores", "backward_tiles", "forward_tiles"]
 
 _FLOOR = -1e4  # its exponential is 0 in every dtype
+_FAINT = -80.0  # its exponential vanishes beside 1, and is quick to compute: one of 0 takes ten times longer on CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class LinearHead:
     """``y = sum_i hidden_i @ weight_i.T + bias``, and the logits ``outer * y``, or ``outer * tanh(inner * y)``.
 
     ``hiddens`` are ``[N, H_i]``, ``weights`` ``[V, H_i]``, ``bias`` ``[V]``; ``inner`` is 0 where there is no tanh.
+    ``kept`` are the words that each row's softmax runs over; ``None``: all.
     """
 
     hiddens: list[Tensor]
@@ -34,6 +38,7 @@ class LinearHead:
     bias: Tensor | None
     outer: float
     inner: float
+    kept: KeptWords | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -42,15 +47,15 @@ class LinearHead:
 
     def operands(self) -> LinearHead:
         """Return the head with the hidden states that the products take."""
-        return LinearHead([_operand(h) for h in self.hiddens], self.weights, self.bias, self.outer, self.inner)
+        return replace(self, hiddens=[_operand(h) for h in self.hiddens])
 
     def words(self, tile: slice) -> LinearHead:
         """Return the head of some words."""
         bias = None if self.bias is None else self.bias[tile].to(self.dtype)
-        return LinearHead(self.hiddens, [_operand(w[tile]) for w in self.weights], bias, self.outer, self.inner)
+        return replace(self, weights=[_operand(w[tile]) for w in self.weights], bias=bias)
 
     def logits(self, rows: slice) -> Tensor:
-        """Return ``[rows, V]``."""
+        """Return ``[rows, V]``, those of words that are left out too."""
         total: Tensor | None = None
         for hidden, weight in zip(self.hiddens, self.weights, strict=True):
             product = _matmul(hidden[rows], weight.T)
@@ -99,7 +104,7 @@ def forward_tiles(head: LinearHead, tokens: Tensor, entropy: bool, elements: int
     """Score rows.
 
     Args:
-        head: of N rows and V words.
+        head: of N rows and V words; the token of a row is one of its words.
         tokens: int64 ``[N]``, the word chosen in each row.
         entropy: whether to compute entropies.
         elements: numbers in a tile.
@@ -108,16 +113,20 @@ def forward_tiles(head: LinearHead, tokens: Tensor, entropy: bool, elements: int
     head = head.operands()
     largest = torch.full((count,), torch.finfo(head.dtype).min, dtype=head.dtype, device=tokens.device)
     chosen, total, weighted = (torch.zeros_like(largest) for _ in range(3))
+    left_out = _left_out(head, elements)
     for words, row_tiles in _tiles(count, vocabulary, elements):
         part = head.words(words)
         for rows in row_tiles:
             logits = part.logits(rows)
+            if left_out is not None:
+                left_out.fill_(logits, words, rows, -inf)
             inside, column = _columns(tokens[rows], words)
             chosen[rows] += torch.where(inside, logits.gather(1, column)[:, 0], 0)
             top = torch.maximum(largest[rows], logits.amax(1))
             shift = largest[rows] - top
             shrink = shift.exp()
-            part.floored(logits.sub_(top[:, None]))
+            logits.sub_(top[:, None])
+            logits = part.floored(logits) if left_out is None else logits.clamp_(min=_FAINT)
             exponentials = logits.exp()
             if entropy:  # sum_j e^(z_j - top) (z_j - top)
                 old = shrink * (weighted[rows] + shift * total[rows])
@@ -135,7 +144,7 @@ def backward_tiles(
     """Return the gradients of hidden states, weights and bias.
 
     With p the probabilities, H the entropy and g the gradients of both, that of logit j is
-    ``g_log_prob (1[j is chosen] - p_j) - g_entropy p_j (log p_j + H)``.
+    ``g_log_prob (1[j is chosen] - p_j) - g_entropy p_j (log p_j + H)``: 0 if j is left out.
 
     Args:
         head: as in the forward pass.
@@ -147,6 +156,7 @@ def backward_tiles(
     """
     parts, dtype = len(head.weights), head.dtype
     whole = head.operands()
+    left_out = _left_out(head, elements)
     grad_hiddens = [torch.zeros_like(h, dtype=dtype) if n else None for h, n in zip(head.hiddens, needs, strict=False)]
     grad_weights = [torch.empty_like(w) if n else None for w, n in zip(head.weights, needs[parts:], strict=False)]
     grad_bias = torch.empty_like(head.bias) if head.bias is not None and needs[-1] else None
@@ -154,7 +164,8 @@ def backward_tiles(
         part = whole.words(words)
         sums = [None if g is None else torch.zeros_like(g[words], dtype=dtype) for g in (*grad_weights, grad_bias)]
         for rows in row_tiles:
-            grad = _operand_of(_logit_gradient(part, tokens, scores, grads, words, rows), whole.hiddens[0])
+            grad = _logit_gradient(part, tokens, scores, grads, words, rows, left_out)
+            grad = _operand_of(grad, whole.hiddens[0])
             for i, grad_hidden in enumerate(grad_hiddens):
                 if grad_hidden is not None:
                     grad_hidden[rows] += _matmul(grad, part.weights[i])
@@ -171,7 +182,13 @@ def backward_tiles(
 
 
 def _logit_gradient(
-    part: LinearHead, tokens: Tensor, scores: RowScores, grads: tuple[Tensor, Tensor], words: slice, rows: slice
+    part: LinearHead,
+    tokens: Tensor,
+    scores: RowScores,
+    grads: tuple[Tensor, Tensor],
+    words: slice,
+    rows: slice,
+    left_out: LeftOut | None,
 ) -> Tensor:
     """Return the gradient ``[rows, words]`` of y."""
     grad_log_prob, grad_entropy = (grad[rows].to(part.dtype) for grad in grads)
@@ -186,14 +203,28 @@ def _logit_gradient(
         grad = probabilities.mul_(-grad_log_prob[:, None])
     inside, column = _columns(tokens[rows], words)
     grad.scatter_add_(1, column, torch.where(inside, grad_log_prob, 0)[:, None])
-    return grad.mul_(slope) if isinstance(slope, Tensor) or slope != 1 else grad
+    grad = grad.mul_(slope) if isinstance(slope, Tensor) or slope != 1 else grad
+    return grad if left_out is None else left_out.fill_(grad, words, rows, 0)  # their p may have overflowed
+
+
+def _tile_shape(rows: int, words: int, elements: int) -> tuple[int, int]:
+    """Return the rows and the words of a tile: as near to square as the sizes allow."""
+    width = min(words, isqrt(elements))
+    height = max(1, min(rows, elements // width))
+    return height, max(1, min(words, elements // height))
+
+
+def _left_out(head: LinearHead, elements: int) -> LeftOut | None:
+    """Return what fills the tiles where words are left out."""
+    if head.kept is None:
+        return None
+    rows, words = len(head.hiddens[0]), len(head.weights[0])
+    return head.kept.tiled(*_tile_shape(rows, words, elements), words)
 
 
 def _tiles(rows: int, words: int, elements: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Yield tiles of words, each with its tiles of rows: as near to square as the sizes allow."""
-    width = min(words, isqrt(elements))
-    height = max(1, min(rows, elements // width))
-    width = max(1, min(words, elements // height))
+    """Yield tiles of words, each with its tiles of rows."""
+    height, width = _tile_shape(rows, words, elements)
     row_tiles = [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
     for start in range(0, words, width):
         yield slice(start, min(start + width, words)), row_tiles

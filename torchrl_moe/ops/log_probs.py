@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrl_moe import _checks
+from torchrl_moe.ops.kept_words import KeptWords
 from torchrl_moe.ops.linear_head import LinearHead, RowScores, backward_tiles, forward_tiles
 
 __all__ = ["LogitTransform", "selected_log_probs"]
@@ -74,6 +75,7 @@ def selected_log_probs(
     transform: LogitTransform | None = None,
     entropy: bool = True,
     tile_bytes: int | None = None,
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-prob of one chosen word per row, and the entropy of the row's distribution.
 
@@ -89,22 +91,37 @@ def selected_log_probs(
         transform: what is done to the logits; default nothing.
         entropy: whether to compute entropies.
         tile_bytes: most memory that tiles take at a time; default 16 MiB on CPU, 256 MiB on CUDA.
+        kept: ids ``[M]`` and sizes ``[N]``, signed integers: the words that each row's distribution runs over, as
+            an engine kept them (top_p, bans, grammars). ``sizes[n] > 0``: the next ``sizes[n]`` ids are the words of
+            row n; ``< 0``: the next ``-sizes[n]`` ids are left out; 0: all words. Words that are left out have
+            probability 0 and gradient 0. An id takes some 50 bytes for a moment. Default: all
+            words in each row.
 
     Returns:
         ``[N]`` each, float32 (float64 for float64 input), with gradients to hidden states, weights and bias; ``None``
         without ``entropy``.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or a token that is no word.
+        ValueError: shapes or dtypes that do not fit, a token that is no word, or not one of its row's; another number
+            of ids than the sizes say, or an id that is no word.
 
     >>> hidden, weight = torch.eye(2), torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
     >>> log_probs, entropy = selected_log_probs(hidden, weight, torch.tensor([0, 2]))
     >>> log_probs.exp(), entropy
     (tensor([0.3333, 0.1554]), tensor([1.0986, 1.0174]))
+
+    Row 0 was sampled from words 0 and 1, row 1 from all but word 1:
+
+    >>> kept = torch.tensor([0, 1, 1]), torch.tensor([2, -1])
+    >>> log_probs, entropy = selected_log_probs(hidden, weight, torch.tensor([0, 2]), kept=kept)
+    >>> log_probs.exp(), entropy
+    (tensor([0.5000, 0.2689]), tensor([0.6931, 0.5822]))
     """
     hiddens = [hidden] if isinstance(hidden, Tensor) else list(hidden)
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     _check(hiddens, weights, tokens, bias)
+    if kept is not None:
+        KeptWords(*kept).check_shapes(len(tokens))
     device = tokens.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     dtype = dtype or _common_dtype([*hiddens, *weights])
@@ -115,7 +132,7 @@ def selected_log_probs(
     log_probs, spread, _ = _selected_log_probs(
         [h.to(dtype) for h in hiddens],
         [w.to(dtype) for w in weights],
-        tokens.long(),
+        [tokens.long(), *(kept or ())],
         bias,
         (transform or LogitTransform()).factors,
         entropy,
@@ -153,46 +170,58 @@ def _check(hiddens: list[Tensor], weights: list[Tensor], tokens: Tensor, bias: T
 @torch.library.custom_op(
     "torchrl_moe::selected_log_probs",
     mutates_args=(),
-    schema="(Tensor[] hiddens, Tensor[] weights, Tensor tokens, Tensor? bias, float[] factors, bool entropy, "
+    schema="(Tensor[] hiddens, Tensor[] weights, Tensor[] targets, Tensor? bias, float[] factors, bool entropy, "
     "int elements) -> (Tensor, Tensor, Tensor)",
 )
 def _selected_log_probs(
     hiddens: list[Tensor],
     weights: list[Tensor],
-    tokens: Tensor,
+    targets: list[Tensor],
     bias: Tensor | None,
     factors: list[float],
     entropy: bool,
     elements: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs, entropies (``[0]`` if not asked) and log-sum-exps."""
+    """Return log-probs, entropies (``[0]`` if not asked) and log-sum-exps.
+
+    ``targets`` are the tokens, and ids and sizes of the words kept, unless all are.
+    """
+    tokens, kept = _read_targets(targets)
     vocabulary = len(weights[0])
     outside = (tokens < 0) | (tokens >= vocabulary)
     if bool(outside.any()):
         raise ValueError(
             f"tokens must be in 0..{vocabulary - 1}, got {int(tokens[outside][0])}: leave rows out that have no token."
         )
+    if kept is not None:
+        kept.check_values(tokens, vocabulary)
+    head = LinearHead(hiddens, weights, bias, factors[0], factors[1], kept)
     with torch.autocast(tokens.device.type, enabled=False):
-        scores = forward_tiles(LinearHead(hiddens, weights, bias, *factors), tokens, entropy, elements)
+        scores = forward_tiles(head, tokens, entropy, elements)
     return scores.chosen - scores.log_sum, scores.entropy, scores.log_sum
 
 
+def _read_targets(targets: list[Tensor]) -> tuple[Tensor, KeptWords | None]:
+    tokens, *kept = targets
+    return tokens, KeptWords(*kept) if kept else None
+
+
 @_selected_log_probs.register_fake
-def _(hiddens: list[Tensor], _: Any, tokens: Tensor, __: Any, ___: Any, entropy: bool, ____: Any) -> Any:
-    out = torch.empty_like(tokens, dtype=torch.promote_types(hiddens[0].dtype, torch.float32))
+def _(hiddens: list[Tensor], _: Any, targets: list[Tensor], __: Any, ___: Any, entropy: bool, ____: Any) -> Any:
+    out = torch.empty_like(targets[0], dtype=torch.promote_types(hiddens[0].dtype, torch.float32))
     return out, torch.empty_like(out) if entropy else out.new_empty(0), torch.empty_like(out)
 
 
 @torch.library.custom_op(
     "torchrl_moe::selected_log_probs_backward",
     mutates_args=(),
-    schema="(Tensor[] hiddens, Tensor[] weights, Tensor tokens, Tensor? bias, float[] factors, Tensor[] rows, "
+    schema="(Tensor[] hiddens, Tensor[] weights, Tensor[] targets, Tensor? bias, float[] factors, Tensor[] rows, "
     "bool[] needs, int elements) -> Tensor[]",
 )
 def _selected_log_probs_backward(
     hiddens: list[Tensor],
     weights: list[Tensor],
-    tokens: Tensor,
+    targets: list[Tensor],
     bias: Tensor | None,
     factors: list[float],
     rows: list[Tensor],
@@ -203,14 +232,17 @@ def _selected_log_probs_backward(
 
     ``rows`` are log-sum-exps, entropies and the gradients of log-probs and entropies.
     """
+    tokens, kept = _read_targets(targets)
     log_sum, spread, grad_log_prob, grad_entropy = rows
     live = (grad_log_prob != 0) | (grad_entropy != 0)  # NaN too
     every = bool(live.all())
-    keep = slice(None) if every else live
-    head = LinearHead([h[keep] for h in hiddens], weights, bias, *factors)
-    scores = RowScores(log_sum[keep], log_sum[keep], spread[keep] if len(spread) else spread)
+    wanted = slice(None) if every else live
+    kept = kept if kept is None or every else kept.select(live)
+    head = LinearHead([h[wanted] for h in hiddens], weights, bias, factors[0], factors[1], kept)
+    scores = RowScores(log_sum[wanted], log_sum[wanted], spread[wanted] if len(spread) else spread)
+    given = (grad_log_prob[wanted], grad_entropy[wanted])
     with torch.autocast(tokens.device.type, enabled=False):
-        grads = backward_tiles(head, tokens[keep], scores, (grad_log_prob[keep], grad_entropy[keep]), needs, elements)
+        grads = backward_tiles(head, tokens[wanted], scores, given, needs, elements)
     of_hiddens = [g if g is None or every else _spread_rows(g, live) for g in grads.hiddens]
     return [log_sum.new_empty(0) if g is None else g for g in (*of_hiddens, *grads.weights, grads.bias)]
 
@@ -238,23 +270,23 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    hiddens, weights, tokens, bias, ctx.factors, _, ctx.elements = inputs
+    hiddens, weights, targets, bias, ctx.factors, _, ctx.elements = inputs
     _, spread, log_sum = output
     ctx.mark_non_differentiable(log_sum)
     ctx.parts = len(hiddens)
     ctx.needs = [t is not None and t.requires_grad for t in (*hiddens, *weights, bias)]
-    ctx.save_for_backward(*hiddens, *weights, tokens, bias, log_sum, spread)
+    ctx.save_for_backward(*hiddens, *weights, bias, log_sum, spread, *targets)
 
 
 def _backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor, _: Any) -> tuple[Any, ...]:
-    *factors, tokens, bias, log_sum, spread = ctx.saved_tensors
-    hiddens, weights = factors[: ctx.parts], factors[ctx.parts :]
+    hiddens, weights = ctx.saved_tensors[: ctx.parts], ctx.saved_tensors[ctx.parts : 2 * ctx.parts]
+    bias, log_sum, spread, *targets = ctx.saved_tensors[2 * ctx.parts :]
     if not len(spread):
         grad_entropy = torch.zeros_like(grad_log_prob)
     rows = [log_sum, spread, grad_log_prob, grad_entropy]
-    grads = _selected_log_probs_backward(hiddens, weights, tokens, bias, ctx.factors, rows, ctx.needs, ctx.elements)
-    kept = [grad if needed else None for grad, needed in zip(grads, ctx.needs, strict=True)]
-    return kept[: ctx.parts], kept[ctx.parts : -1], None, kept[-1], None, None, None
+    grads = _selected_log_probs_backward(hiddens, weights, targets, bias, ctx.factors, rows, ctx.needs, ctx.elements)
+    found = [grad if needed else None for grad, needed in zip(grads, ctx.needs, strict=True)]
+    return found[: ctx.parts], found[ctx.parts : -1], [None] * len(targets), found[-1], None, None, None
 
 
 _selected_log_probs.register_autograd(_backward, setup_context=_setup_context)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.replica import CompletionOutput, Request
 from torchrl_moe.modules.backends.vllm.continuation import join
 from torchrl_moe.testing.byte_tokenizer import NUM_BYTES, ByteTokenizer
@@ -81,6 +82,7 @@ class FakeModel:
             policy_versions=np.full(len(token_ids), self.version, np.int32),
             logprobs=None if request.param("logprobs") is None else np.array(log_probs, np.float32),
             routed_experts=None if routes is None else routes[known_rows:],
+            kept=_kept(request, token_ids),
         )
         whole = join(index, first, rest, SimpleNamespace(detokenize=False), _text)
         return replace(whole, text=_text(whole.token_ids.tolist()))  # the cut may lie within a character
@@ -135,6 +137,15 @@ def _tokenizer() -> Any:
 
 def _text(ids: Sequence[int]) -> str:
     return bytes(token for token in ids if token < NUM_BYTES).decode(errors="replace")
+
+
+def _kept(request: Request, token_ids: NDArray[np.int64]) -> KeptIds | None:
+    """Say that a top_k kept each token and the words after it."""
+    count = request.param("top_k") or 0
+    if count <= 0 or request.param("logprobs") is None or not len(token_ids):
+        return None
+    ids = (token_ids[:, None] + np.arange(count)) % _tokenizer().vocab_size
+    return KeptIds(ids.astype(np.int32).reshape(-1), np.full(len(token_ids), count, np.int32))
 
 
 def _finish_reason(tokens: int, limit: int, scripted: Sequence[int] | None) -> str:

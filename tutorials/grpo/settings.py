@@ -101,6 +101,9 @@ def check_settings(settings: DictConfig) -> None:
     _check(answers % group == 0, f"rollout.answers={answers} is not a multiple of rollout.group_size={group}")
     _check(group > 1, "rollout.group_size=1: an advantage needs at least two answers to compare")
     _check(settings.rollout.temperature > 0, f"rollout.temperature={settings.rollout.temperature} must be positive")
+    top_p, top_k = settings.rollout.top_p, settings.rollout.top_k
+    _check(0 < top_p <= 1, f"rollout.top_p={top_p} must be above 0 and at most 1")
+    _check(top_k >= 0, f"rollout.top_k={top_k} must be 0, for all words, or more")
     operation, digits = settings.task.operation, settings.task.digits
     _check(operation in OPERATIONS, f"task.operation={operation} must be one of {', '.join(OPERATIONS)}")
     problems = 10 ** (2 * digits if operation == "sum" else digits)

@@ -44,7 +44,8 @@ console = Console(highlight=False)
 # What the loss and the advantage read. Chats and texts are many small strings, and copying them into the buffer would
 # take longer than all the rest of a step.
 KEPT = (
-    "query", "tokens", "masks", "log_probs", "routed_experts", "policy_version", ("next", "reward"), ("next", "done"),
+    "query", "tokens", "masks", "log_probs", "routed_experts", "sampling", "policy_version", ("next", "reward"),
+    ("next", "done"),
 )  # fmt: skip
 
 
@@ -75,9 +76,7 @@ class Run:
         torch.manual_seed(settings.seed)
         self.task = ArithmeticTask(**settings.task, seed=settings.seed)
         self.model, self.tokenizer = make_model(settings)
-        self.actor = TransformersWrapper(
-            self.model, tokenizer=self.tokenizer, replay=settings.replay, temperature=settings.rollout.temperature
-        )
+        self.actor = TransformersWrapper(self.model, tokenizer=self.tokenizer, replay=settings.replay)
         # nothing was written so far: a mistake in the settings leaves an older run's folder as it was
         self.folder = RunFolder(settings)
         self.state = self.folder.state
@@ -159,7 +158,7 @@ class Run:
         policy = vLLMWrapper(
             self.engine,
             tokenizer=self.tokenizer,
-            generate_kwargs={"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature},
+            generate_kwargs={name: settings[name] for name in ("max_new_tokens", "temperature", "top_p", "top_k")},
         )
         prompts = settings.answers // settings.group_size
         env = self.task.env(prompts, settings.group_size, self.tokenizer, start=self.first_step * prompts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_moe._errors import RouteShapeError
-from torchrl_moe.data import RoutedExperts, RoutingLayout
+from torchrl_moe.data import KeptTokens, RoutedExperts, RoutingLayout
+from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
 from torchrl_moe.modules.policies.rollout import RolloutKeys, answer_tensordict, pad_answers, stack_answers
 
@@ -74,8 +76,9 @@ def answer(
     keys: RolloutKeys = KEYS,
     layout: RoutingLayout | None = LAYOUT,
     earlier: TensorDictBase | None = None,
+    params: Any = None,
 ) -> TensorDict:
-    return answer_tensordict(source, source.outputs[0], layout, keys, earlier)
+    return answer_tensordict(source, source.outputs[0], layout, keys, params or {}, earlier)
 
 
 def assert_values(tensor: torch.Tensor, values: Any, dtype: torch.dtype) -> None:
@@ -111,7 +114,7 @@ def test_an_answer_by_hand() -> None:
 
 def test_an_answer_has_these_keys_and_no_others() -> None:
     root = {"tokens", "masks", "log_probs", "routed_experts", "policy_versions", "policy_version"}
-    assert set(answer(SHORT).keys()) == root | {"finish_reason", "num_cached_tokens"}
+    assert set(answer(SHORT).keys()) == root | {"finish_reason", "num_cached_tokens", "sampling"}
     assert set(answer(SHORT)["routed_experts"].keys()) == {"full"}
 
 
@@ -174,6 +177,61 @@ def test_an_answer_without_a_token_has_no_version() -> None:
     assert_values(td["policy_version"], U, torch.int64)
     assert_values(td["tokens", "full"], [10, 11], torch.int64)
     assert_values(td["routed_experts", "full"][:, 1], [[5, 3], [U, U]], torch.int8)
+
+
+# words that were left out
+
+
+KEPT = ("sampling", "kept")
+
+
+def sampled(source: Completion, ids: list[int], sizes: list[int]) -> Completion:
+    """The same answer, over less than all words."""
+    kept = KeptIds(np.array(ids, np.int32), np.array(sizes, np.int32))
+    return replace(source, outputs=[replace(source.outputs[0], kept=kept)])
+
+
+def words_of(td: TensorDictBase) -> tuple[list[Any], list[Any]]:
+    kept = td.get(KEPT)
+    assert type(kept) is KeptTokens
+    return kept.ids.tolist(), kept.sizes.tolist()
+
+
+def test_the_sampling_of_an_answer_by_hand() -> None:
+    td = answer(sampled(LONG, [24, 3, 7], [0, -2, 1]), params={"temperature": 0.5, "top_k": 4})
+    assert_values(td["sampling", "temperature"], 0.5, torch.float32)
+    assert words_of(td) == ([24, 3, 7], [0, 0, 0, 0, -2, 1])
+
+
+def test_an_answer_over_all_words_has_its_temperature_only() -> None:
+    assert set(answer(LONG)["sampling"].keys()) == {"temperature"}
+    assert words_of(answer(LONG, params={"top_p": 0.9})) == ([], [0] * 6)  # they are all kept, and might not be
+
+
+def test_stacked_words_are_those_of_each_answer() -> None:
+    stack = stack_answers([answer(sampled(SHORT, [12], [1])), answer(sampled(LONG, [24, 3, 7], [0, -2, 1]))], (2,))
+    assert [words_of(one) for one in stack.unbind(0)] == [([12], [0, 0, 1]), ([24, 3, 7], [0, 0, 0, 0, -2, 1])]
+
+
+def test_padding_of_words_by_hand() -> None:
+    params = {"temperature": 0.5}
+    both = [answer(sampled(SHORT, [12], [1]), params=params), answer(sampled(LONG, [24, 3, 7], [0, -2, 1]))]
+    td = pad_answers(both, PAD, KEYS, (2,))
+    assert words_of(td) == ([[12, -1, -1], [24, 3, 7]], [[0, 0, 0, 1, 0, 0], [0, 0, 0, 0, -2, 1]])
+    assert_values(td["sampling", "temperature"], [0.5, 1], torch.float32)
+    td[KEPT].validate(vocabulary=30, num_tokens=td["tokens", "full"].shape[1])
+    square = pad_answers(both, PAD, KEYS, (2, 1))
+    assert square["sampling"].batch_size == torch.Size([2, 1])
+    assert words_of(square[1, 0]) == ([24, 3, 7], [0, 0, 0, 0, -2, 1])
+    alone = pad_answers(both[:1], PAD, KEYS, ())
+    assert words_of(alone) == ([12], [0, 0, 1])
+
+
+def test_padding_of_answers_with_and_without_words_left_out() -> None:
+    td = pad_answers([answer(sampled(SHORT, [12], [1])), answer(LONG)], PAD, KEYS, (2,))
+    assert words_of(td) == ([[12], [-1]], [[0, 0, 0, 1, 0, 0], [0] * 6])
+    plain = pad_answers([answer(SHORT), answer(LONG)], PAD, KEYS, (2,))
+    assert set(plain["sampling"].keys()) == {"temperature"}
 
 
 # stacks
@@ -276,6 +334,43 @@ def test_what_is_of_this_turn_alone_stays_so() -> None:
     assert_values(td["tokens", "prompt"], [10, 11, 12, 30], torch.int64)
     assert_values(td["masks", "all_assistant_mask"], [False] * 4 + [True], torch.bool)
     assert td["policy_version"] == 9
+
+
+FIRST, SECOND = sampled(SHORT, [12, 5], [2]), sampled(NEXT, [31], [1])
+"""The turn and the next one, over less than all words."""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (FIRST, SECOND, ([12, 5, 31], [0, 0, 2, 0, 1])),
+        (FIRST, NEXT, ([12, 5], [0, 0, 2, 0, 0])),
+        (SHORT, SECOND, ([31], [0, 0, 0, 0, 1])),
+    ],
+)
+@pytest.mark.parametrize("beside", [None, LONG, sampled(LONG, [1, 2, 3, 4], [4, 0, 0])])
+def test_words_of_turns_are_joined(
+    first: Completion, second: Completion, expected: Any, beside: Completion | None
+) -> None:
+    """Alone, and padded beside a longer answer without and with words left out."""
+    earlier: TensorDictBase = answer(first)
+    if beside is not None:
+        earlier = pad_answers([earlier, answer(beside)], PAD, KEYS, (2,))[0]
+    assert words_of(answer(second, earlier=earlier)) == expected
+
+
+def test_words_of_another_prompt_are_not_joined() -> None:
+    again = sampled(completion([10, 11], output([12], [-0.25], [[7, 6], [6, 5]], [8])), [12], [1])
+    assert words_of(answer(again, earlier=answer(FIRST))) == ([12], [0, 0, 1])
+    assert answer(completion([10, 13, 12, 30], NEXT.outputs[0]), earlier=answer(FIRST)).get(KEPT, None) is None
+
+
+def test_another_temperature_in_a_later_turn_is_refused() -> None:
+    earlier = answer(SHORT, params={"temperature": 0.5})
+    with pytest.raises(ValueError, match=r"this turn's temperature is 1, that of the turn before 0\.5"):
+        answer(NEXT, earlier=earlier)
+    other = completion([10, 13, 12, 30], NEXT.outputs[0])  # does not go on from it
+    assert answer(other, earlier=earlier)["sampling", "temperature"] == 1
 
 
 def test_a_padded_earlier_turn_is_kept_too() -> None:

@@ -183,14 +183,49 @@ def test_logits_are_divided_by_the_temperature() -> None:
     torch.testing.assert_close(log_probs[1], torch.tensor(math.log(0.9)))  # odds of 3 become 9
 
 
+def test_each_token_has_its_own_temperature() -> None:
+    rows = LOGITS[1].expand(3, -1)  # odds of 3
+    log_probs, entropy = token_scores(rows, torch.tensor([0, 0, 1]), torch.tensor([1.0, 0.5, 0.5]), True)
+    torch.testing.assert_close(log_probs, torch.tensor([0.75, 0.9, 0.1]).log())
+    assert entropy is not None
+    assert entropy[1] == entropy[2] < entropy[0]
+
+
+def test_tokens_are_scored_over_the_words_that_were_kept() -> None:
+    """Of words that are 1 : 2 : 5."""
+    logits = torch.tensor([1.0, 2.0, 5.0]).log().expand(4, -1).clone().requires_grad_()
+    kept = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 1], [0, 1, 1]]).bool()
+    log_probs, entropy = token_scores(logits, torch.tensor([0, 0, 2, 1]), 1.0, True, kept)
+    torch.testing.assert_close(log_probs, torch.tensor([1 / 3, 1 / 8, 1.0, 2 / 7]).log())
+    spread = [torch.tensor(p) for p in ([1 / 3, 2 / 3], [1 / 8, 1 / 4, 5 / 8], [1.0], [2 / 7, 5 / 7])]
+    assert entropy is not None
+    torch.testing.assert_close(entropy, torch.stack([-(p * p.log()).sum() for p in spread]))
+    (log_probs.sum() + entropy.sum()).backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert not logits.grad[~kept].any()
+
+
+def test_words_are_kept_at_any_temperature() -> None:
+    logits = torch.tensor([[1.0, 2.0, 5.0]] * 2).log()
+    kept = torch.tensor([[1, 1, 0]] * 2).bool()
+    log_probs, _ = token_scores(logits, torch.tensor([0, 0]), torch.tensor([1.0, 0.5]), False, kept)
+    torch.testing.assert_close(log_probs, torch.tensor([1 / 3, 1 / 5]).log())
+
+
 def test_a_row_of_logits_is_of_the_next_token() -> None:
-    aligned = align(torch.cat([LOGITS, torch.full((1, 2), 9.0)])[None], 0.5)
+    aligned = align(torch.cat([LOGITS, torch.full((1, 2), 9.0)])[None], torch.tensor([0.5]))
     torch.testing.assert_close(aligned[0], torch.tensor([[0.0, 0.0], [0.0, 0.0], [2 * math.log(3.0), 0.0]]))
+
+
+def test_each_sample_has_its_own_temperature() -> None:
+    aligned = align(LOGITS.expand(2, -1, -1).flip(1), torch.tensor([1.0, 0.5]))
+    torch.testing.assert_close(aligned[:, 1, 0], torch.tensor([math.log(3.0), 2 * math.log(3.0)]))
 
 
 def test_half_precision_is_scored_in_single() -> None:
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     log_probs, _ = token_scores(logits, torch.tensor([1, 2, 3]), 0.7, False)
-    assert log_probs.dtype == align(logits[None], 0.7).dtype == torch.float32
+    assert log_probs.dtype == align(logits[None], torch.tensor([0.7])).dtype == torch.float32
     wanted = (logits.double() / 0.7).log_softmax(-1)[[0, 1, 2], [1, 2, 3]]
     torch.testing.assert_close(log_probs.double(), wanted, atol=1e-6, rtol=0)

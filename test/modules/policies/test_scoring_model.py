@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,90 @@ def test_no_rows_keep_every_parameter_in_the_graph() -> None:
     grads = gradients(model)
     assert grads["lm_head.weight"].shape == model.lm_head.weight.shape
     assert not any(grad.any() for grad in grads.values())
+
+
+TEMPERATURES = torch.tensor([0.5, 2.0, 0.5, 1.0, 2.0])
+TOKENS = IDS.flatten()[ROWS + 1].tolist()
+
+
+def sampled(words: bool = True, several: bool = True, entropy: bool = True, ids: Tensor = IDS) -> Selection:
+    """The tokens at several temperatures: over 3 words, over all but 2, over all, over 1 and over all but 1."""
+    chosen = ids.flatten()[ROWS + 1]
+    three = [int(chosen[0]), 0, 258]
+    lists = [three, [2, 100], [], [int(chosen[3])], [7]]
+    kept = torch.tensor([word for row in lists for word in row]), torch.tensor([3, -2, 0, 1, -1])
+    temperature = TEMPERATURES if several else 0.7
+    return replace(selection(entropy, ids=ids), temperature=temperature, kept=kept if words else None)
+
+
+def dense_sampled(model: nn.Module, chosen: Selection) -> tuple[Tensor, Tensor]:
+    """Row by row over the words that were kept."""
+    logits = model(**INPUTS, use_cache=False).logits.flatten(0, 1)[ROWS].float()
+    ids, at = ([], 0) if chosen.kept is None else (chosen.kept[0].tolist(), 0)
+    scores = []
+    for n, (row, token) in enumerate(zip(logits, TOKENS, strict=True)):
+        size = 0 if chosen.kept is None else int(chosen.kept[1][n])
+        named, at = ids[at : at + abs(size)], at + abs(size)
+        words = named if size > 0 else [word for word in range(259) if word not in named]
+        temperature = chosen.temperature if isinstance(chosen.temperature, float) else float(chosen.temperature[n])
+        distribution = torch.distributions.Categorical(logits=row[words] / temperature)
+        scores.append((distribution.log_prob(torch.tensor(words.index(token))), distribution.entropy()))
+    log_probs, entropies = zip(*scores, strict=True)
+    return torch.stack(log_probs), torch.stack(entropies)
+
+
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize(("words", "several"), [(True, True), (True, False), (False, True)])
+def test_scores_are_of_the_distributions_that_were_sampled(splits: bool, words: bool, several: bool) -> None:
+    model = make_tiny_moe(num_hidden_layers=2)
+    chosen = sampled(words, several)
+    results = []
+    scoring = scored(model)
+    scoring.splits = splits
+    for scores in (scoring(INPUTS, chosen)[:2], dense_sampled(model, chosen)):
+        assert scores[1] is not None
+        (scores[0].sum() + 0.3 * scores[1].sum()).backward()
+        results.append((*(s.detach() for s in scores), gradients(model)))
+    (*ours, our_grads), (*theirs, their_grads) = results
+    torch.testing.assert_close(ours, theirs, atol=4e-6, rtol=1e-6)
+    for name, grad in their_grads.items():
+        torch.testing.assert_close(our_grads[name], grad, atol=2e-5, rtol=1e-4, msg=name)
+    if words:
+        assert ours[0][3] == 0  # the only word
+        assert ours[1][3] < 1e-30
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_entropies_at_several_temperatures_are_computed_if_asked(splits: bool) -> None:
+    model = make_tiny_moe(num_hidden_layers=2)
+    scoring = scored(model)
+    scoring.splits = splits
+    log_probs, entropy, _ = scoring(INPUTS, sampled(entropy=False))
+    assert entropy is None
+    torch.testing.assert_close(log_probs, dense_sampled(model, sampled())[0], atol=4e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_no_rows_at_several_temperatures_keep_every_parameter_in_the_graph(splits: bool) -> None:
+    model = make_tiny_moe(num_hidden_layers=2)
+    none = ROWS[:0]
+    nothing = Selection(rows=none, tokens=none, temperature=TEMPERATURES[:0], entropy=True, kept=(none, none))
+    scoring = scored(model)
+    scoring.splits = splits
+    log_probs, entropy, _ = scoring(INPUTS, nothing)
+    assert entropy is not None
+    assert log_probs.shape == entropy.shape == (0,)
+    (log_probs.sum() + entropy.sum()).backward()
+    assert gradients(model)["lm_head.weight"].shape == model.lm_head.weight.shape
+
+
+def test_a_compiled_model_scores_what_was_sampled_as_one_graph() -> None:
+    model = make_tiny_moe("qwen3", num_hidden_layers=1)
+    wanted = dense_sampled(model, sampled())
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    log_probs, entropy, _ = scored(compiled)(INPUTS, sampled())
+    torch.testing.assert_close((log_probs, entropy), wanted, atol=4e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("where", ["around", pytest.param("inside", marks=pytest.mark.parity)])

@@ -25,7 +25,7 @@ from support.families import build
 from support.gradients import gradients
 from support.routes import FAMILIES, experts_seen, random_routes
 from torchrl_moe._errors import ReplayError, RouteShapeError, UnsupportedRouterError
-from torchrl_moe.data import RoutedExperts, RoutingLayout
+from torchrl_moe.data import KeptTokens, RoutedExperts, RoutingLayout
 from torchrl_moe.modules import RouterReplay, TransformersWrapper, vLLMWrapper
 from torchrl_moe.modules.policies.rollout import RolloutKeys, pad_answers, stack_answers
 from torchrl_moe.modules.policies.scoring import read_rows
@@ -62,9 +62,16 @@ def td(rollouts: LazyStackedTensorDict) -> TensorDictBase:
     return rollouts.clone()
 
 
+def at(temperature: float, td: TensorDictBase) -> TensorDictBase:
+    """As if it had been sampled at a temperature."""
+    for sample in td.unbind(0):
+        sample["sampling", "temperature"] = torch.tensor(temperature)
+    return td
+
+
 def dense(td: TensorDictBase) -> TensorDictBase:
     """With pads on both sides, as ``vLLMWrapper(pad_output=True)`` writes them."""
-    keys = td.select("tokens", "masks", "log_probs", "routed_experts", "policy_versions")
+    keys = td.select("tokens", "masks", "log_probs", "routed_experts", "policy_versions", "sampling")
     out = pad_answers(list(keys.unbind(0)), ByteTokenizer().pad_token_id, RolloutKeys(), [len(td)])
     mask = out["masks", "all_attention_mask"]
     assert not mask[:, 0].all()
@@ -115,8 +122,8 @@ def test_scores_are_those_of_each_sequence_alone(
     temperature: float,
 ) -> None:
     pad = None if packed is None else not packed
-    scorer = actor.get_new_version(replay=replay, temperature=temperature, pad_model_input=pad)
-    batch = LAYOUTS[layout](td)
+    scorer = actor.get_new_version(replay=replay, pad_model_input=pad)
+    batch = LAYOUTS[layout](at(temperature, td))
     log_probs, entropy, router_logits = scorer.score(batch)
     assert router_logits is None
     assert log_probs.dtype == entropy.dtype == torch.float32
@@ -131,6 +138,164 @@ def test_scores_are_those_of_each_sequence_alone(
             assert got[mask[i]][0] == 0  # the first token
     if layout == "ragged":
         assert mask[:, -1].all()  # padded on the left
+
+
+# -- the distributions that were sampled ------------------------------------------------------------------------------
+
+VOCABULARY = 259
+KEPT = ("sampling", "kept")
+TEMPERATURES = (0.5, 2.0, 1.0)
+
+
+def truncated(td: TensorDictBase, words: tuple[bool, ...] = (True, True, True)) -> TensorDictBase:
+    """As if tokens of some answers had been drawn from 3 words, or from all but 40, by turns; each at a temperature."""
+    for i, (one, temperature) in enumerate(zip(td.unbind(0), TEMPERATURES, strict=True)):
+        one["sampling", "temperature"] = torch.tensor(temperature)
+        if not words[i]:
+            continue
+        answered = one["masks", "all_assistant_mask"]
+        ids, sizes = [], torch.zeros(len(answered), dtype=torch.int32)
+        for t in answered.nonzero()[:, 0].tolist():
+            others = [word for word in range(VOCABULARY) if word != int(one[FULL][t])]
+            ids += others[:40] if t % 2 else [int(one[FULL][t]), others[100], others[-1]]
+            sizes[t] = -40 if t % 2 else 3
+        one[KEPT] = KeptTokens(ids=torch.tensor(ids, dtype=torch.int32), sizes=sizes)
+        one[KEPT].validate(vocabulary=VOCABULARY, tokens=one[FULL])
+    return td
+
+
+def sampled_reference(twin: RouterReplay, one: TensorDictBase, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies ``[T - 1]``, of a softmax over each token's words."""
+    with torch.no_grad(), twin.replay(one[ROUTES][None]):
+        logits = twin.model(one[FULL][None]).logits[0, :-1] / temperature
+    scores = []
+    for t, row in enumerate(logits, start=1):
+        kept = one.get(KEPT, None)
+        words = torch.arange(VOCABULARY) if kept is None else kept.words(t, vocabulary=VOCABULARY)
+        dist = torch.distributions.Categorical(logits=row[words])
+        scores.append((dist.log_prob((words == one[FULL][t]).nonzero()[0, 0]), dist.entropy()))
+    log_probs, entropies = zip(*scores, strict=True)
+    return torch.stack(log_probs), torch.stack(entropies)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("words", [(True, True, True), (True, False, True)])
+def test_scores_are_of_the_distribution_that_each_sample_was_drawn_from(
+    actor: TransformersWrapper,
+    twin: RouterReplay,
+    td: TensorDictBase,
+    layout: str,
+    packed: bool,
+    splits: bool,
+    words: tuple[bool, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rollouts = truncated(td, words)
+    batch = LAYOUTS[layout](rollouts)
+    scorer = actor.get_new_version(pad_model_input=not packed)
+    scorer.scoring_model.check()
+    assert scorer.scoring_model.splits
+    if not splits:
+        monkeypatch.setattr(scorer.scoring_model, "check", lambda: None)
+        monkeypatch.setattr(scorer.scoring_model, "splits", False)
+    log_probs, entropy, _ = scorer.score(batch)
+    mask = read_rows(batch, ("masks", "all_attention_mask"), False)
+    for i, one in enumerate(rollouts.unbind(0)):
+        wanted = sampled_reference(twin, one, TEMPERATURES[i])
+        for got, alone in zip((log_probs[i], entropy[i]), wanted, strict=True):
+            torch.testing.assert_close(got[mask[i]][1:], alone, atol=2e-5, rtol=0)
+            assert not got[~mask[i]].any()
+    loss = log_probs.sum() + entropy.sum()
+    grads = torch.autograd.grad(loss, [p for p in scorer.model.parameters() if p.requires_grad], allow_unused=True)
+    assert all(grad.isfinite().all() for grad in grads if grad is not None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dense_distributions_are_those_that_were_sampled(
+    actor: TransformersWrapper, twin: RouterReplay, td: TensorDictBase, layout: str
+) -> None:
+    rollouts = truncated(td, (True, False, True))
+    batch = LAYOUTS[layout](rollouts)
+    dist = actor.get_dist(batch)
+    ids = read_rows(batch, FULL, 0)
+    log_probs, spread = dist.log_prob(ids), dist.entropy()
+    probabilities = dist.logits.softmax(-1)
+    mask = read_rows(batch, ("masks", "all_attention_mask"), False)
+    for i, one in enumerate(rollouts.unbind(0)):
+        wanted, entropy = sampled_reference(twin, one, TEMPERATURES[i])
+        torch.testing.assert_close(log_probs[i][mask[i]][1:], wanted, atol=2e-5, rtol=0)
+        torch.testing.assert_close(spread[i][mask[i]][1:], entropy, atol=2e-5, rtol=0)
+        kept = one.get(KEPT, None)
+        for t, row in enumerate(probabilities[i][mask[i]]):
+            left = VOCABULARY if kept is None else len(kept.words(t, vocabulary=VOCABULARY))
+            assert int((row > 0).sum()) <= left
+    torch.testing.assert_close(
+        actor.score(batch)[0][mask], log_probs[mask] * scored_mask(mask)[mask], atol=2e-5, rtol=0
+    )
+
+
+def scored_mask(mask: Tensor) -> Tensor:
+    """All real tokens but the first ones."""
+    before = torch.nn.functional.pad(mask[:, :-1], (1, 0))
+    return mask & before
+
+
+def test_a_batch_that_says_nothing_was_sampled_at_1(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    wanted = actor.score(at(1.0, td.clone()))[0]
+    assert torch.equal(actor.score(td.exclude("sampling"))[0], wanted)
+    hot = actor.get_new_version(temperature=2.0)
+    torch.testing.assert_close(hot.score(td.exclude("sampling"))[0], actor.score(at(2.0, td))[0])
+
+
+def test_a_number_must_be_what_each_sample_says(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    td = at(0.7, td)
+    wanted = actor.score(td)[0]
+    assert torch.equal(actor.get_new_version(temperature=0.7).score(td)[0], wanted)
+    td[1]["sampling", "temperature"] = torch.tensor(0.9)
+    other = actor.get_new_version(temperature=0.7)
+    text = r"^sample 1 was sampled at temperature 0\.9, and is to be scored at 0\.7: leave temperature= out"
+    for ask in (other.score, other.get_dist, other):
+        with pytest.raises(ValueError, match=text):
+            ask(td)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_greedy_answers_are_refused(actor: TransformersWrapper, td: TensorDictBase, layout: str) -> None:
+    td[2]["sampling", "temperature"] = torch.tensor(0.0)
+    batch = LAYOUTS[layout](td)
+    for ask in (actor.score, actor.get_dist):
+        with pytest.raises(ValueError, match=r"^sample 2 was sampled at temperature 0: it is greedy"):
+            ask(batch)
+
+
+def test_words_cut_apart_from_their_tokens_are_refused(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    truncated(td)
+    td[0][KEPT] = td[0][KEPT].truncate(3)
+    with pytest.raises(ValueError, match=r"^\('sampling', 'kept'\) of sample 0 is for 3 tokens, and there are \d+"):
+        actor.score(td)
+
+
+def test_a_token_outside_its_words_is_refused(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    truncated(td)
+    td[0][FULL][-1] = (td[0][FULL][-1] + 7) % 250
+    td[0][KEPT].sizes[-1] = td[0][KEPT].sizes[-1].abs()  # whichever it was: the words that are named
+    with pytest.raises(ValueError, match="is not among the words that kept gives this row"):
+        actor.score(td)
+
+
+def test_no_token_of_several_temperatures_can_be_asked_for(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    batch = truncated(td)
+    nothing, spread, _ = actor.score(batch, mask=torch.zeros_like(actor._batch(batch).mask))
+    assert not nothing.any()
+    assert not spread.any()
+    nothing.sum().backward()
+
+
+def test_the_reference_scores_over_the_same_words(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    batch = truncated(td)
+    torch.testing.assert_close(actor.reference(replay=True).score(batch)[0], actor.score(batch)[0].detach())
 
 
 def test_replay_matters_here(actor: TransformersWrapper, td: TensorDictBase) -> None:
@@ -717,7 +882,7 @@ class OnlyDist(nn.Module):
 @pytest.mark.parametrize("strategy", ["sft", "rlhf", "generic"])
 @pytest.mark.parametrize("same_length", [True, False])
 def test_torchrls_loss_and_ours_agree(td: TensorDictBase, strategy: Any, same_length: bool) -> None:
-    scorer = TransformersWrapper(make_tiny_moe(), temperature=0.7)
+    scorer, td = TransformersWrapper(make_tiny_moe()), at(0.7, td)
     batch = trainable(lazy_stack([td[0], td[0].clone()]) if same_length else td, scorer)
     arguments = {"masking_strategy": strategy, "clip_epsilon": 0.2, "entropy_coeff": 0.1}
     results = []
@@ -740,8 +905,8 @@ def test_torchrls_loss_and_ours_agree(td: TensorDictBase, strategy: Any, same_le
 
 
 def test_scores_and_distributions_agree(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    scorer = actor.get_new_version(temperature=0.7)
-    reader = TokenReader(td, FULL)
+    scorer = actor
+    reader = TokenReader(at(0.7, td), FULL)
     direct = score_tokens(scorer, td, reader.tokens, ("masks", "all_attention_mask"), True)
     dist = score_tokens(OnlyDist(scorer), td, reader.tokens, ("masks", "all_attention_mask"), True)
     torch.testing.assert_close(dist.log_probs, direct.log_probs, atol=1e-6, rtol=1e-6)

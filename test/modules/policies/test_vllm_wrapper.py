@@ -21,8 +21,9 @@ from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, 
 
 from support.strategies import Says
 from torchrl_moe._errors import EngineError, GenerationTimeout
-from torchrl_moe.data import RoutedExperts
+from torchrl_moe.data import KeptTokens, RoutedExperts
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
+from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request
 from torchrl_moe.modules.policies import vllm_wrapper
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
@@ -32,7 +33,7 @@ PAD, START, END = 256, 257, 258
 PROMPTS = ("ab", "cdefg", "h")
 NEW = 4
 ROOT = {"tokens", "masks", "log_probs", "routed_experts", "policy_versions", "policy_version"}
-KEYS = ROOT | {"finish_reason", "num_cached_tokens"}
+KEYS = ROOT | {"finish_reason", "num_cached_tokens", "sampling"}
 OWN = {"history": {"text", "history"}, "text": {"text"}, "tokens": set()}
 """What a mode writes besides."""
 
@@ -397,7 +398,7 @@ def test_keys_may_be_renamed(fake: FakeAsyncVLLM) -> None:
     assert policy.in_keys == [("mine", "chat")]
     td = TensorDict(mine=TensorDict(chat=chats(*PROMPTS), batch_size=[3]), batch_size=[3])
     out = policy(td)
-    own = {"policy_versions", "policy_version", "finish_reason", "num_cached_tokens", "mine"}
+    own = {"policy_versions", "policy_version", "finish_reason", "num_cached_tokens", "sampling", "mine"}
     assert set(out.keys()) == set(names.values()) | own
     assert [type(out[0][name]) for name in "tmlrxh"] == [Tokens, Masks, LogProbs, RoutedExperts, Text, ChatHistory]
     assert set(policy.out_keys) | {"mine"} == set(out.keys())
@@ -693,6 +694,150 @@ def test_a_call_cannot_change_the_number_of_samples(fake: FakeAsyncVLLM) -> None
 def test_log_probs_cannot_be_off_and_wanted(fake: FakeAsyncVLLM) -> None:
     with pytest.raises(ValueError, match="logprobs is off, but return_log_probs=True"):
         wrapper(fake)(stacked("text", "ab"), logprobs=False)
+
+
+CHANGES_VALUES: dict[str, Any] = {
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.1,
+    "logit_bias": {65: 1.0},
+    "thinking_token_budget": 8,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES_VALUES)
+@pytest.mark.parametrize("how", ["always", "for a call", "for requests"])
+def test_what_changes_values_is_refused_with_log_probs(fake: FakeAsyncVLLM, name: str, how: str) -> None:
+    given = {name: CHANGES_VALUES[name]}
+    before = len(fake.replicas[0].submitted)
+    with pytest.raises(ValueError, match=rf"^{name}=.* changes logits, .* or pass return_log_probs=False"):
+        if how == "always":
+            vLLMWrapper(fake, input_mode="text", generate_kwargs=given)(stacked("text", "ab"))
+        elif how == "for a call":
+            wrapper(fake)(stacked("text", "ab"), **given)
+        else:
+            wrapper(fake).requests(stacked("text", "ab"), **given)
+    assert len(fake.replicas[0].submitted) == before
+
+
+@pytest.mark.parametrize("name", CHANGES_VALUES)
+def test_what_changes_values_is_allowed_without_log_probs(fake: FakeAsyncVLLM, name: str) -> None:
+    given = {name: CHANGES_VALUES[name]}
+    out = wrapper(fake, return_log_probs=False)(stacked("text", "ab"), **given)
+    assert params_of(fake)[name] == CHANGES_VALUES[name]
+    assert "log_probs" not in out.keys()  # noqa: SIM118  a TensorDict iterates over its batch
+    (request,) = wrapper(fake, return_log_probs=False).requests(stacked("text", "ab"), **given)
+    assert request.arguments["sampling_params"][name] == CHANGES_VALUES[name]
+
+
+# what was sampled from
+
+
+@pytest.fixture
+def truncating() -> Iterator[FakeAsyncVLLM]:
+    """An engine whose tokens were drawn from themselves and the next word, every second one from all but word 0."""
+    with FakeAsyncVLLM(seed=3) as engine:
+        generate = engine.generate
+
+        def named(**kwargs: Any) -> list[Completion]:
+            completions = generate(**kwargs)
+            for completion in completions:
+                for output in completion.outputs:
+                    output.kept = words_of(output.token_ids)
+            return completions
+
+        engine.generate = named  # type: ignore[method-assign]
+        yield engine
+
+
+def words_of(ids: Any) -> KeptIds:
+    words: list[int] = []
+    for t, token in enumerate(ids.tolist()):
+        words += [0] if t % 2 else [token, token + 1]
+    return KeptIds(np.array(words, np.int32), np.array([-1 if t % 2 else 2 for t in range(len(ids))], np.int32))
+
+
+KEPT = ("sampling", "kept")
+
+
+def assert_sampling(td: TensorDictBase, temperature: float) -> None:
+    """``td`` is an answer of the truncating engine."""
+    kept = td[KEPT]
+    real = td["masks", "all_attention_mask"]
+    mask = td["masks", "all_assistant_mask"]
+    assert type(kept) is KeptTokens
+    kept.validate(vocabulary=512, num_tokens=len(td["tokens", "full"]), tokens=td["tokens", "full"])
+    wanted = words_of(td["tokens", "full"][mask].numpy())
+    assert kept.ids.tolist() == wanted.ids.tolist()
+    assert kept.sizes[mask].tolist() == wanted.sizes.tolist()
+    assert not kept.sizes[~mask | ~real].any()
+    assert td["sampling", "temperature"] == temperature
+
+
+@pytest.mark.parametrize("num_samples", [None, 2])
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize("build", [stacked, dense])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rollout_says_what_it_was_sampled_from(
+    truncating: FakeAsyncVLLM, mode: str, build: Any, pad_output: bool, num_samples: int | None
+) -> None:
+    policy = wrapper(truncating, mode, inplace=False, pad_output=pad_output, num_samples=num_samples)
+    out = policy(build(mode, *PROMPTS), temperature=0.5, top_k=2)
+    assert out.batch_size == torch.Size([3] if num_samples is None else [3, 2])
+    for td in out.reshape(-1).unbind(0):
+        assert_sampling(td, 0.5)
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_a_rollout_over_all_words_says_its_temperature(fake: FakeAsyncVLLM, pad_output: bool) -> None:
+    out = wrapper(fake, pad_output=pad_output)(stacked("text", "ab", "cde"), temperature=0.25)
+    assert [set(td["sampling"].keys()) for td in out.unbind(0)] == [{"temperature"}] * 2
+    assert [td["sampling", "temperature"] for td in out.unbind(0)] == [0.25, 0.25]
+
+
+def test_the_answer_to_a_request_says_it_too(truncating: FakeAsyncVLLM) -> None:
+    policy = wrapper(truncating)
+    (request,) = policy.requests(stacked("text", "ab"), temperature=0.5, top_p=0.9)
+    (completion,) = truncating.generate(
+        prompt_token_ids=[request.arguments["prompt_token_ids"]], sampling_params=request.arguments["sampling_params"]
+    )
+    assert_sampling(policy.answer(request, completion), 0.5)
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True)])
+def test_words_of_the_turns_of_a_chat_are_joined(
+    truncating: FakeAsyncVLLM, fake: FakeAsyncVLLM, first: bool, second: bool, pad_output: bool
+) -> None:
+    env = ChatEnv(batch_size=(2,), input_mode="text", tokenizer=ByteTokenizer())
+    policies = [wrapper(truncating if cut else fake, pad_output=pad_output) for cut in (first, second)]
+    turn = policies[0](env.reset(TensorDict(query=["ab", "cdefg"], batch_size=[2])))
+    before = [td[KEPT].clone() if first else None for td in turn.unbind(0)]
+    reals = [td["masks", "all_attention_mask"].clone() for td in turn.unbind(0)]
+    out = policies[1](env.step_mdp(env.step(turn)))
+    for was, were_real, td in zip(before, reals, out.unbind(0), strict=True):
+        real, kept = td["masks", "all_attention_mask"], td[KEPT]
+        kept.validate(vocabulary=512, num_tokens=len(real), tokens=td["tokens", "full"])
+        old = int(were_real.sum())
+        early = [0] * old if was is None else was.sizes[were_real].tolist()
+        now = td["masks", "all_assistant_mask"]
+        late = words_of(td["tokens", "full"][now].numpy())
+        assert kept.sizes[real][:old].tolist() == early
+        assert kept.sizes[now].tolist() == (late.sizes.tolist() if second else [0] * NEW)
+        assert kept.sizes[real].count_nonzero() == NEW * (first + second)
+        wanted = [] if was is None else was.ids[was.ids >= 0].tolist()
+        assert kept.ids[kept.ids >= 0].tolist() == wanted + (late.ids.tolist() if second else [])
+
+
+def test_another_temperature_in_a_later_turn_is_refused(fake: FakeAsyncVLLM) -> None:
+    policy = wrapper(fake, "tokens")
+    td = policy(stacked("tokens", "ab"), temperature=0.5)
+    later = torch.cat([td[0]["tokens", "full"], torch.tensor([33])])
+    again = td.clone()
+    again[0]["tokens"] = Tokens(prompt=later, full=td[0]["tokens", "full"])
+    with pytest.raises(ValueError, match=r"this turn's temperature is 0\.75, that of the turn before 0\.5"):
+        policy(again.clone(), temperature=0.75)
+    assert policy(again, temperature=0.5)[0]["sampling", "temperature"] == 0.5
 
 
 def test_stop_strings_need_text_from_the_engine(fake: FakeAsyncVLLM) -> None:

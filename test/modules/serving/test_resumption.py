@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from support.completions import cut
+from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving.resumption import check_resume, request_to_resume, whole
 from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
@@ -63,6 +64,8 @@ def test_what_an_engine_gave_is_taken() -> None:
     check_resume(resuming(cut(answer(), 3, None)), 0, LAYOUT)
     check_resume(resuming(cut(answer(), 1, 0)), 0, LAYOUT)  # an answer without a token has no log-probs and no routes
     check_resume(resuming(cut(answer(logprobs=None), 3, 4), sampling_params={"n": 2}), 0, LAYOUT)
+    words = KeptIds(np.zeros(3, np.int32), np.array([1, 0, -2], np.int32))
+    check_resume(resuming(changed(cut(answer(), 3, None), kept=words)), 0, LAYOUT)
     check_resume(Request(request_id="r", sampling_params=None, prompt="hi"), 0, LAYOUT)
 
 
@@ -76,6 +79,14 @@ def changed(completion: Completion, **fields: Any) -> Completion:
     [
         ({"policy_versions": np.zeros(2, np.int32)}, "no completion of an engine: 2 prompt tokens, 3 tokens, lengths"),
         ({"logprobs": np.zeros(4, np.float32)}, "no completion of an engine: 2 prompt tokens, 3 tokens, lengths"),
+        (
+            {"kept": KeptIds(np.zeros(1, np.int32), np.array([1, 0], np.int32))},
+            "no completion of an engine: 2 prompt tokens, 3 tokens, lengths .*'kept': 2",
+        ),
+        (
+            {"kept": KeptIds(np.zeros(2, np.int32), np.array([1, 0, -2], np.int32))},
+            "no completion of an engine: it names 2 words, and their sizes say 3",
+        ),
         ({"logprobs": None}, "it has no log-probs, which sampling_params ask for: pass those that it began with"),
         ({"routed_experts": None}, "it has no routes: pass return_routed_experts=False, as when it began"),
         (

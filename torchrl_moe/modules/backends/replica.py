@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.kept_ids import KeptIds
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +90,7 @@ class CompletionOutput:
         - logprobs: float32 ``[G]``, of the sampled tokens; ``None`` if none were asked for
         - routed_experts: unsigned int ``[P + G - 1, L, K]`` as the engine gives it; ``None`` if not kept
         - policy_versions: int32 ``[G]``, version of the weights that produced each token
+        - kept: the words that each token was sampled from; ``None`` if none were left out, or no log-probs asked for
     """
 
     index: int
@@ -99,6 +101,7 @@ class CompletionOutput:
     logprobs: NDArray[np.float32] | None = None
     routed_experts: NDArray[np.integer[Any]] | None = None
     stop_reason: int | str | None = None
+    kept: KeptIds | None = None
 
     def __repr__(self) -> str:
         routes = None if self.routed_experts is None else list(self.routed_experts.shape)
@@ -361,15 +364,10 @@ class Replica(Protocol):
     def stage_weights(
         self, version: int, *, stage: str, verify: str, threads: int, manifest: str | None, timeout: float
     ) -> StageReport:
-        """Fetch a version and check it, while requests run.
+        """Fetch a version and check it, while requests run; ``threads`` read and hash.
 
-        Args:
-            version: to fetch.
-            stage: ``"shadow"``: load it beside the weights that serve; ``"plain"``: while they are paused; ``"auto"``.
-            verify: ``"digest"``, ``"canary"`` or ``"off"``.
-            threads: that read and hash.
-            manifest: of the version, where the transport does not bring it.
-            timeout: in seconds.
+        ``stage``: ``"shadow"`` loads it beside the weights that serve, ``"plain"`` in a pause of them; or ``"auto"``.
+        ``verify``: ``"digest"``, ``"canary"`` or ``"off"``. ``manifest``: where the transport does not bring it.
         """
 
     def swap_weights(

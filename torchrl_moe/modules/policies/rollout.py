@@ -6,7 +6,7 @@ Letters: P prompt tokens, G response tokens, T = P + G, L decoder layers, K expe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torchrl_moe.data import UNSET_EXPERT, RoutedExperts, RoutingLayout
 from torchrl_moe.data.routed_experts import routes_from_vllm
 from torchrl_moe.data.segments import first_writer_wins, shared_prefix
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
+from torchrl_moe.modules.policies.sampling_entry import SAMPLING, pad_sampling, sampling_entry
 
 __all__ = ["RolloutKeys", "answer_tensordict", "pad_answers", "stack_answers"]
 
@@ -51,6 +52,7 @@ def answer_tensordict(
     output: CompletionOutput,
     layout: RoutingLayout | None,
     keys: RolloutKeys,
+    params: Mapping[str, Any],
     earlier: TensorDictBase | None = None,
 ) -> TensorDict:
     """Return the TensorDict of one answer, batch size ``[]``.
@@ -60,14 +62,16 @@ def answer_tensordict(
         output: the answer, one of its outputs.
         layout: the model's routers, or ``None`` if no routes were captured.
         keys: where to write.
+        params: what the answer was sampled with.
         earlier: the input of this turn. What an earlier turn wrote there for tokens that this prompt repeats is kept.
     """
     prompt = torch.from_numpy(completion.prompt_token_ids.copy())
     response = torch.from_numpy(output.token_ids.copy())
     full = torch.cat([prompt, response])
     per_token = _per_token(output, len(prompt), len(full), layout, keys)
-    if earlier is not None:
-        _keep_earlier(earlier, prompt, per_token, keys)
+    real = None if earlier is None else _repeated(earlier, prompt, keys)
+    if earlier is not None and real is not None:
+        _keep_earlier(earlier, real, per_token)
     assistant = _mask(len(prompt), len(full))
     versions = per_token["policy_versions"]
     source: dict[str, Any] = {
@@ -77,6 +81,7 @@ def answer_tensordict(
         "policy_version": versions[len(prompt) :].min().long() if len(response) else torch.tensor(NO_VERSION),
         "finish_reason": NonTensorData(output.finish_reason),
         "num_cached_tokens": torch.tensor(completion.num_cached_tokens),
+        SAMPLING: sampling_entry(params, output.kept, len(prompt), len(full), None if real is None else earlier, real),
     }
     if keys.log_probs is not None:
         values = per_token[keys.log_probs]
@@ -104,21 +109,24 @@ def _per_token(
     return values
 
 
-def _keep_earlier(earlier: TensorDictBase, prompt: Tensor, per_token: dict[str, Tensor], keys: RolloutKeys) -> None:
-    """Let an earlier turn's values stand, if ``prompt`` begins with all of that turn, prompt and response.
+def _repeated(earlier: TensorDictBase, prompt: Tensor, keys: RolloutKeys) -> Tensor | None:
+    """Return which tokens of an earlier turn are no pads, if ``prompt`` begins with all of that, prompt and response.
 
     A response that merely comes out the same again, on the same input or after a reset, is this turn's own.
     """
     ids = earlier.get((keys.tokens, "full"), None)
     if ids is None:
-        return
+        return None
     mask = earlier.get((keys.masks, "all_attention_mask"), None)
     real = mask.bool() if mask is not None and mask.shape == ids.shape else torch.ones_like(ids, dtype=torch.bool)
-    if shared_prefix(ids[real].cpu(), prompt) == 0:
-        return
+    return real if shared_prefix(ids[real].cpu(), prompt) else None
+
+
+def _keep_earlier(earlier: TensorDictBase, real: Tensor, per_token: dict[str, Tensor]) -> None:
+    """Let an earlier turn's values stand."""
     for key, later in per_token.items():
         known = earlier.get((key, "full"), None)
-        if known is not None and len(known) == len(ids):
+        if known is not None and len(known) == len(real):
             per_token[key] = first_writer_wins(known[real].to(later), later)
 
 
@@ -144,10 +152,14 @@ def pad_answers(
         "policy_versions": NO_VERSION,
     }
     prompts = [len(answer.get((keys.tokens, "prompt"))) for answer in answers]
+    totals = [len(answer.get((keys.tokens, "full"))) for answer in answers]
     batch = [len(answers)]
     padded = TensorDict(batch_size=batch)
     for key in answers[0].keys():  # noqa: SIM118  a TensorDict iterates over its batch
         values = [answer.get(key) for answer in answers]
+        if key == SAMPLING:
+            padded.set(key, pad_sampling(values, prompts, totals))
+            continue
         if key not in pads:
             padded.set(key, torch.stack(values) if isinstance(values[0], Tensor) else lazy_stack(values))
             continue

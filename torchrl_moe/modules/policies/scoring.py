@@ -215,26 +215,37 @@ def missing(td: TensorDictBase, key: Any) -> KeyError:
     return KeyError(f"no {key!r} in every sample; the first one has {sorted(map(str, td[0].keys(True, True)))}")
 
 
-def align(logits: Tensor, temperature: float) -> Tensor:
+def align(logits: Tensor, temperature: Tensor) -> Tensor:
     """Return a model's logits ``[B, T, V]`` moved by one, so that row t is of token t's own distribution; float32.
 
-    Row 0 is zero: nothing comes before a first token.
+    Row 0 is zero: nothing comes before a first token. ``temperature`` is ``[B]``.
     """
-    return torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1).float() / temperature
+    moved = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1).float()
+    return moved / temperature.to(moved.device)[:, None, None]
 
 
-def token_scores(logits: Tensor, tokens: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def token_scores(
+    logits: Tensor,
+    tokens: Tensor,
+    temperature: float | Tensor,
+    entropy: bool,
+    kept: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Return log-probs and entropies of tokens from the dense logits of their own distributions.
 
     Args:
         logits: ``[N, V]``.
         tokens: ``[N]``.
-        temperature: of sampling; the logits are divided by it.
+        temperature: of sampling, or one for each token ``[N]``; the logits are divided by it.
         entropy: whether to compute entropies.
+        kept: bool ``[N, V]``, the words that each token was sampled from; default all.
 
     Returns:
         float32 ``[N]`` each.
     """
-    log_probs = log_softmax(logits.float() / temperature, -1)
+    logits = logits.float() / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+    if kept is not None:
+        logits = logits.masked_fill(~kept, torch.finfo(logits.dtype).min)  # not -inf: its product with 0 is NaN
+    log_probs = log_softmax(logits, -1)
     chosen = log_probs.gather(-1, tokens[:, None])[:, 0]
     return chosen, -(log_probs.exp() * log_probs).sum(-1) if entropy else None

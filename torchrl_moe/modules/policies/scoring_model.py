@@ -21,7 +21,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from torchrl_moe.data.kept_tokens import dense_mask, select_rows
 from torchrl_moe.modules.policies.linear_parts import linear_parts, logit_transform, obstacle
+from torchrl_moe.modules.policies.sampled_from import SampledFrom, parts_by_temperature
 from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, token_scores
 from torchrl_moe.modules.replay.discovery import dry_inputs
 from torchrl_moe.ops.log_probs import LogitTransform, selected_log_probs
@@ -38,14 +40,39 @@ class Selection:
 
     rows: Tensor
     tokens: Tensor
-    temperature: float
+    temperature: float | Tensor
+    """Of all, or ``[N]``."""
     entropy: bool
+    kept: tuple[Tensor, Tensor] | None = None
+    """The words that each token was sampled from, as ``selected_log_probs`` takes them; ``None`` for all."""
 
     @classmethod
-    def of(cls, batch: ScoringBatch, layout: Layout, wanted: Tensor, temperature: float, entropy: bool) -> Selection:
+    def of(
+        cls, batch: ScoringBatch, layout: Layout, wanted: Tensor, sampled_from: SampledFrom, entropy: bool
+    ) -> Selection:
         """Select the tokens that ``wanted``, bool ``[B, T]``, names; none of the first column."""
         rows = layout.index[:, :-1][wanted[:, 1:]]
-        return cls(rows=rows, tokens=batch.ids[wanted], temperature=temperature, entropy=entropy)
+        temperature, kept = sampled_from.of_tokens(batch, wanted)
+        return cls(rows=rows, tokens=batch.ids[wanted], temperature=temperature, entropy=entropy, kept=kept)
+
+    def dense(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the scores from the logits of all tokens, ``[R * W, V]``."""
+        rows = logits[self.rows]
+        mask = None if self.kept is None else dense_mask(*self.kept, rows.shape[-1])
+        return token_scores(rows, self.tokens, self.temperature, self.entropy, mask)
+
+    def parts(self) -> tuple[list[tuple[float, Selection]], Tensor | None]:
+        """Return a selection for each temperature, and each token's place in them, ``[N]``; ``None`` if it is one."""
+        found, places = [], []
+        for value, part in parts_by_temperature(self.temperature):
+            if part is None:
+                return [(value, self)], None
+            kept = None if self.kept is None else select_rows(*self.kept, part)
+            found.append(
+                (value, replace(self, rows=self.rows[part], tokens=self.tokens[part], temperature=value, kept=kept))
+            )
+            places.append(part.nonzero()[:, 0])
+        return found, torch.cat(places).argsort()
 
 
 class ScoringModel:
@@ -83,8 +110,7 @@ class ScoringModel:
         """
         if not self.splits:
             output, routers = self.run(inputs, router_logits)
-            logits = output.logits.flatten(0, 1)[selection.rows]
-            return *token_scores(logits, selection.tokens, selection.temperature, selection.entropy), routers
+            return *selection.dense(output.logits.flatten(0, 1)), routers
         with self._scoring(selection):
             output, routers = self.run(inputs, router_logits)
         scores = output.logits
@@ -193,8 +219,9 @@ class ScoringModel:
         """Make the next forward pass return scores ``[N, 2]`` as its logits, ``[N, 1]`` without entropies."""
         assert self.head is not None
         with _lock_of(self.language_model):
-            self._head.thread, self._head.selection = threading.get_ident(), selection
-            self._head.transform = replace(self.transform, temperature=selection.temperature)
+            self._head.thread = threading.get_ident()
+            self._head.parts, self._head.places = selection.parts()  # here, since it depends on values
+            self._head.transform = self.transform
             self._output.shadowed = self.language_model.__dict__.get("forward")
             self.head.forward = self._head
             self.language_model.forward = self._output
@@ -206,7 +233,7 @@ class ScoringModel:
                     del self.language_model.forward
                 else:
                     self.language_model.forward = self._output.shadowed
-                self._head.selection = self._head.scores = None
+                self._head.parts, self._head.places, self._head.scores = [], None, None
 
 
 class _ScoringHead:
@@ -214,7 +241,8 @@ class _ScoringHead:
 
     def __init__(self, head: nn.Module) -> None:
         self.head = head
-        self.selection: Selection | None = None
+        self.parts: list[tuple[float, Selection]] = []
+        self.places: Tensor | None = None
         self.transform = LogitTransform()
         self.scores: Tensor | None = None
         self.dtype = torch.float32
@@ -228,19 +256,24 @@ class _ScoringHead:
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.elsewhere:
             return type(self.head).forward(self.head, hidden)
-        assert self.selection is not None
         self.dtype = hidden.dtype
-        hiddens, weights, bias = linear_parts(self.head, hidden.flatten(0, -2)[self.selection.rows])
+        flat = hidden.flatten(0, -2)
+        scores = [self._score(flat, value, part) for value, part in self.parts]
+        self.scores = scores[0] if self.places is None else torch.cat(scores)[self.places]
+        return self.scores
+
+    def _score(self, hidden: Tensor, temperature: float, selection: Selection) -> Tensor:
+        hiddens, weights, bias = linear_parts(self.head, hidden[selection.rows])
         scores = selected_log_probs(
             hiddens,
             weights,
-            self.selection.tokens,
+            selection.tokens,
             bias=bias,
-            transform=self.transform,
-            entropy=self.selection.entropy,
+            transform=replace(self.transform, temperature=temperature),
+            entropy=selection.entropy,
+            kept=selection.kept,
         )
-        self.scores = torch.stack([part for part in scores if part is not None], -1)
-        return self.scores
+        return torch.stack([part for part in scores if part is not None], -1)
 
 
 class _ScoringOutput:

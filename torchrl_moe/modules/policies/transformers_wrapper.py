@@ -27,6 +27,7 @@ from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.modules.policies.dense_distributions import DenseDistributions
 from torchrl_moe.modules.policies.rollout import stack_answers
 from torchrl_moe.modules.policies.routes import RECORDED, no_routes, note_routing, read_routes, write_recorded
+from torchrl_moe.modules.policies.sampled_from import read_sampling
 from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, align, read_batch
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.modules.replay.discovery import discover, number_of_layers
@@ -47,7 +48,8 @@ class TransformersWrapper(DenseDistributions):
         input_mode: must be ``"tokens"``: rendering a chat again may give other tokens than those the routes belong to.
         generate: must be false; :class:`vLLMWrapper` generates.
         replay: which experts to use, see above.
-        temperature: that of sampling; the logits are divided by it, as the engine does for its log-probs.
+        temperature: that of sampling; the logits are divided by it, as the engine does for its log-probs. Default: what
+            each sample says, ``("sampling", "temperature")``, 1 if it says nothing.
         pad_model_input: run a padded batch (``True``), or one row that holds all sequences (``False``). Default: a
             padded batch, or several sequences in a row where that means fewer pads and the model keeps them apart.
         measure_agreement: also compute the live router's choice, for ``("routing", "agreement")``.
@@ -65,7 +67,7 @@ class TransformersWrapper(DenseDistributions):
 
     Example::
 
-        actor = TransformersWrapper(model, tokenizer=tokenizer, replay="R3", temperature=0.7)
+        actor = TransformersWrapper(model, tokenizer=tokenizer, replay="R3")
         log_probs, entropy, _ = actor.score(td)  # [B, T], padded on the left
         loss = GRPOLoss(actor)(td)
     """
@@ -78,7 +80,7 @@ class TransformersWrapper(DenseDistributions):
         input_mode: str = "tokens",
         generate: bool = False,
         replay: Literal["R3", "R2", "none"] = "R3",
-        temperature: float = 1.0,
+        temperature: float | None = None,
         pad_model_input: bool | None = None,
         measure_agreement: bool = False,
         on_bad_routes: OnBadRoutes = "raise",
@@ -172,14 +174,15 @@ class TransformersWrapper(DenseDistributions):
 
         Returns:
             float32 ``[B, T]``, ``[B, T]`` or ``None``, ``[B, T, L, E]`` or ``None``; sequences of a lazy stack are
-            padded on the left. Log-probs are of token t given those before it, at the sampling temperature; 0 on pads
-            and on first tokens. Router logits are the live router's for token t as input, whatever is replayed and
-            whatever ``mask`` says; 0 on pads and on layers without a router.
+            padded on the left. Log-probs and entropies are of token t given those before it, at the temperature and
+            over the words that it was sampled from; 0 on pads and on first tokens. Router logits are the live router's
+            for token t as input, whatever is replayed and whatever ``mask``
+            says; 0 on pads and on layers without a router.
 
         Raises:
             RoutingError: the routes that ``replay`` asks for are not there, or do not fit.
             UnsupportedRouterError: the model returns no router logits.
-            ValueError: a mask of another shape.
+            ValueError: a mask of another shape, or a batch that was sampled otherwise, see ``temperature``.
         """
         batch = self._batch(td)
         wanted = batch.scored
@@ -188,7 +191,7 @@ class TransformersWrapper(DenseDistributions):
             wanted = wanted & mask.bool().to(wanted.device)
         self.scoring_model.check()
         layout = self._layout(batch)
-        selection = Selection.of(batch, layout, wanted, self.temperature, entropy)
+        selection = Selection.of(batch, layout, wanted, read_sampling(td, batch, self.temperature), entropy)
         with self._routed(td, batch, layout):
             log_probs, spread, routers = self.scoring_model(layout.inputs, selection, router_logits)
         blank = log_probs.new_zeros(wanted.shape)
@@ -238,7 +241,8 @@ class TransformersWrapper(DenseDistributions):
         layout = self._layout(batch) if self.pad_model_input is False else batch.padded()
         with self._routed(td, batch, layout):
             output, _ = self.scoring_model.run(layout.inputs)
-        return align(layout.read(output.logits.flatten(0, 1)), self.temperature)
+        sampled_from = read_sampling(td, batch, self.temperature)
+        return sampled_from.truncate(align(layout.read(output.logits.flatten(0, 1)), sampled_from.temperatures), batch)
 
     def _routes(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor:
         assert self.router_replay is not None
@@ -314,7 +318,7 @@ def _refuse(arguments: dict[str, Any]) -> None:
             f"input_mode={arguments['input_mode']!r}: encoding text again may give other tokens than those that were "
             "generated and routed. Use input_mode='tokens', which reads ('tokens', 'full') of the rollout."
         )
-    if not arguments["temperature"] > 0:
+    if arguments["temperature"] is not None and not arguments["temperature"] > 0:
         raise ValueError(f"temperature must be positive, got {arguments['temperature']}")
 
 

@@ -22,6 +22,7 @@ from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of, ov
 from torchrl_moe.modules.policies.request_keys import request_argument, request_arguments
 from torchrl_moe.modules.policies.rollout import RolloutKeys, answer_tensordict, pad_answers, stack_answers
 from torchrl_moe.modules.policies.sample_request import SampleRequest
+from torchrl_moe.modules.policies.sampling_entry import SAMPLING, refuse_changed_values
 from torchrl_moe.modules.policies.wrapper_arguments import (
     engine_of,
     keeps_routes,
@@ -169,7 +170,7 @@ class vLLMWrapper(LLMWrapperBase):
         self.out_keys += [self.masks_key, self.tokens_key]
         self.out_keys += [key for key in (self.keys.log_probs, self.keys.routed_experts) if key is not None]
         self.out_keys += [self.history_key] if self.input_mode == "history" else []
-        self.out_keys += ["policy_versions", "policy_version", "finish_reason", "num_cached_tokens"]
+        self.out_keys += ["policy_versions", "policy_version", "finish_reason", "num_cached_tokens", SAMPLING]
 
     def _sampling_params(self, generate_kwargs: dict[str, Any] | None, num_samples: int | None) -> dict[str, Any]:
         params = sampling_params_of(generate_kwargs)
@@ -225,8 +226,9 @@ class vLLMWrapper(LLMWrapperBase):
         prompts = self._read(samples)
         given, sampling = engine_arguments_of(generate_kwargs)
         asked = {**self.engine_arguments, **given, **request_arguments(samples)}
-        completions = self._generate(prompts.ids, overridden(self.sampling_params, sampling), keys, asked)
-        answers = self._answers(samples, prompts, completions, keys)
+        params = self._params_of_call(overridden(self.sampling_params, sampling), keys)
+        completions = self._generate(prompts.ids, params, keys, asked)
+        answers = self._answers(samples, prompts, completions, keys, params)
         shape = (*tensordict.batch_size, *(() if self.num_samples is None else (self.num_samples,)))
         out: TensorDictBase
         if self.pad_output:
@@ -273,7 +275,8 @@ class vLLMWrapper(LLMWrapperBase):
     def answer(self, request: SampleRequest, completion: Completion) -> TensorDictBase:
         """Return what came of one of :meth:`requests`: the keys that :meth:`forward` writes, batch size ``[]``."""
         layout = self.model.routing_layout
-        answer = answer_tensordict(completion, completion.outputs[0], layout, request.keys, request.sample)
+        params = request.arguments["sampling_params"]
+        answer = answer_tensordict(completion, completion.outputs[0], layout, request.keys, params, request.sample)
         if self.input_mode != "tokens":
             self._add_text(answer, request.prompts, request.index)
         return answer
@@ -309,7 +312,6 @@ class vLLMWrapper(LLMWrapperBase):
     def _generate(
         self, ids: list[list[int]], params: dict[str, Any], keys: RolloutKeys, asked: dict[str, Any]
     ) -> list[Completion]:
-        params = self._params_of_call(params, keys)
         completions = self.model.generate(
             prompt_token_ids=ids,
             sampling_params=params,
@@ -330,6 +332,8 @@ class vLLMWrapper(LLMWrapperBase):
             raise ValueError(f"n={params['n']} differs from the wrapper's num_samples={self.num_samples}")
         if keys.log_probs is not None and params.get("logprobs") is None:
             raise ValueError("logprobs is off, but return_log_probs=True: leave logprobs out, or set it to 0")
+        if keys.log_probs is not None:
+            refuse_changed_values(params)
         # text is decoded here from the ids; the engine needs it only to find a stop string
         params.setdefault("detokenize", bool(params.get("stop")))
         return params
@@ -340,13 +344,14 @@ class vLLMWrapper(LLMWrapperBase):
         prompts: reading.Prompts,
         completions: Sequence[Completion],
         keys: RolloutKeys,
+        params: dict[str, Any],
     ) -> list[TensorDictBase]:
         """Return the TensorDicts of all answers, prompt by prompt."""
         layout = self.model.routing_layout
         answers = []
         for i, completion in enumerate(completions):
             for output in completion.outputs:
-                answer = answer_tensordict(completion, output, layout, keys, samples[i])
+                answer = answer_tensordict(completion, output, layout, keys, params, samples[i])
                 if self.input_mode != "tokens":
                     self._add_text(answer, prompts, i)
                 answers.append(answer)

@@ -58,10 +58,14 @@ def check_resume(request: Request, position: int, layout: RoutingLayout | None) 
 
 def _wrong(request: Request, given: Completion, output: CompletionOutput, layout: RoutingLayout | None) -> str:
     tokens, prompt = len(output.token_ids), len(given.prompt_token_ids)
-    values = {"policy_versions": output.policy_versions, "logprobs": output.logprobs}
+    kept = None if output.kept is None else output.kept.sizes
+    values = {"policy_versions": output.policy_versions, "logprobs": output.logprobs, "kept": kept}
     lengths = {name: len(value) for name, value in values.items() if value is not None}
     if not prompt or any(length != tokens for length in lengths.values()):
         return f"no completion of an engine: {prompt} prompt tokens, {tokens} tokens, lengths {lengths}"
+    if output.kept is not None and np.abs(output.kept.sizes).sum() != len(output.kept.ids):
+        named, said = len(output.kept.ids), int(np.abs(output.kept.sizes).sum())
+        return f"no completion of an engine: it names {named} words, and their sizes say {said}"
     if output.logprobs is None and request.param("logprobs") is not None:
         return "it has no log-probs, which sampling_params ask for: pass those that it began with"
     if layout is None or not request.return_routed_experts:

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.process import packing, wire
 from torchrl_moe.modules.backends.process.packing import pack_completions, pack_requests, unpack_completions
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
@@ -36,6 +37,13 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 @st.composite
+def words(draw: st.DrawFn, tokens: int) -> KeptIds:
+    sizes = np.array(draw(st.lists(st.integers(-3, 3), min_size=tokens, max_size=tokens)), np.int32)
+    count = int(np.abs(sizes).sum())
+    return KeptIds(np.array(draw(st.lists(st.integers(0, 9), min_size=count, max_size=count)), np.int32), sizes)
+
+
+@st.composite
 def outputs(draw: st.DrawFn, index: int, prompt_tokens: int, dtype: Any) -> CompletionOutput:
     ids = draw(TOKENS)
     rows = max(prompt_tokens + len(ids) - 1, 0)
@@ -49,6 +57,7 @@ def outputs(draw: st.DrawFn, index: int, prompt_tokens: int, dtype: Any) -> Comp
         policy_versions=np.array(draw(st.lists(st.integers(-1, 9), min_size=len(ids), max_size=len(ids))), np.int32),
         logprobs=np.linspace(-9, 0, len(ids), dtype=np.float32) if draw(st.booleans()) else None,
         routed_experts=np.resize(routes, (rows, LAYERS, TOP_K)) if draw(st.booleans()) else None,
+        kept=draw(st.none() | words(len(ids))),
     )
 
 
@@ -77,7 +86,7 @@ def same(one: Any, two: Any) -> None:
         assert len(one) == len(two)
         for left, right in zip(one, two, strict=True):
             same(left, right)
-    elif isinstance(one, Request | Completion | CompletionOutput | CompletionMetrics):
+    elif isinstance(one, Request | Completion | CompletionOutput | CompletionMetrics | KeptIds):
         for name in type(one).__slots__:
             same(getattr(one, name), getattr(two, name))
     else:
@@ -166,17 +175,21 @@ def completion_of(name: str, *outputs: CompletionOutput) -> Completion:
 
 
 def test_one_completion_that_is_kept_does_not_keep_its_message() -> None:
-    answer = output_of(100, logprobs=np.zeros(100, np.float32))
+    words = KeptIds(np.arange(300, dtype=np.int32), np.full(100, 3, np.int32))
+    answer = output_of(100, logprobs=np.zeros(100, np.float32), kept=words)
     packed = pack_completions([completion_of("a", answer), completion_of("b", answer)])
     for completion in unpack_completions(packed, 0):
         output = completion.outputs[0]
-        kept = (completion.prompt_token_ids, output.token_ids, output.policy_versions, output.logprobs)
-        assert all(array.base is None for array in (*kept, output.routed_experts))
+        assert output.kept is not None
+        mine = (completion.prompt_token_ids, output.token_ids, output.policy_versions, output.logprobs)
+        assert all(array.base is None for array in (*mine, output.routed_experts, output.kept.ids, output.kept.sizes))
 
 
 def test_the_bytes_of_a_completion_are_those_of_its_arrays() -> None:
     one = completion_of("r", output_of(10), output_of(10))
     assert packing.completion_bytes(one) == 80 + 2 * (80 + 40 + 19 * 6)
+    one.outputs[0].kept = KeptIds(np.zeros(7, np.int32), np.zeros(10, np.int32))
+    assert packing.completion_bytes(one) == 80 + 2 * (80 + 40 + 19 * 6) + 28 + 40
 
 
 def test_names_are_changed_and_the_arrays_shared() -> None:

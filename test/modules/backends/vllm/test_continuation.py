@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.replica import CompletionOutput, Request
 from torchrl_moe.modules.backends.vllm.continuation import can_continue, join, request_for_rest, sampling_for_rest
 
@@ -71,6 +72,42 @@ def check(output: CompletionOutput, raw: bytes, text: str, first: int, reason: s
 
 def test_all_that_belongs_to_a_token_is_joined() -> None:
     check(joined(b"abc", b"de", Params()), b"abcde", "abcde", 3, "length")
+
+
+def words(ids: list[int], sizes: list[int]) -> KeptIds:
+    return KeptIds(np.array(ids, np.int32), np.array(sizes, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("first", "rest", "ids", "sizes"),
+    [
+        (([7, 8], [0, 2, 0]), ([9], [-1, 0]), [7, 8, 9], [0, 2, 0, -1, 0]),
+        (None, ([9], [-1, 0]), [9], [0, 0, 0, -1, 0]),
+        (([7, 8], [0, 2, 0]), None, [7, 8], [0, 2, 0, 0, 0]),
+    ],
+)
+def test_words_that_were_left_out_are_joined(first: Any, rest: Any, ids: list[int], sizes: list[int]) -> None:
+    one, two = part(b"abc", 0, 3, "abort"), part(b"de", 3, 4)
+    one.kept, two.kept = (given and words(*given) for given in (first, rest))
+    kept = join(2, one, two, Params(), decode).kept
+    assert kept is not None
+    assert (kept.ids.tolist(), kept.sizes.tolist()) == (ids, sizes)
+
+
+def test_words_past_a_stop_string_fall_away() -> None:
+    one, two = part(b"one STO", 0, 3, "abort"), part(b"P two", 7, 4)
+    one.kept, two.kept = words([5], [0] * 6 + [1]), words([6, 7, 8], [1, 0, -2, 0, 0])
+    kept = join(2, one, two, Params(stop="STOP"), decode).kept
+    assert kept is not None
+    assert (kept.ids.tolist(), kept.sizes.tolist()) == ([5, 6], [0] * 6 + [1, 1])
+
+
+def test_a_part_without_a_token_changes_no_words() -> None:
+    one, nothing, fresh = part(b"abc", 0, 3, "abort"), part(b"", 3, 4, "abort"), part(b"xyz", 0, 4)
+    one.kept = fresh.kept = words([5], [0, 1, 0])
+    nothing.routed_experts = nothing.logprobs = None  # as vLLM gives it
+    assert join(2, one, nothing, Params(), decode).kept is one.kept
+    assert join(2, None, fresh, Params(), decode).kept is fresh.kept
 
 
 def test_an_answer_that_starts_anew_is_the_rest_alone() -> None:

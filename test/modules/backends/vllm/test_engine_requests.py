@@ -77,6 +77,10 @@ class State:
         return SimpleNamespace(logprobs=[{0: SimpleNamespace(logprob=-float(token))} for token in self.tokens])
 
     @property
+    def sampling_mask_chunks(self) -> list[Any]:
+        return [SimpleNamespace(token_ids=np.array([i, token, 200])) for i, token in enumerate(self.tokens)]
+
+    @property
     def routed_experts_chunks(self) -> list[Any]:
         return [np.array(self.rows, np.int64).reshape(-1, 1, 1)] if self.tokens else []
 
@@ -133,6 +137,7 @@ class HandEngine:
                 stop_reason=None,
                 logprobs=[{0: SimpleNamespace(logprob=-float(token))} for token in state.tokens],
                 routed_experts=np.array(state.rows, np.int64).reshape(-1, 1, 1) if state.tokens else None,
+                sampling_mask=[step.token_ids for step in state.sampling_mask_chunks],
             )
             for state in mine
         ]
@@ -237,7 +242,7 @@ class Bench:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Bench], Awaitable[None]]], Bench]:
-    monkeypatch.setattr(engine_requests, "SamplingParamsBuilder", lambda: lambda spec, guided_options: spec)
+    monkeypatch.setattr(engine_requests, "SamplingParamsBuilder", lambda names_words: lambda spec, guided_options: spec)
 
     async def ask_canary(engine: HandEngine, canary: None, name: str, seconds: float) -> str:
         await engine.step()  # what it froze makes tokens meanwhile

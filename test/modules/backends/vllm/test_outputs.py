@@ -27,6 +27,7 @@ def answer(index: int = 0, **fields: Any) -> SimpleNamespace:
         "stop_reason": None,
         "logprobs": None,
         "routed_experts": ROUTES,
+        "sampling_mask": [],
     }
     return SimpleNamespace(**{**given, **fields})
 
@@ -108,6 +109,19 @@ def test_answers_come_in_the_order_of_their_index() -> None:
 def test_routes_are_dropped_where_they_were_not_asked_for() -> None:
     completion = completion_from_vllm(output(answer()), request(return_routed_experts=False), 0)
     assert completion.outputs[0].routed_experts is None
+
+
+def test_words_that_were_left_out_are_taken_over() -> None:
+    """Of the first token words 4 and 9 were kept, of the second all but word 3, and of a third one that was cut."""
+    steps = [np.array(step, np.int32) for step in ([0, 4, 9], [1, ~3], [2, 5])]
+    (only,) = completion_from_vllm(output(answer(sampling_mask=steps)), request(), 0).outputs
+    assert only.kept is not None
+    assert (only.kept.ids.tolist(), only.kept.sizes.tolist()) == ([4, 9, 3], [2, -1])
+
+
+@pytest.mark.parametrize("steps", [None, [], [np.array([], np.int32)] * 2])
+def test_where_no_word_was_left_out_nothing_is_said(steps: Any) -> None:
+    assert completion_from_vllm(output(answer(sampling_mask=steps)), request(), 0).outputs[0].kept is None
 
 
 def test_a_request_aborted_before_its_first_token_is_empty_but_whole() -> None:

@@ -60,7 +60,7 @@ def test_an_object_means_the_same_on_the_other_side_of_a_process() -> None:
         stop_token_ids=[3, 3],
         bad_words=["q"],
         logit_bias={7: 1.5},
-        logprobs=2,
+        logprobs=0,
         structured_outputs=StructuredOutputsParams(regex="a+"),
         repetition_detection=RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=2, min_count=3),
         extra_args={"mine": [1, (2, 3)]},
@@ -78,15 +78,49 @@ def test_nothing_means_vllms_defaults(spec: Any) -> None:
 
 
 def test_an_object_of_the_caller_is_left_as_it_was() -> None:
-    theirs = vllm_object(logprobs=2)
+    theirs = vllm_object(logprobs=0)
     ours = build(theirs, {"regex": "a"})
-    assert theirs == vllm_object(logprobs=2)
+    assert theirs == vllm_object(logprobs=0)
     assert ours is not theirs
 
 
-@pytest.mark.parametrize(("logprobs", "is_flat"), [(None, False), (0, True), (3, True)])
+@pytest.mark.parametrize(("logprobs", "is_flat"), [(None, False), (0, True)])
 def test_logprobs_come_in_the_flat_container(logprobs: int | None, is_flat: bool) -> None:
     assert build({"logprobs": logprobs}).flat_logprobs is is_flat
+
+
+@pytest.mark.parametrize("wrap", [dict, vllm_object])
+@pytest.mark.parametrize(("name", "value"), [("logprobs", 5), ("logprobs", -1), ("prompt_logprobs", 0)])
+def test_what_no_completion_carries_is_refused(wrap: Callable[..., Any], name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"SamplingParams\\({name}={value}\\): a completion has the log-probs of its"):
+        build(wrap(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"top_k": 5}, "top_k"),
+        ({"top_p": 0.9}, "top_p"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"min_tokens": 2}, "min_tokens"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ],
+)
+def test_an_engine_that_does_not_name_words_gives_no_log_probs_over_less_than_all(
+    fields: dict[str, Any], name: str
+) -> None:
+    silent = SamplingParamsBuilder(names_words=False)
+    with pytest.raises(ValueError, match=f"^{name}=.* leaves words out, and with speculative decoding"):
+        silent({**fields, "logprobs": 0})
+    assert silent(fields).logprobs is None
+    assert build({**fields, "logprobs": 0}).logprobs == 0
+
+
+def test_all_words_need_no_names() -> None:
+    everything = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "logprobs": 0, "temperature": 0.6}
+    assert SamplingParamsBuilder(names_words=False)(everything).temperature == 0.6
 
 
 def test_prompt_logprobs_are_left_alone_since_they_switch_the_prefix_cache_off() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.process.plain import Packed, from_plain, to_plain
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
 
@@ -103,6 +104,7 @@ def pack_completions(completions: Sequence[Completion]) -> Packed:
     logprobs = [output.logprobs for output in outputs]
     routes = [output.routed_experts for output in outputs]
     kept = [rows for rows in routes if rows is not None]
+    words = [output.kept for output in outputs]
     return Packed(
         prompt_ids=_concatenate([c.prompt_token_ids for c in completions], np.int32),
         prompt_lengths=np.array([len(c.prompt_token_ids) for c in completions], np.int64),
@@ -110,6 +112,9 @@ def pack_completions(completions: Sequence[Completion]) -> Packed:
         lengths=np.array([len(o.token_ids) for o in outputs], np.int64),
         versions=_concatenate([o.policy_versions for o in outputs], np.int32),
         logprobs=_concatenate([row for row in logprobs if row is not None], np.float32),
+        kept_ids=_concatenate([k.ids for k in words if k is not None], np.int32),
+        kept_sizes=_concatenate([k.sizes for k in words if k is not None], np.int32),
+        kept_lengths=np.array([-1 if k is None else len(k.ids) for k in words], np.int64),
         has_logprobs=[row is not None for row in logprobs],
         routes=np.concatenate(kept) if kept else None,
         route_lengths=np.array([-1 if rows is None else len(rows) for rows in routes], np.int64),
@@ -134,6 +139,7 @@ def completion_bytes(completion: Completion) -> int:
     arrays: list[NDArray[Any] | None] = [completion.prompt_token_ids]
     for output in completion.outputs:
         arrays += [output.token_ids, output.policy_versions, output.logprobs, output.routed_experts]
+        arrays += [] if output.kept is None else [output.kept.ids, output.kept.sizes]
     return sum(array.nbytes for array in arrays if array is not None)
 
 
@@ -168,6 +174,10 @@ def _unpack_outputs(packed: Packed) -> list[CompletionOutput]:
     logprobs = iter(_split(packed["logprobs"], lengths[np.array(packed["has_logprobs"], bool)]))
     kept = route_lengths[route_lengths >= 0]
     routes = iter(_split(packed["routes"], kept) if len(kept) else ())
+    named = packed["kept_lengths"]
+    words = zip(
+        _split(packed["kept_ids"], named[named >= 0]), _split(packed["kept_sizes"], lengths[named >= 0]), strict=True
+    )
     return [
         CompletionOutput(
             index=index,
@@ -178,6 +188,7 @@ def _unpack_outputs(packed: Packed) -> list[CompletionOutput]:
             logprobs=next(logprobs) if packed["has_logprobs"][i] else None,
             routed_experts=next(routes) if route_lengths[i] >= 0 else None,
             stop_reason=stop_reason,
+            kept=KeptIds(*next(words)) if named[i] >= 0 else None,
         )
         for i, (index, text, finish_reason, stop_reason) in enumerate(packed["outputs"])
     ]

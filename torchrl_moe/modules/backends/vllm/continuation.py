@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.replica import CompletionOutput, Request
 
 __all__ = ["can_continue", "join", "request_for_rest", "sampling_for_rest"]
@@ -97,7 +98,7 @@ def join(
         decode: token ids to text, as vLLM would for this answer.
 
     Shapes:
-        - token_ids, logprobs, policy_versions: ``[G1 + G2]``, less where a stop string ends the answer early
+        - token_ids, logprobs, policy_versions, kept: ``[G1 + G2]``, less where a stop string ends the answer early
         - routed_experts: ``[P + G1 - 1 + G2, L, K]``: the first row of the rest is that of the first part's last token
     """
     if first is None:
@@ -115,6 +116,7 @@ def join(
         policy_versions=np.concatenate([first.policy_versions, rest.policy_versions]),
         logprobs=_concatenated(first.logprobs, rest.logprobs),
         routed_experts=_concatenated(first.routed_experts, rest.routed_experts),
+        kept=KeptIds.join([first.kept, rest.kept], [len(first.token_ids), len(rest.token_ids)]),
     )
 
 
@@ -170,6 +172,7 @@ def _ended(rest: CompletionOutput, count: int, stop: str) -> CompletionOutput:
         policy_versions=rest.policy_versions[:count],
         logprobs=None if rest.logprobs is None else rest.logprobs[:count],
         routed_experts=None if rest.routed_experts is None else rest.routed_experts[:count],
+        kept=None if rest.kept is None else rest.kept.first(count),
         finish_reason="stop",
         stop_reason=stop,
     )

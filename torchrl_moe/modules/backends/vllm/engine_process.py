@@ -26,7 +26,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torchrl_moe import _compat
+from torchrl_moe import _compat, _compat_sampling
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.process import packing, wire
 from torchrl_moe.modules.backends.process.parent_watch import Inbox, end_group, end_group_later
@@ -97,7 +97,11 @@ class EngineProcess:
         self.probe = EngineProbe(engine)
         self.weights = EngineWeights(engine, lambda: checkpoint_metadata(_checkpoint_folder(info.model)))
         self.requests = EngineRequests(
-            engine, self.weights, lambda completion: send(("completion", completion)), self._refuse
+            engine,
+            self.weights,
+            lambda completion: send(("completion", completion)),
+            self._refuse,
+            _compat_sampling.carries_masks(engine),
         )
         self.weights.in_flight = self.requests
         self.adapters = AdapterVersions(engine, self.requests)
@@ -290,6 +294,9 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Lo
     engine, reason = _compat.make_async_llm(engine_args, [logger.factory])
     if reason:
         print(f"torchrl_moe: vLLM's own processes import vLLM again: {reason}", flush=True)
+    if _compat_sampling.carries_masks(engine):
+        _compat_sampling.keep_masks_as_arrays()
+        await engine.collective_rpc("torchrl_moe_name_kept_words")
     model_config = engine.model_config
     layout = None
     if engine_args.enable_return_routed_experts:

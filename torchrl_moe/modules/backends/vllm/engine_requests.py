@@ -97,6 +97,7 @@ class EngineRequests:
         weights: the engine's.
         send: takes a completion to the driver.
         refuse: takes the id of a request that failed, and the error.
+        names_words: whether the engine says which words sampling kept.
 
     Attributes:
         adapter: vLLM's request of the adapter that requests without one of their own get; ``None`` for the bare model.
@@ -108,6 +109,7 @@ class EngineRequests:
         weights: Weights,
         send: Callable[[Completion], None],
         refuse: Callable[[str, BaseException], None],
+        names_words: bool = True,
     ) -> None:
         self.engine = engine
         self.weights = weights
@@ -119,7 +121,7 @@ class EngineRequests:
         self._refuse = refuse
         self._open: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._sampling = SamplingParamsBuilder()
+        self._sampling = SamplingParamsBuilder(names_words)
         self._adapters = Adapters(engine)
         self._serial = itertools.count(1)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
 
 __all__ = ["completion_from_vllm", "sampled_logprobs"]
@@ -55,6 +56,7 @@ def completion_from_vllm(output: Any, request: Request, version: int) -> Complet
                 logprobs=sampled_logprobs(item.logprobs),
                 routed_experts=item.routed_experts if request.return_routed_experts else None,
                 policy_versions=np.full(len(token_ids), version, np.int32),
+                kept=KeptIds.of_steps(item.sampling_mask or (), len(token_ids)),
             )
         )
     return Completion(

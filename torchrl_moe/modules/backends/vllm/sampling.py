@@ -13,9 +13,13 @@ class SamplingParamsBuilder:
 
     Every result is final-only (the cumulative default loses completions for ``n`` > 1) and keeps log-probs in vLLM's
     flat container, which costs no object per token.
+
+    Args:
+        names_words: whether the engine says which words sampling kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names_words: bool = True) -> None:
+        self._names_words = names_words
         self._key: tuple[int, int] | None = None
         self._held: tuple[Any, Any] | None = None
         self._last: Any = None
@@ -24,14 +28,48 @@ class SamplingParamsBuilder:
         """Return the parameters of a mapping, of a ``SamplingParams``, or vLLM's defaults for ``None``.
 
         Raises:
-            ValueError: an unknown or bad parameter, or a per-request seed on CPU.
+            ValueError: an unknown or bad parameter, one that asks for what no completion carries, a per-request seed on
+                CPU, or log-probs over less than all words of an engine that does not say which.
         """
         key = (id(spec), id(guided_options))
         if key != self._key:
-            self._last = _build(spec, guided_options)
+            self._last = params = _build(spec, guided_options)
+            if not self._names_words and params.logprobs is not None and (name := _leaves_words_out(params)):
+                raise ValueError(
+                    f"{name}={getattr(params, name)!r} leaves words out, and with speculative decoding, a scheduler of "
+                    "your own or vLLM's Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=0 turns it off) the engine does not "
+                    "say which: leave it out, or logprobs"
+                )
             # holding the sources keeps their ids from being used again
             self._key, self._held = key, (spec, guided_options)
         return self._last
+
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "top_k": (0, -1),
+    "top_p": (1.0,),
+    "min_p": (0.0,),
+    "min_tokens": (0,),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "structured_outputs": (None,),
+}
+"""What leaves words out -> values with which it does not."""
+
+
+def _leaves_words_out(params: Any) -> str | None:
+    return next((name for name, values in NEUTRAL.items() if getattr(params, name) not in values), None)
+
+
+def _refuse_dropped(params: Any) -> None:
+    """Refuse what vLLM would compute, and a completion does not carry."""
+    for name, most in (("logprobs", 0), ("prompt_logprobs", None), ("logprob_token_ids", None)):
+        value = getattr(params, name, None)
+        if value is not None and value != most:
+            raise ValueError(
+                f"SamplingParams({name}={value!r}): a completion has the log-probs of its sampled tokens only, "
+                "logprobs=0: leave it out"
+            )
 
 
 def _build(spec: Any, guided_options: Any) -> Any:
@@ -55,6 +93,7 @@ def _build(spec: Any, guided_options: Any) -> Any:
             f"SamplingParams(seed={params.seed}): a seed per request kills vLLM's CPU engine when a prompt is "
             "prefilled in chunks. Pass seed= to the engine instead."
         )
+    _refuse_dropped(params)
     if guided_options is not None:
         if not isinstance(guided_options, StructuredOutputsParams | Mapping):
             kind = type(guided_options).__name__

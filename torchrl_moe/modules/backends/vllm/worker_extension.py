@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_moe import _compat
+from torchrl_moe import _compat, _compat_sampling
 from torchrl_moe.data.weight_store import Manifest
+from torchrl_moe.modules.backends.kept_ids import name_kept
 from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process.parent_watch import end_with_leader
 from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
@@ -48,6 +49,13 @@ class WorkerExtension:
     def torchrl_moe_set_seed(self, seed: int) -> None:
         """Seed torch, from which vLLM's samplers draw; every worker alike, as vLLM does at its start."""
         torch.manual_seed(seed)
+
+    def torchrl_moe_name_kept_words(self, on: bool = True) -> None:
+        """Say from now on which words sampling kept, for requests that want log-probs; or no longer, to measure it."""
+        if on:
+            _compat_sampling.fill_masks(self.model_runner, name_kept)
+        else:
+            _compat_sampling.leave_masks(self.model_runner)
 
     def torchrl_moe_stage(self, manifest: str, shadow: bool, verify: bool, threads: int) -> bool:
         """Begin to stage a version; see ``WeightEngine.stage``."""

@@ -1,0 +1,303 @@
+"""Kept words keep their values through every container they pass; wrong ones are found and named."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+from torch import Tensor
+
+from torchrl_moe.data import KeptTokens
+from torchrl_moe.data.kept_tokens import dense_mask, select_rows
+
+V = 5
+MASK = [[1, 1, 1, 1, 1], [0, 0, 1, 0, 1], [1, 1, 1, 1, 1], [1, 0, 1, 1, 1]]
+"""Of the tokens of :func:`by_hand`."""
+
+
+def kept(ids: list[int], sizes: list[int]) -> KeptTokens:
+    return KeptTokens(ids=torch.tensor(ids, dtype=torch.int32), sizes=torch.tensor(sizes, dtype=torch.int32))
+
+
+def by_hand() -> KeptTokens:
+    """All words, words 4 and 2, all words, all but word 1."""
+    return kept([4, 2, 1], [0, 2, 0, -1])
+
+
+def mask_of(one: KeptTokens, vocabulary: int = V) -> Tensor:
+    return dense_mask(one.ids, one.sizes, vocabulary)
+
+
+def from_mask(mask: Tensor) -> KeptTokens:
+    """Said word by word; a row of which more than half is kept says what is not."""
+    ids: list[int] = []
+    sizes = []
+    for row in mask.tolist():
+        inside = [word for word, is_kept in enumerate(row) if is_kept]
+        outside = [word for word, is_kept in enumerate(row) if not is_kept]
+        shorter = inside if len(inside) <= len(outside) else outside
+        ids += shorter
+        sizes.append(len(inside) if shorter is inside else -len(outside))
+    return kept(ids, sizes)
+
+
+MASKS = st.integers(1, 6).flatmap(
+    lambda words: st.lists(
+        st.lists(st.booleans(), min_size=words, max_size=words).filter(any), min_size=1, max_size=6
+    ).map(torch.tensor)
+)
+
+
+def assert_same(got: Any, wanted: Any) -> None:
+    assert type(got) is KeptTokens
+    assert got.batch_size == wanted.batch_size
+    for one, other in zip(got._samples(), wanted._samples(), strict=True):
+        for field in ("ids", "sizes"):
+            assert getattr(one, field).dtype == getattr(other, field).dtype == torch.int32
+            assert getattr(one, field).tolist() == getattr(other, field).tolist()
+
+
+# masks and rows
+
+
+def test_a_mask_by_hand() -> None:
+    assert mask_of(by_hand()).int().tolist() == MASK
+    assert mask_of(kept([4, 2, 1, -1, -1], [0, 2, 0, -1])).int().tolist() == MASK  # what is behind is a pad
+    assert mask_of(kept([], [0, 0]), 2).all()
+    assert mask_of(kept([], []), 2).shape == (0, 2)
+
+
+@settings(deadline=None, max_examples=60)
+@given(mask=MASKS, data=st.data())
+def test_any_mask_comes_back_whole_and_of_some_tokens(mask: Tensor, data: st.DataObject) -> None:
+    one = from_mask(mask).validate(vocabulary=mask.shape[1], num_tokens=len(mask))
+    assert torch.equal(mask_of(one, mask.shape[1]), mask)
+    wanted = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(mask), max_size=len(mask))), dtype=torch.bool)
+    assert torch.equal(dense_mask(*select_rows(one.ids, one.sizes, wanted), mask.shape[1]), mask[wanted])
+
+
+def test_the_words_of_a_token() -> None:
+    one = by_hand()
+    assert [one.words(t, vocabulary=V).tolist() for t in range(4)] == [
+        [0, 1, 2, 3, 4],
+        [2, 4],
+        [0, 1, 2, 3, 4],
+        [0, 2, 3, 4],
+    ]
+    assert one.words(-3, vocabulary=V).tolist() == [2, 4]
+
+
+# validate
+
+
+def test_right_words_pass_in_every_form() -> None:
+    tokens = torch.tensor([3, 4, 0, 0])
+    assert by_hand().validate(vocabulary=V, num_tokens=4, tokens=tokens).sizes.tolist() == [0, 2, 0, -1]
+    lazy_stack([by_hand(), kept([], [0])]).validate(vocabulary=V)
+    padded = lazy_stack([by_hand(), kept([], [0])]).pad()
+    padded.validate(vocabulary=V, num_tokens=4, tokens=torch.stack([tokens, tokens]))
+    padded.unsqueeze(0).validate(vocabulary=V, num_tokens=4, tokens=torch.stack([tokens, tokens])[None])
+
+
+@pytest.mark.parametrize(
+    ("one", "arguments", "text"),
+    [
+        (kept([4, 2], [0, 2, 0, -1]), {}, "the sizes of kept say 3 ids, and there are 2: both must be cut alike."),
+        (kept([4, 2, 1], [0, 2]), {}, "the sizes of kept say 2 ids, and there are 3: both must be cut alike."),
+        (kept([5], [1]), {}, "ids of kept must be in 0..4, got 5."),
+        (kept([-1], [1]), {}, "ids of kept must be in 0..4, got -1."),
+        (kept([2, 2], [2]), {}, "a token of kept names a word twice."),
+        (by_hand(), {"num_tokens": 3}, "kept must have 3 rows, got 4. A sample has a size for each token."),
+        (by_hand(), {"tokens": torch.zeros(3).long()}, "kept must have 3 rows, got 4."),
+        (
+            by_hand(),
+            {"tokens": torch.tensor([0, 3, 0, 0])},
+            "token 1 of kept, 3, is not among the words that it was sampled from.",
+        ),
+        (
+            by_hand(),
+            {"tokens": torch.tensor([0, 4, 0, 1])},
+            "token 3 of kept, 1, is not among the words that it was sampled from.",
+        ),
+        (KeptTokens(ids=torch.zeros(1, 1).int(), sizes=torch.ones(1).int()), {}, "ids of kept must have 1 dim"),
+        (KeptTokens(ids=torch.zeros(1), sizes=torch.ones(1).int()), {}, "ids of kept must "),
+        (KeptTokens(ids=torch.zeros(1).int(), sizes=torch.ones(1)), {}, "sizes of kept must "),
+    ],
+)
+def test_wrong_words_are_named(one: KeptTokens, arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        one.validate(vocabulary=V, **arguments)
+
+
+def test_the_sample_of_wrong_words_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^ids of kept of sample 1 must be in 0\.\.2, got 4\."):
+        lazy_stack([kept([0], [1]), by_hand()]).validate(vocabulary=3)
+
+
+def test_a_word_may_stand_once_for_each_token() -> None:
+    kept([2, 2], [1, -1]).validate(vocabulary=V)
+
+
+# cut, joined and padded
+
+
+def test_the_first_tokens() -> None:
+    assert_same(by_hand().truncate(2), kept([4, 2], [0, 2]))
+    assert_same(by_hand().truncate(9), by_hand())
+    both = lazy_stack([by_hand(), kept([3], [0, 1])])
+    assert_same(both.truncate(1), lazy_stack([kept([], [0]), kept([], [0])]))
+    assert_same(both.pad().truncate(3), lazy_stack([kept([4, 2], [0, 2, 0]), kept([], [0, 0, 0])]))
+    with pytest.raises(ValueError, match=r"^num_tokens must be at least 1, got 0: a sample keeps a token\.$"):
+        by_hand().truncate(0)
+
+
+def test_turns_by_hand() -> None:
+    first = kept([4, 2], [0, 2])
+    later = kept([0, 3], [0, 0, 0, -2])
+    assert_same(first.followed_by(later), kept([4, 2, 0, 3], [0, 2, 0, -2]))
+    assert_same(kept([], [0, 0]).followed_by(later), later)
+    assert_same(first.followed_by(kept([], [0, 0, 0])), kept([4, 2], [0, 2, 0]))
+    assert_same(first.followed_by(kept([1, 3], [1, 1])), first)  # what is known of the first tokens stays
+    assert_same(kept([4, 2, -1], [0, 2]).followed_by(later), kept([4, 2, 0, 3], [0, 2, 0, -2]))
+
+
+def test_turns_that_cannot_be_joined() -> None:
+    with pytest.raises(ValueError, match=r"^a later turn repeats 4 tokens, and has 1"):
+        by_hand().followed_by(kept([], [0]))
+    with pytest.raises(ValueError, match=r"^turns are joined sample by sample"):
+        lazy_stack([by_hand()]).followed_by(lazy_stack([by_hand()]))
+
+
+@settings(deadline=None, max_examples=40)
+@given(mask=MASKS, data=st.data())
+def test_turns_joined_have_the_masks_of_both(mask: Tensor, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(mask)))
+    words = mask.shape[1]
+    later = mask.clone()
+    later[:cut] = data.draw(st.sampled_from([True, False])) | mask[:cut].flip(1)
+    first = from_mask(mask[:cut]) if cut else kept([], [])
+    joined = first.followed_by(from_mask(later)).validate(vocabulary=words, num_tokens=len(mask))
+    assert torch.equal(mask_of(joined, words), mask)
+
+
+def test_padding_by_hand() -> None:
+    both = lazy_stack([by_hand(), kept([3], [0, 1])])
+    left = both.pad()
+    assert left.batch_size == (2,)
+    assert left.sizes.tolist() == [[0, 2, 0, -1], [0, 0, 0, 1]]
+    assert left.ids.tolist() == [[4, 2, 1], [3, -1, -1]]
+    assert (left.ids.dtype, left.sizes.dtype) == (torch.int32, torch.int32)
+    right = both.pad(5, "right")
+    assert right.sizes.tolist() == [[0, 2, 0, -1, 0], [0, 1, 0, 0, 0]]
+    assert mask_of(right[1]).int().tolist() == [[1] * 5, [0, 0, 0, 1, 0], *[[1] * 5] * 3]
+    assert_same(by_hand().pad(5)[...], kept([4, 2, 1], [0, 0, 2, 0, -1]))
+    nested = lazy_stack([both, both]).pad()
+    assert nested.batch_size == (2, 2)
+    assert_same(nested[1], left)
+
+
+def test_no_samples_are_padded_too() -> None:
+    nothing = lazy_stack([by_hand(), by_hand()]).pad()[:0]
+    assert nothing.pad(7).sizes.shape == (0, 7)
+    assert nothing.nbytes == 0
+
+
+def test_what_cannot_be_padded() -> None:
+    with pytest.raises(ValueError, match=r"^cannot pad to 3 tokens, the longest sample has 4: truncate\(\) first\.$"):
+        by_hand().pad(3)
+    with pytest.raises(ValueError, match=r"^side must be 'left' or 'right', got 'middle'\.$"):
+        by_hand().pad(6, "middle")  # type: ignore[arg-type]
+
+
+def test_how_it_looks() -> None:
+    assert repr(by_hand()) == "KeptTokens(shape=[T=4], tokens with words left out=2, ids=3, nbytes=28)"
+    both = lazy_stack([by_hand(), kept([3], [0, 1])])
+    assert repr(both) == "KeptTokens(shape=[2, T=2..4], tokens with words left out=3, ids=4, nbytes=40)"
+    assert repr(both.pad()).startswith("KeptTokens(shape=[2, T=4], tokens with words left out=3, ids=4, nbytes=56")
+    assert repr(by_hand().empty()) == "KeptTokens(batch_size=[])"
+    assert repr(by_hand().to("meta")) == "KeptTokens(batch_size=[])"
+    assert str(KeptTokens.__doc__).startswith("The words that each token was sampled from")
+
+
+# containers
+
+
+def rollout(one: KeptTokens) -> TensorDict:
+    """As the policy writes it."""
+    sampling = TensorDict(temperature=torch.tensor(0.5), kept=one)
+    return TensorDict(sampling=sampling, tokens=torch.arange(len(one.sizes)), finish_reason="stop")
+
+
+def through_memmap(data: Any, path: Path) -> Any:
+    data.memmap(path)
+    return type(data).load_memmap(path)
+
+
+SAVED: list[Callable[[Any, Path], Any]] = [
+    lambda data, path: pickle.loads(pickle.dumps(data)),
+    lambda data, path: data.clone(),
+    lambda data, path: data.to("cpu"),
+    through_memmap,
+]
+KEPT = ("sampling", "kept")
+
+
+@pytest.mark.parametrize("save", SAVED, ids=["pickle", "clone", "to", "memmap"])
+@pytest.mark.parametrize("form", ["single", "dense", "ragged"])
+def test_saved_words_come_back(save: Callable[[Any, Path], Any], form: str, tmp_path: Path) -> None:
+    ragged = lazy_stack([by_hand(), kept([3], [0, 1])])
+    words = {"single": by_hand(), "dense": ragged.pad(), "ragged": ragged}[form]
+    assert_same(save(words, tmp_path / "alone"), words)
+    data = rollout(words) if form == "single" else lazy_stack([rollout(one) for one in words.unbind(0)])
+    loaded = save(data, tmp_path / "nested")
+    assert_same(loaded[KEPT], words)
+    assert loaded["sampling", "temperature"].unique().tolist() == [0.5]
+    loaded[KEPT].validate(vocabulary=V)
+
+
+def test_a_lazy_stack_is_indexed_and_joined() -> None:
+    a, b = by_hand(), kept([3], [0, 1])
+    data = lazy_stack([rollout(a), rollout(b)])
+    assert_same(data[KEPT], lazy_stack([a, b]))
+    assert_same(data[1][KEPT], b)
+    assert_same(data[[1, 0]][KEPT], lazy_stack([b, a]))
+    assert_same(data[torch.tensor([False, True])][KEPT], lazy_stack([b]))
+    assert_same(torch.cat([data, data[1:]])[KEPT], lazy_stack([a, b, b]))
+
+
+def test_samples_without_words_left_out_stand_beside_others() -> None:
+    plain = rollout(by_hand())
+    del plain[KEPT]
+    data = lazy_stack([plain, rollout(by_hand())])
+    assert data[0].get(KEPT, None) is None
+    assert_same(data[1][KEPT], by_hand())
+    assert_same(pickle.loads(pickle.dumps(data))[1][KEPT], by_hand())
+
+
+def test_a_plain_tensordict_turns_back_into_words() -> None:
+    assert_same(KeptTokens.from_tensordict(by_hand().to_tensordict()), by_hand())
+
+
+def test_a_replay_buffer(tmp_path: Path) -> None:
+    from torchrl.data import LazyStackStorage, ReplayBuffer
+
+    words = [by_hand(), kept([3], [0, 1]), kept([], [0])]
+    buffer = ReplayBuffer(storage=LazyStackStorage(10), batch_size=8)
+    buffer.extend(lazy_stack([rollout(one) for one in words[:2]]))
+    buffer.add(rollout(words[2]))
+    assert_same(buffer[:][KEPT], lazy_stack(words))
+    drawn = buffer.sample()[KEPT].validate(vocabulary=V)
+    assert {len(one.sizes) for one in drawn.unbind(0)} <= {1, 2, 4}
+    buffer[:].memmap(tmp_path)
+    loaded = ReplayBuffer(storage=LazyStackStorage(10), batch_size=8)
+    loaded.extend(TensorDict.load_memmap(tmp_path))
+    assert_same(loaded[:][KEPT], lazy_stack(words))
+    assert_same(pickle.loads(pickle.dumps(buffer))[:][KEPT], lazy_stack(words))

@@ -1,0 +1,212 @@
+"""What a rollout says of its sampling: temperatures and words by hand, turns joined, batches padded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_moe.data import KeptTokens
+from torchrl_moe.modules.backends.kept_ids import KeptIds
+from torchrl_moe.modules.policies.sampling_entry import (
+    leaves_words_out,
+    pad_sampling,
+    refuse_changed_values,
+    sampling_entry,
+)
+
+NUCLEUS = {"top_p": 0.9}
+
+
+def ids(words: list[int], sizes: list[int]) -> KeptIds:
+    """As an engine gives them: nothing is writable."""
+    arrays = np.array(words, np.int32), np.array(sizes, np.int32)
+    for array in arrays:
+        array.flags.writeable = False
+    return KeptIds(*arrays)
+
+
+def entry(
+    params: dict[str, Any], kept: KeptIds | None = None, prompt: int = 2, total: int = 4, **turn: Any
+) -> TensorDictBase:
+    return sampling_entry(params, kept, prompt, total, turn.get("earlier"), turn.get("real"))
+
+
+def check(one: TensorDictBase, words: list[int], sizes: list[int]) -> None:
+    kept = one["kept"]
+    assert type(kept) is KeptTokens
+    assert (kept.ids.dtype, kept.sizes.dtype) == (torch.int32, torch.int32)
+    assert (kept.ids.tolist(), kept.sizes.tolist()) == (words, sizes)
+
+
+# parameters
+
+LEAVING = [
+    {"top_k": 5},
+    {"top_p": 0.9},
+    {"min_p": 0.1},
+    {"min_tokens": 2},
+    {"bad_words": ["x"]},
+    {"allowed_token_ids": [1]},
+    {"structured_outputs": {"regex": "a"}},
+]
+KEEPING: list[dict[str, Any]] = [
+    {},
+    {"top_k": 0},
+    {"top_k": -1},
+    {"top_p": 1},
+    {"min_p": 0.0},
+    {"min_tokens": 0},
+    {"bad_words": []},
+    {"allowed_token_ids": None},
+    {"temperature": 0.3, "max_tokens": 7, "stop": ["x"], "repetition_penalty": 1.5},
+]
+
+
+@pytest.mark.parametrize("params", LEAVING)
+def test_parameters_that_leave_words_out(params: dict[str, Any]) -> None:
+    assert leaves_words_out(params)
+
+
+@pytest.mark.parametrize("params", KEEPING)
+def test_parameters_that_do_not(params: dict[str, Any]) -> None:
+    assert not leaves_words_out(params)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("repetition_penalty", 1.2),
+        ("presence_penalty", -0.5),
+        ("frequency_penalty", 0.1),
+        ("logit_bias", {5: 1.0}),
+        ("thinking_token_budget", 0),
+    ],
+)
+def test_what_changes_values_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}=.* changes logits, .*pass return_log_probs=False"):
+        refuse_changed_values({name: value})
+
+
+@pytest.mark.parametrize("params", [*LEAVING, *KEEPING[:-1]])
+def test_what_changes_none_is_not(params: dict[str, Any]) -> None:
+    neutral = {"repetition_penalty": 1, "presence_penalty": 0.0, "frequency_penalty": None, "logit_bias": {}}
+    refuse_changed_values({**params, **neutral})
+
+
+# one answer
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [({}, 1.0), ({"temperature": None}, 1.0), ({"temperature": 0.75}, 0.75), ({"temperature": 0}, 0.0)],
+)
+def test_the_temperature(params: dict[str, Any], expected: float) -> None:
+    one = entry(params)
+    assert set(one.keys()) == {"temperature"}
+    assert (one["temperature"].dtype, one["temperature"].shape) == (torch.float32, ())
+    assert one["temperature"] == expected
+
+
+@pytest.mark.parametrize("given", [0.0, 1e-7, 1e-3, 0.01, 0.5])
+def test_the_temperature_is_the_one_that_vllm_samples_at(given: float) -> None:
+    """It raises those that are nearly 0."""
+    from vllm import SamplingParams
+
+    used = SamplingParams(temperature=given).temperature
+    assert float(entry({"temperature": given})["temperature"]) == pytest.approx(used, rel=1e-6)
+
+
+def test_words_by_hand() -> None:
+    check(entry(NUCLEUS, ids([7, 3, 5], [2, -1])), [7, 3, 5], [0, 0, 2, -1])
+    check(entry({}, ids([5], [0, -1])), [5], [0, 0, 0, -1])  # of a grammar that came another way
+    check(entry(NUCLEUS), [], [0, 0, 0, 0])  # none was left out this time: batches have the same keys
+
+
+def test_an_entry_owns_its_memory() -> None:
+    source = ids([7, 3, 5], [2, -1])
+    one = entry(NUCLEUS, source)
+    one["kept"].ids.zero_()
+    one["kept"].sizes.zero_()
+    assert (source.ids.tolist(), source.sizes.tolist()) == ([7, 3, 5], [2, -1])
+
+
+# later turns
+
+
+def turn(one: TensorDictBase) -> TensorDict:
+    return TensorDict(sampling=one)
+
+
+def real(*mask: int) -> torch.Tensor:
+    return torch.tensor(mask).bool()
+
+
+def test_both_turns_left_words_out() -> None:
+    first = turn(entry(NUCLEUS, ids([7, 3, 5], [2, -1])))
+    later = entry(NUCLEUS, ids([9], [1]), 5, 6, earlier=first, real=real(1, 1, 1, 1))
+    check(later, [7, 3, 5, 9], [0, 0, 2, -1, 0, 1])
+
+
+def test_the_first_turn_left_words_out_and_the_second_did_not() -> None:
+    first = turn(entry(NUCLEUS, ids([7, 3, 5], [2, -1])))
+    check(entry({}, None, 4, 6, earlier=first, real=real(1, 1, 1, 1)), [7, 3, 5], [0, 0, 2, -1, 0, 0])
+
+
+def test_the_second_turn_left_words_out_and_the_first_did_not() -> None:
+    check(entry({}, ids([9, 8], [0, 2]), 4, 6, earlier=turn(entry({})), real=real(1, 1, 1, 1)), [9, 8], [0] * 5 + [2])
+
+
+def test_pads_of_the_earlier_turn_fall_away() -> None:
+    sizes = torch.tensor([0, 0, 2, -1, 0], dtype=torch.int32)
+    kept = KeptTokens(ids=torch.tensor([7, 3, 5, -1, -1], dtype=torch.int32), sizes=sizes)
+    first = TensorDict(sampling=TensorDict(temperature=torch.tensor(1.0), kept=kept))
+    check(entry({}, None, 3, 4, earlier=first, real=real(0, 1, 1, 1, 0)), [7, 3, 5], [0, 2, -1, 0])
+
+
+def test_words_of_other_tokens_than_the_earlier_turns_are_refused() -> None:
+    first = turn(entry(NUCLEUS, ids([7, 3, 5], [2, -1])))
+    with pytest.raises(ValueError, match=r"\('sampling', 'kept'\) of the turn before is for 4 tokens, and it has 3"):
+        entry(NUCLEUS, ids([9], [1]), 5, 6, earlier=first, real=real(1, 1, 1))
+
+
+def test_another_temperature_in_a_later_turn_is_refused() -> None:
+    first = turn(entry({"temperature": 0.5}))
+    for params, word in (({"temperature": 0.7}, "0.7"), ({}, "1")):
+        with pytest.raises(ValueError, match=rf"this turn's temperature is {word}, that of the turn before 0.5"):
+            entry(params, earlier=first, real=real(1, 1))
+    assert entry({"temperature": 0.5}, earlier=first, real=real(1, 1))["temperature"] == 0.5
+
+
+def test_a_turn_that_says_nothing_of_its_sampling_is_taken() -> None:
+    check(entry({"temperature": 0.5}, ids([9], [1]), 3, 4, earlier=TensorDict(), real=real(1, 1)), [9], [0, 0, 0, 1])
+
+
+# batches
+
+
+def test_padding_by_hand() -> None:
+    """Prompts of 1 and 3 tokens, answers of 3 and 1."""
+    entries = [
+        entry({"temperature": 0.5, **NUCLEUS}, ids([7, 3, 5], [2, 0, -1]), 1, 4),
+        entry({"temperature": 0.25, **NUCLEUS}, ids([6], [1]), 3, 4),
+    ]
+    padded = pad_sampling(entries, [1, 3], [4, 4])
+    assert padded.batch_size == (2,)
+    assert padded["temperature"].tolist() == [0.5, 0.25]
+    check(padded, [[7, 3, 5], [6, -1, -1]], [[0, 0, 0, 2, 0, -1], [0, 0, 0, 1, 0, 0]])  # type: ignore[list-item]
+    assert padded["kept"].batch_size == (2,)
+    padded["kept"].validate(vocabulary=8, num_tokens=6)
+
+
+def test_without_words_there_is_no_entry_of_them() -> None:
+    assert set(pad_sampling([entry({}), entry({})], [2, 2], [4, 4]).keys()) == {"temperature"}
+
+
+def test_answers_with_words_left_out_stand_beside_those_without() -> None:
+    """As in a batch of chats of which some had an earlier turn with another top_p."""
+    entries = [entry({}), entry({}, ids([6], [1]), 3, 4)]
+    check(pad_sampling(entries, [2, 3], [4, 4]), [[-1], [6]], [[0] * 5, [0, 0, 0, 1, 0]])  # type: ignore[list-item]

@@ -1,0 +1,185 @@
+"""Real vLLM samples from less than all words, and a scorer computes the same log-probs: float32, R3, every token."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torchrl.modules.llm.policies import Tokens
+from transformers import AutoModelForCausalLM
+
+from support.completions import cut
+from support.engines import EngineShelf
+from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
+from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.objectives import GSPOLoss
+
+BOUND = 1e-5
+NEW = 16
+WORDS = 259
+SAMPLING: dict[str, tuple[dict[str, Any], float]] = {
+    # what is asked of vLLM, and by how much log-probs over all words would be off, at least
+    "temperature": ({"temperature": 0.7}, 0.0),
+    "top_p": ({"top_p": 0.95}, 1e-2),
+    "Qwen3": ({"temperature": 0.6, "top_p": 0.95, "top_k": 20}, 1e-2),
+    "min_p": ({"min_p": 0.05}, 1e-2),
+    "min_tokens": ({"min_tokens": NEW}, 1e-4),
+    "bans": ({"bad_words": ["a", "e"], "top_p": 0.99}, 1e-3),
+    "allowed": ({"allowed_token_ids": [*range(65, 91)]}, 1e-1),
+    "grammar": ({"structured_outputs": {"regex": "[0-9]{16}"}}, 1e-1),
+}
+
+
+@lru_cache(maxsize=1)
+def scorer_of(folder: Path) -> TransformersWrapper:
+    return TransformersWrapper(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), replay="R3")
+
+
+def prompts(*lengths: int, seed: int = 0) -> TensorDictBase:
+    """Random bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(0, 256, (length,), generator=generator) for length in lengths]
+    return lazy_stack([TensorDict(tokens=Tokens(prompt=row)) for row in rows])
+
+
+def policy(engine: AsyncVLLM, params: dict[str, Any], **kwargs: Any) -> vLLMWrapper:
+    params = {"max_new_tokens": NEW, **params}
+    return vLLMWrapper(engine, input_mode="tokens", generate_kwargs=params, inplace=False, **kwargs)
+
+
+def gaps(batch: TensorDictBase, scorer: TransformersWrapper) -> torch.Tensor:
+    """|log-prob, scorer - engine| of all sampled tokens."""
+    with torch.no_grad():
+        scores = scorer.score(batch.copy(), entropy=False)[0]
+    sampled = batch.get(("log_probs", "full"), as_padded_tensor=True, padding_side="left", padding_value=torch.nan)
+    known = sampled.isfinite()
+    assert known.any()
+    return (scores - sampled)[known].abs()
+
+
+def without_words(batch: TensorDictBase) -> TensorDictBase:
+    """As if nobody had said which words were kept."""
+    return lazy_stack([row.exclude(("sampling", "kept")) for row in batch.unbind(0)])
+
+
+def check_words(batch: TensorDictBase) -> None:
+    for row in batch.unbind(0):
+        tokens = row["tokens", "full"]
+        row["sampling", "kept"].validate(vocabulary=WORDS, num_tokens=len(tokens), tokens=tokens)
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.engine(f)) for f in ("qwen3_moe", "deepseek_v3")])
+def test_scores_are_of_the_words_that_were_kept(family: str, name: str, engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    params, off = SAMPLING[name]
+    scorer = scorer_of(shelf.folder(family))
+    batch = policy(engine, params)(prompts(1, 5, 33, 64, 17, 2))
+    assert gaps(batch, scorer).max() <= BOUND
+    temperature = params.get("temperature", 1.0)
+    assert [float(row["sampling", "temperature"]) for row in batch.unbind(0)] == [pytest.approx(temperature)] * 6
+    if not off:
+        assert all(("sampling", "kept") not in row.keys(True) for row in batch.unbind(0))
+        return
+    check_words(batch)
+    assert gaps(without_words(batch), scorer).max() > off
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_plain_and_truncated_requests_run_side_by_side(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    """In one step of the engine; each row has its own words."""
+    asked = [{}, {"top_k": 3}, {"min_tokens": 4}, {"temperature": 0.5, "top_p": 0.8}, {}]
+    (questions,) = prompts(9).unbind(0)
+    requests = [policy(engine, params).requests(questions)[0] for params in asked]
+
+    async def ask() -> list[Completion]:
+        return list(await asyncio.gather(*(engine.agenerate(**request.arguments) for request in requests)))
+
+    completions = asyncio.run(ask())
+    rows = [
+        policy(engine, params).answer(request, completion)
+        for params, request, completion in zip(asked, requests, completions, strict=True)
+    ]
+    batch = lazy_stack(rows)
+    assert gaps(batch, scorer_of(shelf.folder("qwen3_moe"))).max() <= BOUND
+    assert [("sampling", "kept") in row.keys(True) for row in rows] == [False, True, True, True, False]
+    assert set(rows[1]["sampling", "kept"].sizes[9:].tolist()) == {3}
+    assert (rows[2]["sampling", "kept"].sizes[9:13] == -1).all()  # the end of the text
+    assert not rows[2]["sampling", "kept"].sizes[13:].any()
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_an_answer_that_was_cut_keeps_its_words(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    wrapper = policy(engine, {"top_p": 0.9, "temperature": 0.8})
+    (request,) = wrapper.requests(prompts(12, seed=1))
+    whole = engine.generate(
+        prompt_token_ids=request.arguments["prompt_token_ids"],
+        sampling_params=request.arguments["sampling_params"],
+        use_tqdm=False,
+    )
+    first = cut(whole, 5, decode=lambda ids: "")
+    assert len(first.outputs[0].kept.sizes) == 5
+    joined = engine.generate(sampling_params=request.arguments["sampling_params"], resume=[first], use_tqdm=False)[0]
+    row = wrapper.answer(request, joined)
+    assert row["tokens", "response"][:5].tolist() == whole.outputs[0].token_ids[:5].tolist()
+    batch = lazy_stack([row])
+    check_words(batch)
+    assert gaps(batch, scorer_of(shelf.folder("qwen3_moe"))).max() <= BOUND
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_reference_and_losses_use_the_same_words(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    """On policy, with the right words, no ratio is away from 1: GSPO, whose bounds are the narrowest, clips nothing."""
+    scorer = scorer_of(shelf.folder("qwen3_moe"))
+    batch = policy(engine, SAMPLING["Qwen3"][0])(prompts(3, 9, 27, 40, seed=7))
+    assert gaps(batch, scorer.reference(replay=True)).max() <= BOUND
+    for row, sign in zip(batch.unbind(0), (1.0, -1.0, 1.0, -1.0), strict=True):
+        row["advantage"] = torch.full((len(row["tokens", "full"]), 1), sign)
+    clipped = [float(GSPOLoss(scorer, entropy_bonus=False)(one).clip_fraction) for one in (batch, without_words(batch))]
+    assert clipped == [0.0, 1.0]
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_each_turn_keeps_its_words(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    wrapper = policy(engine, {"top_k": 10})
+    first = wrapper(prompts(7, 20, seed=2))
+    later = lazy_stack([row.clone() for row in first.unbind(0)])
+    for row in later.unbind(0):
+        row["tokens"] = Tokens(
+            prompt=torch.cat([row["tokens", "full"], torch.tensor([10, 66])]), full=row["tokens", "full"]
+        )
+    second = wrapper(later)
+    check_words(second)
+    for was, row in zip(first.unbind(0), second.unbind(0), strict=True):
+        count = len(was["tokens", "full"])
+        assert row["sampling", "kept"].sizes[:count].tolist() == was["sampling", "kept"].sizes.tolist()
+        assert row["sampling", "kept"].sizes[count : count + 2].tolist() == [0, 0]
+    assert gaps(second, scorer_of(shelf.folder("qwen3_moe"))).max() <= BOUND
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_siblings_and_padded_rows_have_their_own_words(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    batch = policy(engine, {"top_p": 0.9}, num_samples=3, pad_output=True)(prompts(40, 7, seed=3)).reshape(-1)
+    assert gaps(batch, scorer_of(shelf.folder("qwen3_moe"))).max() <= BOUND
+    assert len({tuple(row["sampling", "kept"].sizes.tolist()) for row in batch.unbind(0)}) == 6
+
+
+@pytest.mark.engine("qwen3_moe", max_num_batched_tokens=64, max_num_seqs=8, enable_chunked_prefill=True)
+def test_prompts_that_are_prefilled_in_chunks_do_not_shift_them(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    batch = policy(engine, {"top_p": 0.9})(prompts(400, 150, 65, 64, 63, 5, seed=5))
+    check_words(batch)
+    assert gaps(batch, scorer_of(shelf.folder("qwen3_moe"))).max() <= BOUND
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_stop_string_ends_words_where_it_ends_tokens(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    batch = policy(engine, {"top_p": 0.9, "stop": ["a", "b", "c", "d", "0", "1", "2", "3"], "max_new_tokens": 64})(
+        prompts(4, 9, 16, 25, seed=6)
+    )
+    assert "stop" in batch["finish_reason"]
+    check_words(batch)
+    assert gaps(batch, scorer_of(shelf.folder("qwen3_moe"))).max() <= BOUND

@@ -1,0 +1,95 @@
+"""Lists of words are filled into tiles as a dense mask says; what cannot be meant is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchrl_moe.ops.kept_words import KeptWords
+
+IDS, SIZES = torch.tensor([4, 0, 3, 3, 1], dtype=torch.int32), torch.tensor([2, 0, -1, 0, 2], dtype=torch.int8)
+KEPT = KeptWords(IDS, SIZES)
+MASK = torch.tensor(
+    [
+        [1, 0, 0, 0, 1],
+        [1, 1, 1, 1, 1],
+        [1, 1, 1, 0, 1],
+        [1, 1, 1, 1, 1],
+        [0, 1, 0, 1, 0],
+    ]
+)
+
+
+@pytest.mark.parametrize("height", [1, 2, 3, 5])
+@pytest.mark.parametrize("width", [1, 2, 3, 5])
+def test_tiles_are_filled_as_the_mask_says(height: int, width: int) -> None:
+    left_out = KEPT.tiled(height, width, 5)
+    whole = torch.ones_like(MASK)
+    for top in range(0, 5, height):
+        for left in range(0, 5, width):
+            rows, words = slice(top, min(top + height, 5)), slice(left, min(left + width, 5))
+            tile = whole[rows, words].clone()
+            assert left_out.fill_(tile, words, rows, 0) is tile
+            whole[rows, words] = tile
+    assert torch.equal(whole, MASK)
+
+
+def test_an_id_that_stands_twice_counts_once() -> None:
+    kept = KeptWords(torch.tensor([1, 1, 0, 0]), torch.tensor([2, -2]))
+    kept.check_values(torch.tensor([1, 1]), 2)
+    filled = kept.tiled(2, 2, 2).fill_(torch.ones(2, 2), slice(0, 2), slice(0, 2), 0)
+    assert filled.tolist() == [[0.0, 1.0], [0.0, 1.0]]
+
+
+def test_rows_and_their_ids_are_selected_together() -> None:
+    assert KEPT.rows().tolist() == [0, 0, 2, 4, 4]
+    part = KEPT.select(torch.tensor([False, True, True, False, True]))
+    assert (part.ids.tolist(), part.sizes.tolist()) == ([3, 3, 1], [0, -1, 2])
+    none = KEPT.select(torch.zeros(5, dtype=torch.bool))
+    assert none.tiled(1, 5, 5).ends == [0]
+
+
+def test_a_size_of_minus_128_is_128_ids() -> None:
+    kept = KeptWords(torch.arange(128), torch.tensor([-128], dtype=torch.int8))
+    kept.check_values(torch.tensor([128]), 129)
+    assert kept.rows().tolist() == [0] * 128
+
+
+@pytest.mark.parametrize(
+    ("ids", "sizes", "message"),
+    [
+        (IDS[None], SIZES, "ids of kept must have 1 dimension, got 2"),
+        (IDS.float(), SIZES, "ids of kept must have a signed integer dtype, got torch.float32"),
+        (IDS, SIZES.bool(), "sizes of kept must have a signed integer dtype, got torch.bool"),
+        (IDS, SIZES.view(torch.uint8), "sizes of kept must have a signed integer dtype, got torch.uint8"),
+        (IDS, SIZES[None], r"sizes of kept must have shape \[5\], got \[1, 5\]"),
+        (IDS, SIZES[:4], r"sizes of kept must have shape \[5\], got \[4\]. There is a size for each row"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(ids: torch.Tensor, sizes: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KeptWords(ids, sizes).check_shapes(5)
+
+
+@pytest.mark.parametrize(
+    ("ids", "tokens", "message"),
+    [
+        ([4, 0, 3, 3], [0, 1, 2, 3, 1], "the sizes of kept say 5 ids, and there are 4"),
+        ([4, 0, 3, 3, 1, 0], [0, 1, 2, 3, 1], "the sizes of kept say 5 ids, and there are 6"),
+        ([4, 0, 5, 3, 1], [0, 1, 2, 3, 1], r"ids of kept must be in 0\.\.4, row 2 has 5"),
+        ([4, 0, 3, 3, -1], [0, 1, 2, 3, 3], r"ids of kept must be in 0\.\.4, row 4 has -1"),
+        ([4, 0, 3, 3, 1], [2, 1, 2, 3, 1], "row 0: token 2 is not among the words that kept gives this row"),
+        ([4, 0, 3, 3, 1], [0, 1, 3, 3, 1], "row 2: token 3 is not among the words"),
+        ([4, 0, 3, 3, 1], [0, 1, 2, 3, 4], "row 4: token 4 is not among the words"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(ids: list[int], tokens: list[int], message: str) -> None:
+    kept = KeptWords(torch.tensor(ids), SIZES)
+    with pytest.raises(ValueError, match=message):
+        kept.check_values(torch.tensor(tokens), 5)
+
+
+def test_values_that_fit_pass() -> None:
+    KEPT.check_values(torch.tensor([0, 1, 2, 3, 1]), 5)
+    KeptWords(IDS[:0], 0 * SIZES).check_values(torch.tensor([0, 1, 2, 3, 4]), 5)
+    KeptWords(IDS[:0], SIZES[:0]).check_values(torch.zeros(0, dtype=torch.long), 5)

@@ -1,0 +1,114 @@
+"""What of vLLM the words that sampling left out need, private names included; all others are in ``_compat.py``.
+
+vLLM 0.30 has ``return_sampling_mask``: its scheduler and its output processor carry masks, but only its newer model
+runner, which has no CPU, fills them, and only for requests with a top_k. Here a hook in the worker's sampler fills
+them, and a scheduler of ours has the switch set, which vLLM's own checks do not see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["carries_masks", "carry_masks", "fill_masks", "keep_masks_as_arrays", "leave_masks"]
+
+SCHEDULERS = "torchrl_moe.modules.backends.vllm.schedulers"
+
+Name = Callable[[Any, Sequence[int]], Any]
+
+
+def carry_masks(config: Any) -> None:
+    """Have an engine core that is made from ``config`` hand masks on, unless it has a scheduler of the user's own.
+
+    Drafts of speculative decoding are accepted by another rule than sampling: there are no masks for that. The newer
+    model runner, vLLM's default on CUDA, has a sampler that :func:`fill_masks` does not fit.
+    """
+    scheduling = config.scheduler_config
+    is_plain = config.speculative_config is None and not config.use_v2_model_runner
+    if is_plain and scheduling.scheduler_cls is None:
+        name = "AsyncMaskScheduler" if scheduling.async_scheduling else "MaskScheduler"
+        scheduling.scheduler_cls = f"{SCHEDULERS}.{name}"
+
+
+def carries_masks(engine: Any) -> bool:
+    """Whether an ``AsyncLLM`` hands masks on."""
+    return str(engine.vllm_config.scheduler_config.scheduler_cls).startswith(SCHEDULERS)
+
+
+def keep_masks_as_arrays() -> None:
+    """Have vLLM's output processor leave the masks of an answer as it got them, not as lists of lists (0.30)."""
+    from vllm.v1.engine.output_processor import RequestState
+
+    whole = RequestState._new_completion_output
+    if hasattr(whole, "torchrl_moe"):
+        return
+
+    def with_arrays(self: Any, *args: Any, **kwargs: Any) -> Any:
+        steps, self.sampling_mask_chunks = self.sampling_mask_chunks, []
+        output = whole(self, *args, **kwargs)
+        self.sampling_mask_chunks, output.sampling_mask = steps, [step.token_ids for step in steps]
+        return output
+
+    with_arrays.torchrl_moe = True  # type: ignore[attr-defined]
+    RequestState._new_completion_output = with_arrays
+
+
+def fill_masks(runner: Any, name: Name) -> None:
+    """Have a worker's model runner say which words its sampler kept (0.30).
+
+    Nothing is looked at, and nothing is sent, in a step in which no word can be left out, or no log-prob is wanted.
+
+    Args:
+        runner: the worker's.
+        name: turns log-probs ``[R, V]`` and the tokens' places in their answers into ids and offsets, or ``None``.
+    """
+    from vllm.v1.outputs import SamplingMaskLists
+
+    sampler, sample_tokens = runner.sampler, runner.sample_tokens
+    sample = sampler.sample
+    has_grammar, masks = False, None
+
+    def sample_and_name(logits: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal masks
+        tokens, log_probs = sample(logits, metadata, *args, **kwargs)
+        wanted = log_probs is not None and metadata.max_num_logprobs is not None
+        if wanted and (has_grammar or _leaves_words_out(metadata)):
+            requests = [runner.requests[request] for request in runner.input_batch.req_ids]
+            named = name(log_probs, [len(request.output_token_ids) for request in requests])
+            masks = None if named is None else SamplingMaskLists(*named)
+        return tokens, log_probs
+
+    def sample_tokens_with_masks(grammar_output: Any) -> Any:
+        nonlocal has_grammar, masks
+        has_grammar, masks = grammar_output is not None, None
+        output = sample_tokens(grammar_output)
+        if masks is not None:  # with asynchronous scheduling the output is still to come, inside another
+            getattr(output, "_model_runner_output", output).sampling_masks = masks
+        return output
+
+    sampler.sample, runner.sample_tokens = sample_and_name, sample_tokens_with_masks
+
+
+def leave_masks(runner: Any) -> None:
+    """Undo :func:`fill_masks`."""
+    del runner.sampler.sample, runner.sample_tokens
+
+
+def _leaves_words_out(metadata: Any) -> bool:
+    """Whether a request of a batch may be sampled from less than all words."""
+    processors = (*metadata.logitsprocs.argmax_invariant, *metadata.logitsprocs.non_argmax_invariant)
+    return (
+        metadata.top_k is not None
+        or metadata.top_p is not None
+        or metadata.allowed_token_ids_mask is not None
+        or bool(metadata.bad_words_token_ids)
+        or any(_is_busy(processor) for processor in processors)
+    )
+
+
+def _is_busy(processor: Any) -> bool:
+    """Whether a logits processor does something; one that is not vLLM's own may always."""
+    idle = {"MinPLogitsProcessor": "min_p_count", "LogitBiasLogitsProcessor": "biases"}
+    idle["MinTokensLogitsProcessor"] = "min_toks"
+    attribute = idle.get(type(processor).__name__)
+    return attribute is None or bool(getattr(processor, attribute))

@@ -1,0 +1,147 @@
+"""What a rollout says of how it was sampled: the entry ``"sampling"``, with a temperature and the words that were kept.
+
+Letters: P prompt tokens, G response tokens, T = P + G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from torchrl_moe.data import KeptTokens
+from torchrl_moe.data.kept_tokens import select_rows
+from torchrl_moe.modules.backends.kept_ids import KeptIds
+
+__all__ = ["SAMPLING", "leaves_words_out", "pad_sampling", "refuse_changed_values", "sampling_entry"]
+
+SAMPLING = "sampling"
+KEEPS_ALL: Mapping[str, tuple[Any, ...]] = {
+    "top_k": (None, 0, -1),
+    "top_p": (None, 1, 1.0),
+    "min_p": (None, 0, 0.0),
+    "min_tokens": (None, 0),
+    "bad_words": (None, [], ()),
+    "allowed_token_ids": (None,),
+    "structured_outputs": (None,),
+}
+"""Sampling parameters that leave words out -> values with which they do not."""
+CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "repetition_penalty": (None, 1, 1.0),
+    "presence_penalty": (None, 0, 0.0),
+    "frequency_penalty": (None, 0, 0.0),
+    "logit_bias": (None, {}),
+    "thinking_token_budget": (None,),  # the end of thinking gets a logit of 1e9, and no other is -inf
+}
+"""Sampling parameters that change logits -> values with which they do not."""
+LEAST_TEMPERATURE = 0.01
+"""vLLM samples at this one where a lower one is asked for, but for 0 (0.30)."""
+
+
+def leaves_words_out(params: Mapping[str, Any]) -> bool:
+    """Whether sampling parameters may leave words out of the distribution that a token is drawn from.
+
+    >>> leaves_words_out({"top_p": 0.95}), leaves_words_out({"top_p": 1.0, "top_k": -1})
+    (True, False)
+    """
+    return any(params.get(name) not in values for name, values in KEEPS_ALL.items())
+
+
+def refuse_changed_values(params: Mapping[str, Any]) -> None:
+    """Refuse sampling parameters after which no trainer can compute the log-probs that the engine gives.
+
+    Raises:
+        ValueError: a penalty, a bias, or a budget of thinking.
+    """
+    for name, values in CHANGES_NOTHING.items():
+        if params.get(name) not in values:
+            raise ValueError(
+                f"{name}={params[name]!r} changes logits, and log-probs with it, in a way that a trainer does not "
+                "replay: leave it out, or pass return_log_probs=False"
+            )
+
+
+def sampling_entry(
+    params: Mapping[str, Any],
+    kept: KeptIds | None,
+    prompt: int,
+    total: int,
+    earlier: TensorDictBase | None,
+    real: Tensor | None,
+) -> TensorDict:
+    """Return the entry of one answer.
+
+    Args:
+        params: it was sampled with.
+        kept: of its ``G`` tokens.
+        prompt: P.
+        total: T.
+        earlier: the turn that the prompt repeats and goes on from, if there is one.
+        real: bool, tokens of the earlier turn that are no pads; ``None`` without one.
+
+    Raises:
+        ValueError: the earlier turn was sampled at another temperature: a sample is scored at one. Or its kept words
+            are for other tokens than it has.
+    """
+    source: dict[str, Any] = {"temperature": torch.tensor(_temperature(params))}
+    before = None if earlier is None else earlier.get((SAMPLING, "kept"), None)
+    if kept is not None or before is not None or leaves_words_out(params):
+        source["kept"] = _kept(kept, prompt, total, before, real)
+    first = None if earlier is None else earlier.get((SAMPLING, "temperature"), None)
+    if first is not None and float(first) != float(source["temperature"]):
+        raise ValueError(
+            f"this turn's temperature is {float(source['temperature']):g}, that of the turn before {float(first):g}"
+        )
+    return TensorDict(source)
+
+
+def _temperature(params: Mapping[str, Any]) -> float:
+    given = params.get("temperature")
+    value = 1.0 if given is None else float(given)
+    return max(value, LEAST_TEMPERATURE) if value > 0 else value
+
+
+def _kept(kept: KeptIds | None, prompt: int, total: int, before: Any, real: Tensor | None) -> KeptTokens:
+    sizes = torch.zeros(total, dtype=torch.int32)
+    ids = torch.zeros(0, dtype=torch.int32)
+    if kept is not None:
+        sizes[prompt:] = torch.from_numpy(kept.sizes.copy())
+        ids = torch.from_numpy(kept.ids.copy())
+    own = KeptTokens(ids=ids, sizes=sizes)
+    if before is None or real is None:
+        return own
+    ids, sizes = before.get("ids").cpu(), before.get("sizes").cpu()
+    if len(sizes) != len(real):
+        raise ValueError(
+            f"('{SAMPLING}', 'kept') of the turn before is for {len(sizes)} tokens, and it has {len(real)}: both must "
+            "have been cut or padded alike"
+        )
+    first_ids, first_sizes = select_rows(ids, sizes, real.cpu())
+    return KeptTokens(ids=first_ids, sizes=first_sizes).followed_by(own)
+
+
+def pad_sampling(entries: Sequence[TensorDictBase], prompts: Sequence[int], totals: Sequence[int]) -> TensorDict:
+    """Return the entries of a batch, tokens padded around the border between prompt and response.
+
+    Args:
+        entries: of each answer.
+        prompts: P of each answer.
+        totals: T of each answer.
+    """
+    found = TensorDict({"temperature": torch.stack([entry["temperature"] for entry in entries])}, [len(entries)])
+    kept = [entry.get("kept", None) for entry in entries]
+    if all(one is None for one in kept):
+        return found
+    left, right = max(prompts), max(total - prompt for total, prompt in zip(totals, prompts, strict=True))
+    most = max(0 if one is None else len(one.ids) for one in kept)
+    sizes = torch.zeros(len(entries), left + right, dtype=torch.int32)
+    ids = torch.full((len(entries), most), -1, dtype=torch.int32)
+    for i, (one, prompt, total) in enumerate(zip(kept, prompts, totals, strict=True)):
+        if one is not None:
+            sizes[i, left - prompt : left - prompt + total] = one.sizes
+            ids[i, : len(one.ids)] = one.ids
+    found["kept"] = KeptTokens(ids=ids, sizes=sizes, batch_size=[len(entries)])
+    return found
