@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import dense_mask
-from torchrl_moe.modules.backends.kept_ids import KeptIds, name_kept
+from torchrl_moe.modules.backends.kept_ids import KeptIds, leaves_words_out, name_kept
 
 INF = float("inf")
 
@@ -123,3 +125,38 @@ def test_words_named_step_by_step_are_those_of_the_mask(mask: torch.Tensor, data
         check(joined, whole.ids.tolist(), whole.sizes.tolist())
         if first is not None:
             check(whole.first(cut), first.ids.tolist(), first.sizes.tolist())
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+LEAVING = [
+    {"top_k": 5},
+    {"top_p": 0.9},
+    {"min_p": 0.1},
+    {"min_tokens": 2},
+    {"bad_words": ["x"]},
+    {"allowed_token_ids": [1]},
+    {"structured_outputs": {"regex": "a"}},
+]
+KEEPING: list[dict[str, Any]] = [
+    {},
+    {"top_k": 0},
+    {"top_k": -1},
+    {"top_p": 1},
+    {"min_p": 0.0},
+    {"min_tokens": 0},
+    {"bad_words": []},
+    {"allowed_token_ids": None},
+    {"temperature": 0.3, "max_tokens": 7, "stop": ["x"], "repetition_penalty": 1.5},
+]
+
+
+@pytest.mark.parametrize("params", LEAVING)
+def test_parameters_that_leave_words_out(params: dict[str, Any]) -> None:
+    (name,) = params
+    assert leaves_words_out(params.get) == name
+
+
+@pytest.mark.parametrize("params", KEEPING)
+def test_parameters_that_do_not(params: dict[str, Any]) -> None:
+    assert leaves_words_out(params.get) is None

@@ -8,9 +8,9 @@ Letters: G tokens of an answer, M ids of all its tokens together, R requests of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,31 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["KeptIds", "name_kept"]
+__all__ = ["KeptIds", "leaves_words_out", "name_kept"]
+
+NOTHING = np.empty(0, np.int32)
+KEEPS_ALL: Mapping[str, tuple[Any, ...]] = {
+    "top_k": (None, 0, -1),
+    "top_p": (None, 1, 1.0),
+    "min_p": (None, 0, 0.0),
+    "min_tokens": (None, 0),
+    "bad_words": (None, [], ()),
+    "allowed_token_ids": (None,),
+    "structured_outputs": (None,),
+}
+"""Sampling parameters that leave words out -> values with which they do not."""
+
+
+def leaves_words_out(value_of: Callable[[str], Any]) -> str | None:
+    """Return a sampling parameter that may leave words out of what a token is drawn from; ``None`` if there is none.
+
+    Args:
+        value_of: the value of a parameter, by its name.
+
+    >>> leaves_words_out({"top_p": 0.95}.get), leaves_words_out({"top_p": 1.0, "top_k": -1}.get)
+    ('top_p', None)
+    """
+    return next((name for name, values in KEEPS_ALL.items() if value_of(name) not in values), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +106,14 @@ def name_kept(log_probs: Tensor, positions: Sequence[int]) -> tuple[NDArray[np.i
     Returns:
         ``[N]``, and ``[R + 1]``.
     """
-    kept = log_probs > float("-inf")
-    counts = kept.sum(-1)
-    vocabulary = log_probs.shape[-1]
-    shorter = 2 * counts <= vocabulary
-    named = (kept == shorter[:, None]) & (counts < vocabulary)[:, None]
-    rows, ids = (part.cpu().numpy() for part in named.nonzero(as_tuple=True))
-    if not len(rows):
-        return None
-    ids = np.where(shorter.cpu().numpy()[rows], ids, ~ids).astype(np.int32)
-    sizes = np.bincount(rows, minlength=len(log_probs))
-    offsets = np.concatenate([[0], np.cumsum(sizes + (sizes > 0))])
-    steps = np.empty(offsets[-1], np.int32)
-    is_position = np.zeros(len(steps), bool)
-    is_position[offsets[:-1][sizes > 0]] = True
-    steps[is_position] = np.asarray(positions, np.int32)[sizes > 0]
-    steps[~is_position] = ids
-    return steps, offsets
+    kept = (log_probs > float("-inf")).cpu().numpy()
+    vocabulary = kept.shape[1]
+    steps = []
+    for row, count, position in zip(kept, np.count_nonzero(kept, axis=1).tolist(), positions, strict=True):
+        if count == vocabulary:
+            steps.append(NOTHING)
+            continue
+        ids = np.flatnonzero(row) if 2 * count <= vocabulary else ~np.flatnonzero(~row)
+        steps.append(np.concatenate([[position], ids]).astype(np.int32))
+    offsets = np.cumsum([0, *map(len, steps)])
+    return (np.concatenate(steps), offsets) if offsets[-1] else None

@@ -14,21 +14,11 @@ from torch import Tensor
 
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import select_rows
-from torchrl_moe.modules.backends.kept_ids import KeptIds
+from torchrl_moe.modules.backends.kept_ids import KeptIds, leaves_words_out
 
-__all__ = ["SAMPLING", "leaves_words_out", "pad_sampling", "refuse_changed_values", "sampling_entry"]
+__all__ = ["SAMPLING", "pad_sampling", "refuse_changed_values", "sampling_entry"]
 
 SAMPLING = "sampling"
-KEEPS_ALL: Mapping[str, tuple[Any, ...]] = {
-    "top_k": (None, 0, -1),
-    "top_p": (None, 1, 1.0),
-    "min_p": (None, 0, 0.0),
-    "min_tokens": (None, 0),
-    "bad_words": (None, [], ()),
-    "allowed_token_ids": (None,),
-    "structured_outputs": (None,),
-}
-"""Sampling parameters that leave words out -> values with which they do not."""
 CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (None, 1, 1.0),
     "presence_penalty": (None, 0, 0.0),
@@ -39,15 +29,6 @@ CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
 """Sampling parameters that change logits -> values with which they do not."""
 LEAST_TEMPERATURE = 0.01
 """vLLM samples at this one where a lower one is asked for, but for 0 (0.30)."""
-
-
-def leaves_words_out(params: Mapping[str, Any]) -> bool:
-    """Whether sampling parameters may leave words out of the distribution that a token is drawn from.
-
-    >>> leaves_words_out({"top_p": 0.95}), leaves_words_out({"top_p": 1.0, "top_k": -1})
-    (True, False)
-    """
-    return any(params.get(name) not in values for name, values in KEEPS_ALL.items())
 
 
 def refuse_changed_values(params: Mapping[str, Any]) -> None:
@@ -88,7 +69,8 @@ def sampling_entry(
     """
     source: dict[str, Any] = {"temperature": torch.tensor(_temperature(params))}
     before = None if earlier is None else earlier.get((SAMPLING, "kept"), None)
-    if kept is not None or before is not None or leaves_words_out(params):
+    names_words = params.get("logprobs") is not None  # else nobody knows which were kept
+    if kept is not None or before is not None or (names_words and leaves_words_out(params.get)):
         source["kept"] = _kept(kept, prompt, total, before, real)
     first = None if earlier is None else earlier.get((SAMPLING, "temperature"), None)
     if first is not None and float(first) != float(source["temperature"]):

@@ -196,6 +196,14 @@ def test_a_refusal_is_not_remembered_as_the_answer() -> None:
             builder(bad)
 
 
+def test_a_refusal_leaves_the_answer_before_it_alone() -> None:
+    builder, good = SamplingParamsBuilder(names_words=False), {"max_tokens": 2}
+    assert builder(good).max_tokens == 2
+    with pytest.raises(ValueError, match="leaves words out"):
+        builder({"top_k": 3, "logprobs": 0, "max_tokens": 9})
+    assert builder(good).max_tokens == 2
+
+
 # -- what a real engine makes of it -----------------------------------------------------------------------------------
 
 IDS = [72, 105, 44, 32, 119, 111, 114, 108, 100]

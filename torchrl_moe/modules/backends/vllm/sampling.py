@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
+
+from torchrl_moe.modules.backends.kept_ids import leaves_words_out
 
 __all__ = ["SamplingParamsBuilder"]
 
@@ -33,32 +36,17 @@ class SamplingParamsBuilder:
         """
         key = (id(spec), id(guided_options))
         if key != self._key:
-            self._last = params = _build(spec, guided_options)
-            if not self._names_words and params.logprobs is not None and (name := _leaves_words_out(params)):
+            params = _build(spec, guided_options)
+            name = leaves_words_out(partial(getattr, params))
+            if name is not None and params.logprobs is not None and not self._names_words:
                 raise ValueError(
                     f"{name}={getattr(params, name)!r} leaves words out, and with speculative decoding, a scheduler of "
                     "your own or vLLM's Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=0 turns it off) the engine does not "
                     "say which: leave it out, or logprobs"
                 )
             # holding the sources keeps their ids from being used again
-            self._key, self._held = key, (spec, guided_options)
+            self._key, self._held, self._last = key, (spec, guided_options), params
         return self._last
-
-
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "top_k": (0, -1),
-    "top_p": (1.0,),
-    "min_p": (0.0,),
-    "min_tokens": (0,),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None,),
-    "structured_outputs": (None,),
-}
-"""What leaves words out -> values with which it does not."""
-
-
-def _leaves_words_out(params: Any) -> str | None:
-    return next((name for name, values in NEUTRAL.items() if getattr(params, name) not in values), None)
 
 
 def _refuse_dropped(params: Any) -> None:
