@@ -57,8 +57,8 @@ def live_and_die(folder: Path, order: str, deaths: int) -> None:
             return
 
 
-def test_each_prompt_is_trained_once_though_the_trainer_is_killed_three_times(tmp_path: Path) -> None:
-    live_and_die(tmp_path, "fifo", 3)
+def test_each_prompt_is_trained_once_though_the_trainer_is_killed(tmp_path: Path) -> None:
+    live_and_die(tmp_path, "fifo", 1)
 
 
 @pytest.mark.soak
