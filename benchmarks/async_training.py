@@ -31,7 +31,7 @@ from torchrl_moe.objectives import GRPOAdvantage, GRPOLoss
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 
-GROUP, GROUPS, STEPS, PAIRS, LONGEST, ENDS = 8, 4, 24, 3, 192, 4
+GROUP, GROUPS, STEPS, PAIRS, LONGEST, ENDS, RATE = 8, 16, 24, 3, 192, 4, 5e-4
 ANSWERS = GROUP * GROUPS
 BAR, REWARD_SLACK = 1.3, 0.05
 TOKENIZER = ByteTokenizer()
@@ -98,7 +98,7 @@ def train(engine: AsyncVLLM, folder: Path, collect: Callable[..., Any]) -> Arm:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     actor = TransformersWrapper(model, tokenizer=TOKENIZER, replay="R3", temperature=1.0)
     loss = GRPOLoss(actor, clip_epsilon=0.2, entropy_bonus=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     sender = VLLMWeightSyncScheme(transport="memmap").create_sender()
     sender.register_model(actor)
     sender.init_all_workers_group(None, vllm_engine=engine)
@@ -137,6 +137,10 @@ def train(engine: AsyncVLLM, folder: Path, collect: Callable[..., Any]) -> Arm:
         else:
             began, waited = time.perf_counter(), 0.0
     seconds = time.perf_counter() - began
+    print(
+        f"{type(collector).__name__}: {seconds:.0f} s, reward {' '.join(f'{reward:.2f}' for reward in rewards)}",
+        flush=True,
+    )
     collector.shutdown()
     sender.shutdown()
     return Arm(seconds / tokens * 1e3, statistics.mean(rewards[-STEPS // 4 :]), waited / seconds)
