@@ -20,6 +20,8 @@ from benchmarks.report import RESULTS, Row, finish, median_range
 ROOT = Path(__file__).parents[1]
 GRPO = ROOT / "tutorials/grpo"
 RISE, RISE_HELD_OUT, SECONDS, DLOGP_BOUND = 0.4, 0.1, 180.0, 1e-3
+QWEN3 = ("rollout.temperature=0.6", "rollout.top_p=0.95", "rollout.top_k=20")
+"""The sampling that Qwen3's card asks for."""
 CONTROLS = ("shift_routes", "wrong_ids", "no_sync", "shuffle_advantages")
 MISMATCH = ("dlogp_live", "dlogp_mean", "agreement")
 ABOVE = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
@@ -161,13 +163,14 @@ def main(arguments: list[str] | None = None) -> None:
 
     RESULTS.mkdir(parents=True, exist_ok=True)
     plan = {f"seed {seed}": (f"seed={seed}", f"train.steps={options.steps}") for seed in range(options.seeds)}
+    plan["Qwen3's sampling"] = (*QWEN3, f"train.steps={options.steps}")
     plan |= {name: (*ONE_DIGIT, f"control={name}", f"train.steps={options.control_steps}") for name in CONTROLS}
     runs: dict[str, Rows] = {}
     seconds: list[float] = []
     broken = []
     for name, overrides in plan.items():
         try:
-            runs[name], took = run(name.replace(" ", "-"), *overrides)
+            runs[name], took = run(name.replace(" ", "-").replace("'", ""), *overrides)
         except RuntimeError as error:
             print(error, flush=True)
             broken.append(Row(claim=name, value="broke: see above", target="ends", met=False))
@@ -175,6 +178,8 @@ def main(arguments: list[str] | None = None) -> None:
             seconds += [took] if name.startswith("seed") else []
     seeds = [rows for name, rows in runs.items() if name.startswith("seed")]
     rows = seed_rows(seeds, seconds) if seeds else []
+    if "Qwen3's sampling" in runs:
+        rows.append(_bar("rise with Qwen3's sampling, seed 0", [rise(runs["Qwen3's sampling"])], RISE))
     rows += [control_row(name, runs[name]) for name in CONTROLS if name in runs]
     draw(runs)
     finish("learning", rows + broken)
