@@ -34,6 +34,7 @@ class VirtualClock:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._ends = threading.Event()
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="virtual-clock", daemon=True)
 
     def __enter__(self) -> VirtualClock:
@@ -50,12 +51,21 @@ class VirtualClock:
             heapq.heappush(self._due, (max(when, self.now), next(self._numbers), function))
 
     def sleep(self, duration: float) -> None:
-        """Wait for so much time of this clock."""
+        """Wait for so much time of this clock; raises what a function that was due has raised."""
         woken = threading.Event()
         self.at(self.now + duration, woken.set)
-        woken.wait()
+        while not woken.wait(1.0):
+            if not self._thread.is_alive():
+                raise RuntimeError("the clock has stopped") from self._error
 
     def _run(self) -> None:
+        try:
+            self._go_on()
+        except Exception as error:
+            self._error = error  # of those who sleep
+            raise
+
+    def _go_on(self) -> None:
         while not self._ends.is_set():
             self._wait_until_quiet()
             with self._lock:

@@ -30,7 +30,9 @@ def test_importing_imports_no_vllm() -> None:
 
 def config_of(asynchronous: bool = True, **fields: Any) -> SimpleNamespace:
     scheduling = SimpleNamespace(scheduler_cls=None, async_scheduling=asynchronous)
+    model = SimpleNamespace(logprobs_mode="processed_logprobs", logits_processors=None)
     given = {"speculative_config": None, "scheduler_config": scheduling, "use_v2_model_runner": False}
+    given["model_config"] = model
     return SimpleNamespace(**{**given, **fields})
 
 
@@ -50,6 +52,8 @@ def test_an_engine_gets_a_scheduler_that_hands_masks_on(asynchronous: bool, name
             {"scheduler_config": SimpleNamespace(scheduler_cls="mine.Scheduler", async_scheduling=True)},
             "mine.Scheduler",
         ),
+        ({"model_config": SimpleNamespace(logprobs_mode="raw_logprobs", logits_processors=None)}, None),
+        ({"model_config": SimpleNamespace(logprobs_mode="processed_logprobs", logits_processors=["mine"])}, None),
         ({"use_v2_model_runner": True}, None),  # its sampler is another one, which the hook does not fit
     ],
 )

@@ -18,13 +18,16 @@ Name = Callable[[Any, Sequence[int]], Any]
 
 
 def carry_masks(config: Any) -> None:
-    """Have an engine core that is made from ``config`` hand masks on, unless it has a scheduler of the user's own.
+    """Have an engine core that is made from ``config`` hand masks on, if they are all that a trainer has to know.
 
-    Drafts of speculative decoding are accepted by another rule than sampling: there are no masks for that. The newer
-    model runner, vLLM's default on CUDA, has a sampler that :func:`fill_masks` does not fit.
+    Left alone are: drafts of speculative decoding, which are accepted by another rule; vLLM's Model Runner V2, whose
+    sampler is another; a scheduler of the user's own; logits processors of theirs, which may change values; and
+    log-probs that are not of what was sampled.
     """
     scheduling = config.scheduler_config
+    model = config.model_config
     is_plain = config.speculative_config is None and not config.use_v2_model_runner
+    is_plain = is_plain and model.logprobs_mode == "processed_logprobs" and not model.logits_processors
     if is_plain and scheduling.scheduler_cls is None:
         name = "AsyncMaskScheduler" if scheduling.async_scheduling else "MaskScheduler"
         scheduling.scheduler_cls = f"{SCHEDULERS}.{name}"

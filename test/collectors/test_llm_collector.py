@@ -439,6 +439,28 @@ def test_a_batch_that_its_postproc_fails_at_is_in_the_state(
     assert queries(again.next().reshape(-1)) == ["q4", "q5", "q6", "q7"]
 
 
+def test_a_state_is_of_before_a_batch_or_after_it(engine: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the moment in which the buffer has a batch and its prompts are forgotten."""
+    reached, go_on = threading.Event(), threading.Event()
+    buffer = ReplayBuffer(storage=LazyStackStorage(64))
+    collector = LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4, replay_buffer=buffer)
+    delivered = collector._delivered
+
+    def slowly() -> None:
+        reached.set()
+        go_on.wait(60)
+        delivered()
+
+    monkeypatch.setattr(collector, "_delivered", slowly)
+    batch = in_thread(collector.next)
+    assert reached.wait(60)
+    state = in_thread(collector.state_dict)
+    until(lambda: collector._pausing or state.done())
+    go_on.set()
+    batch.result(60)
+    assert state.result(60)["frames"] == len(buffer) == 4
+
+
 def test_after_a_ctrl_c_in_the_buffer_the_same_batch_comes_again(engine: FakeAsyncVLLM) -> None:
     class Interrupted(ReplayBuffer):
         def extend(self, data: Any, **kwargs: Any) -> Any:

@@ -73,6 +73,8 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
 
     _undelivered: TensorDictBase | None = None
     """A batch that has not come through ``postproc``, hook and buffer."""
+    _counted = 0
+    """Its rows, once TorchRL has counted them."""
 
     def __init__(
         self,
@@ -154,13 +156,14 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
                 try:
                     with self.record.wait():
                         batch = next(batches, END)
+                    if batch is not END:
+                        self._delivered()  # before a state may be taken
                 finally:
                     with self._borders:
                         self._collecting = None
                         self._borders.notify_all()
                 if batch is END:
                     return
-                self._delivered()
                 yield batch
 
     def _may_collect(self) -> bool:
@@ -203,7 +206,8 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         If that is interrupted, by a Ctrl-C, say, its prompts come again, and its answers are lost.
         """
         if self._undelivered is not None:
-            self._frames -= self._undelivered.numel()  # they were counted
+            self._frames -= self._counted
+            self._counted = 0
             return self._undelivered
         try:
             self._undelivered = rollout()
@@ -214,9 +218,13 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
             raise
         return self._undelivered
 
+    def _increment_frames(self, numel: int) -> Any:
+        self._counted = numel
+        return super()._increment_frames(numel)
+
     def _delivered(self) -> None:
         """Forget the prompts of the batch, which the trainer or the buffer has now."""
-        batch, self._undelivered = self._undelivered, None
+        batch, self._undelivered, self._counted = self._undelivered, None, 0
         if self._feed is None or batch is None:
             return
         if self.yield_completed_trajectories:
@@ -294,8 +302,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         with self.pause():
             state = OrderedDict(self._last_state) if self.closed else super().state_dict()
             state["prompts"] = None if self._feed is None else self._feed.state_dict(self._finished)
-            if self._undelivered is not None:
-                state["frames"] -= self._undelivered.numel()
+            state["frames"] -= self._counted
         if self._feed is None:
             warnings.warn(
                 "the collector's state has no position in the data: its environment has no DataLoadingPrimer in this "
@@ -325,7 +332,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
 
     def _begin_again(self) -> None:
         """Forget samples that are under way."""
-        self._shuttle = self._undelivered = None
+        self._shuttle, self._undelivered, self._counted = None, None, 0
         self._result_numel = 0
         self._finished.clear()
         if self.yield_completed_trajectories:

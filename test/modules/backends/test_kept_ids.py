@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchrl_moe._errors import EngineError
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import dense_mask
 from torchrl_moe.modules.backends.kept_ids import KeptIds, leaves_words_out, name_kept
@@ -125,6 +126,12 @@ def test_words_named_step_by_step_are_those_of_the_mask(mask: torch.Tensor, data
         check(joined, whole.ids.tolist(), whole.sizes.tolist())
         if first is not None:
             check(whole.first(cut), first.ids.tolist(), first.sizes.tolist())
+
+
+@pytest.mark.parametrize("steps", [[[1, 5], [1, 6]], [[2, 5], [0, 6]], [[0, 5], [1]]])
+def test_words_of_tokens_in_no_order_are_no_words(steps: list[list[int]]) -> None:
+    with pytest.raises(EngineError, match="an engine named words of the tokens"):
+        KeptIds.of_steps([np.array(step, np.int32) for step in steps], 4)
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------

@@ -147,7 +147,8 @@ def test_another_temperature_in_a_later_turn_is_refused() -> None:
     first = turn(entry({"temperature": 0.5}))
     for params, word in (({"temperature": 0.7}, "0.7"), ({}, "1")):
         with pytest.raises(ValueError, match=rf"this turn's temperature is {word}, that of the turn before 0.5"):
-            entry(params, earlier=first, real=real(1, 1))
+            entry({**params, "logprobs": 0}, earlier=first, real=real(1, 1))
+        entry(params, earlier=first, real=real(1, 1))  # without log-probs it is scored by nobody
     assert entry({"temperature": 0.5}, earlier=first, real=real(1, 1))["temperature"] == 0.5
 
 

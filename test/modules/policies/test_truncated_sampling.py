@@ -97,9 +97,11 @@ def test_plain_and_truncated_requests_run_side_by_side(engine: AsyncVLLM, shelf:
     requests = [policy(engine, params).requests(questions)[0] for params in asked]
 
     async def ask() -> list[Completion]:
-        return list(await asyncio.gather(*(engine.agenerate(**request.arguments) for request in requests)))
+        bare = engine.agenerate(prompt_token_ids=[65, 66], sampling_params={"top_k": 5, "max_tokens": 2 * NEW})
+        return list(await asyncio.gather(*(engine.agenerate(**request.arguments) for request in requests), bare))
 
-    completions = asyncio.run(ask())
+    *completions, bare = asyncio.run(ask())
+    assert bare.outputs[0].kept is None  # it wants no log-probs, and others did in some of its steps only
     rows = [
         policy(engine, params).answer(request, completion)
         for params, request, completion in zip(asked, requests, completions, strict=True)

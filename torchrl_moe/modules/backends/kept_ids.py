@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from torchrl_moe._errors import EngineError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,11 +69,17 @@ class KeptIds:
     def of_steps(cls, steps: Sequence[NDArray[np.int32]], tokens: int) -> KeptIds | None:
         """Return what the steps of an answer of so many tokens say; ``None`` if no word was ever left out.
 
+        Raises:
+            EngineError: a token comes twice or out of order, or has no words at all.
+
         >>> steps = [np.array([0, 5, 7]), np.array([]), np.array([2, ~3])]
         >>> KeptIds.of_steps(steps, 4)
         KeptIds(ids=array([5, 7, 3], dtype=int32), sizes=array([ 2,  0, -1,  0], dtype=int32))
         """
         said = [step for step in steps if len(step) and step[0] < tokens]
+        places = [int(step[0]) for step in said]
+        if any(one >= later for one, later in pairwise(places)) or any(len(step) == 1 for step in said):
+            raise EngineError(f"an engine named words of the tokens {places}, which is no order, or named none")
         if not said:
             return None
         sizes = np.zeros(tokens, np.int32)

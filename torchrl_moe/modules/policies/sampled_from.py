@@ -93,14 +93,15 @@ def read_sampling(td: TensorDictBase, batch: ScoringBatch, temperature: float | 
     for i, sample in enumerate(td.unbind(0)):
         said = sample.get((SAMPLING, "temperature"), None)
         known = (1.0 if temperature is None else temperature) if said is None else float(said)
+        if not known > 0:
+            raise ValueError(
+                f"sample {i} was sampled at temperature {known:g}: it is greedy, and has no distribution to train on. "
+                "Sample at a positive temperature, or exclude 'sampling' to score it at one of your choice"
+            )
         if temperature is not None and abs(known - temperature) > 1e-6 * temperature:
             raise ValueError(
                 f"sample {i} was sampled at temperature {known:g}, and is to be scored at {temperature:g}: leave "
                 "temperature= out, and each sample is scored at its own"
-            )
-        if not known > 0:
-            raise ValueError(
-                f"sample {i} was sampled at temperature {known:g}: it is greedy, and has no distribution to train on"
             )
         kept = sample.get((SAMPLING, "kept"), None)
         if kept is not None and not isinstance(kept, KeptTokens):

@@ -73,9 +73,10 @@ def sampling_entry(
     if kept is not None or before is not None or (names_words and leaves_words_out(params.get)):
         source["kept"] = _kept(kept, prompt, total, before, real)
     first = None if earlier is None else earlier.get((SAMPLING, "temperature"), None)
-    if first is not None and float(first) != float(source["temperature"]):
+    if names_words and first is not None and float(first) != float(source["temperature"]):
         raise ValueError(
-            f"this turn's temperature is {float(source['temperature']):g}, that of the turn before {float(first):g}"
+            f"this turn's temperature is {float(source['temperature']):g}, that of the turn before {float(first):g}, "
+            "and a sample is scored at one: sample all turns alike, or pass return_log_probs=False"
         )
     return TensorDict(source)
 

@@ -67,6 +67,7 @@ class EventLoop:
             patience: seconds that a loop has which is just stopping.
 
         Raises:
+            RuntimeError: the loop is stopping, and has not within that time.
             Exception: what the function raises.
         """
         future: Future[T] = Future()
@@ -78,8 +79,10 @@ class EventLoop:
                 future.set_exception(error)
 
         if not self.call(call):
-            self.join(patience)  # then nothing else touches what the function does
-            call()
+            self.join(patience)
+            if self._thread is not None and self._thread.is_alive():
+                raise RuntimeError(f"the loop has not stopped within {patience:g} s")
+            call()  # nothing else touches what the function does
         return future.result()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:

@@ -168,6 +168,11 @@ def test_a_float32_head_is_what_vllm_makes_of_our_override(moe: str) -> None:
     assert build_engine_args(arguments).create_model_config().head_dtype == torch.bfloat16
 
 
+def test_vllms_own_sampling_masks_are_refused(moe: str) -> None:
+    with pytest.raises(ValueError, match="return_sampling_mask: completions say by themselves"):
+        build_engine_args({"model": moe, "return_sampling_mask": True})
+
+
 def test_a_foreign_worker_extension_is_refused_and_ours_is_not(moe: str) -> None:
     with pytest.raises(ValueError, match=r"worker_extension_cls='theirs\.Extension' is not supported"):
         build_engine_args({"model": moe, "worker_extension_cls": "theirs.Extension"})

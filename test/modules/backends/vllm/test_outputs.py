@@ -114,9 +114,12 @@ def test_routes_are_dropped_where_they_were_not_asked_for() -> None:
 def test_words_that_were_left_out_are_taken_over() -> None:
     """Of the first token words 4 and 9 were kept, of the second all but word 3, and of a third one that was cut."""
     steps = [np.array(step, np.int32) for step in ([0, 4, 9], [1, ~3], [2, 5])]
-    (only,) = completion_from_vllm(output(answer(sampling_mask=steps)), request(), 0).outputs
+    given = answer(sampling_mask=steps, logprobs=flat([-1.0], [-2.0]))
+    (only,) = completion_from_vllm(output(given), request(), 0).outputs
     assert only.kept is not None
     assert (only.kept.ids.tolist(), only.kept.sizes.tolist()) == ([4, 9, 3], [2, -1])
+    # without log-probs words are named in some steps only: those that other requests shared
+    assert completion_from_vllm(output(answer(sampling_mask=steps[1:])), request(), 0).outputs[0].kept is None
 
 
 @pytest.mark.parametrize("steps", [None, [], [np.array([], np.int32)] * 2])

@@ -90,6 +90,8 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
         )
     if arguments.get("weight_transfer_config") is not None:
         raise ValueError("weight_transfer_config is the engine's own: choose a transport in VLLMWeightSyncScheme")
+    if arguments.get("return_sampling_mask"):
+        raise ValueError("return_sampling_mask: completions say by themselves which words sampling kept; leave it out")
     engine_args = AsyncEngineArgs(**{**DEFAULTS, **arguments, "worker_extension_cls": extension})
     is_moe = engine_args.create_model_config().get_num_experts() > 0
     capture = arguments.get("enable_return_routed_experts", is_moe)

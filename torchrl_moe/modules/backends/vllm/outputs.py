@@ -56,7 +56,8 @@ def completion_from_vllm(output: Any, request: Request, version: int) -> Complet
                 logprobs=sampled_logprobs(item.logprobs),
                 routed_experts=item.routed_experts if request.return_routed_experts else None,
                 policy_versions=np.full(len(token_ids), version, np.int32),
-                kept=KeptIds.of_steps(item.sampling_mask or (), len(token_ids)),
+                # without log-probs an engine names words only in steps that it takes with requests that want some
+                kept=None if item.logprobs is None else KeptIds.of_steps(item.sampling_mask or (), len(token_ids)),
             )
         )
     return Completion(

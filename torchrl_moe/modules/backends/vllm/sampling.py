@@ -40,9 +40,10 @@ class SamplingParamsBuilder:
             name = leaves_words_out(partial(getattr, params))
             if name is not None and params.logprobs is not None and not self._names_words:
                 raise ValueError(
-                    f"{name}={getattr(params, name)!r} leaves words out, and with speculative decoding, a scheduler of "
-                    "your own or vLLM's Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=0 turns it off) the engine does not "
-                    "say which: leave it out, or logprobs"
+                    f"{name}={getattr(params, name)!r} leaves words out, and this engine does not say which: it has "
+                    "speculative decoding, a scheduler or logits processors of your own, another logprobs_mode than "
+                    "'processed_logprobs', or vLLM's Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=0 turns it off). Leave "
+                    f"{name} out, or logprobs"
                 )
             # holding the sources keeps their ids from being used again
             self._key, self._held, self._last = key, (spec, guided_options), params
