@@ -103,7 +103,7 @@ def test_the_exported_model_is_the_trained_one(first_run: Any) -> None:
     [
         ("shift_routes", 2, "agreement"),
         ("wrong_ids", 2, "agreement"),
-        ("no_sync", 6, "agreement"),
+        pytest.param("no_sync", 6, "agreement", marks=pytest.mark.soak),
         pytest.param("shuffle_advantages", 16, "learning", marks=pytest.mark.soak),
     ],
 )
