@@ -32,7 +32,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "min_p 0.05": {"min_p": 0.05},
 }
 ANSWERS, NEW, BOUND = 32, 48, 1e-5
-WORDS, REQUESTS, TOKENS, PAIRS, SPEED = 32768, 16, 128, 7, 0.9
+WORDS, REQUESTS, TOKENS, PAIRS, SPEED = 32768, 16, 64, 5, 0.9
 
 
 def prompts(count: int, length: int) -> TensorDictBase:
