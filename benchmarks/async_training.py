@@ -171,18 +171,14 @@ def main() -> None:
     turns, once = arms["in turns"], arms["at once"]
     speed = [a.seconds / b.seconds for a, b in zip(turns, once, strict=True)]
     gap = statistics.median(b.reward - a.reward for a, b in zip(turns, once, strict=True))
+    figures = {
+        "seconds per 1000 trained tokens": "seconds",
+        "share of the time that the trainer waits": "waiting",
+        "reward at the end, from 0.5": "reward",
+    }
     rows = [
-        Row(claim=f"{arm}: seconds per 1000 trained tokens", value=median_range([one.seconds for one in found]))
-        for arm, found in arms.items()
-    ]
-    rows += [
-        Row(
-            claim=f"{arm}: share of the time that the trainer waits", value=median_range([one.waiting for one in found])
-        )
-        for arm, found in arms.items()
-    ]
-    rows += [
-        Row(claim=f"{arm}: reward at the end, from 0.5", value=median_range([one.reward for one in found]))
+        Row(claim=f"{arm}: {words}", value=median_range([getattr(one, name) for one in found]))
+        for words, name in figures.items()
         for arm, found in arms.items()
     ]
     fast = statistics.median(speed)

@@ -16,6 +16,13 @@ SCHEDULERS = "torchrl_moe.modules.backends.vllm.schedulers"
 
 Name = Callable[[Any, Sequence[int]], Any]
 
+WORK = {
+    "MinPLogitsProcessor": "min_p_count",
+    "LogitBiasLogitsProcessor": "biases",
+    "MinTokensLogitsProcessor": "min_toks",
+}
+"""vLLM's own logits processors -> what of them is empty, or 0, while they have nothing to do."""
+
 
 def carry_masks(config: Any) -> None:
     """Have an engine core that is made from ``config`` hand masks on, if they are all that a trainer has to know.
@@ -24,11 +31,14 @@ def carry_masks(config: Any) -> None:
     sampler is another; a scheduler of the user's own; logits processors of theirs, which may change values; and
     log-probs that are not of what was sampled.
     """
-    scheduling = config.scheduler_config
-    model = config.model_config
-    is_plain = config.speculative_config is None and not config.use_v2_model_runner
-    is_plain = is_plain and model.logprobs_mode == "processed_logprobs" and not model.logits_processors
-    if is_plain and scheduling.scheduler_cls is None:
+    scheduling, model = config.scheduler_config, config.model_config
+    if (
+        config.speculative_config is None
+        and not config.use_v2_model_runner
+        and scheduling.scheduler_cls is None
+        and not model.logits_processors
+        and model.logprobs_mode == "processed_logprobs"
+    ):
         name = "AsyncMaskScheduler" if scheduling.async_scheduling else "MaskScheduler"
         scheduling.scheduler_cls = f"{SCHEDULERS}.{name}"
 
@@ -111,7 +121,5 @@ def _leaves_words_out(metadata: Any) -> bool:
 
 def _is_busy(processor: Any) -> bool:
     """Whether a logits processor does something; one that is not vLLM's own may always."""
-    idle = {"MinPLogitsProcessor": "min_p_count", "LogitBiasLogitsProcessor": "biases"}
-    idle["MinTokensLogitsProcessor"] = "min_toks"
-    attribute = idle.get(type(processor).__name__)
+    attribute = WORK.get(type(processor).__name__)
     return attribute is None or bool(getattr(processor, attribute))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
+from support.saved import SAVED
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import dense_mask, select_rows
 
@@ -236,17 +237,6 @@ def rollout(one: KeptTokens) -> TensorDict:
     return TensorDict(sampling=sampling, tokens=torch.arange(len(one.sizes)), finish_reason="stop")
 
 
-def through_memmap(data: Any, path: Path) -> Any:
-    data.memmap(path)
-    return type(data).load_memmap(path)
-
-
-SAVED: list[Callable[[Any, Path], Any]] = [
-    lambda data, path: pickle.loads(pickle.dumps(data)),
-    lambda data, path: data.clone(),
-    lambda data, path: data.to("cpu"),
-    through_memmap,
-]
 KEPT = ("sampling", "kept")
 
 

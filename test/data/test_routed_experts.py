@@ -24,6 +24,7 @@ from tensordict import (
     set_list_to_stack,
 )
 
+from support.saved import SAVED
 from torchrl_moe._errors import RouteShapeError, RouteValueError
 from torchrl_moe.data import UNSET_EXPERT, RoutedExperts, RoutingLayout
 from torchrl_moe.data.routed_experts import routes_from_vllm
@@ -465,19 +466,6 @@ def stack_settings(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def rollout(routes: RoutedExperts) -> TensorDict:
     return TensorDict(routed_experts=routes, tokens=torch.arange(len(routes.full)), finish_reason="stop")
-
-
-def through_memmap(data: Any, path: Path) -> Any:
-    data.memmap(path)
-    return type(data).load_memmap(path)
-
-
-SAVED: list[Callable[[Any, Path], Any]] = [
-    lambda data, path: pickle.loads(pickle.dumps(data)),
-    lambda data, path: data.clone(),
-    lambda data, path: data.to("cpu"),
-    through_memmap,
-]
 
 
 @pytest.mark.parametrize("save", SAVED, ids=["pickle", "clone", "to", "memmap"])

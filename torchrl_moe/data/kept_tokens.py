@@ -180,12 +180,8 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
             rows = f"{lengths[0]}..{lengths[-1]}" if len(lengths) > 1 else str(lengths[0] if lengths else 0)
             cut = sum(int((sample.sizes != 0).sum()) for sample in samples)
             ids = sum(int(sample.sizes.abs().sum()) for sample in samples)
-        except (
-            RuntimeError,
-            AttributeError,
-            KeyError,
-            TypeError,
-        ):  # meta and fake tensors; fields that are not set yet
+        # meta and fake tensors; fields that are not set yet
+        except (RuntimeError, AttributeError, KeyError, TypeError):
             return f"KeptTokens(batch_size={list(self.batch_size)})"
         shape = ", ".join([*map(str, self.batch_size), f"T={rows}"])
         return f"KeptTokens(shape=[{shape}], tokens with words left out={cut}, ids={ids}, nbytes={self.nbytes})"
