@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrl_moe import _compat_sampling
+from torchrl_moe._compat_routing import SCHEDULERS
 from torchrl_moe.data.kept_tokens import dense_mask
 from torchrl_moe.modules.backends.kept_ids import KeptIds, name_kept
 
@@ -28,40 +29,25 @@ def test_importing_imports_no_vllm() -> None:
 # -- engines ----------------------------------------------------------------------------------------------------------
 
 
-def config_of(asynchronous: bool = True, **fields: Any) -> SimpleNamespace:
-    scheduling = SimpleNamespace(scheduler_cls=None, async_scheduling=asynchronous)
-    model = SimpleNamespace(logprobs_mode="processed_logprobs", logits_processors=None)
-    given = {"speculative_config": None, "scheduler_config": scheduling, "use_v2_model_runner": False}
-    given["model_config"] = model
-    return SimpleNamespace(**{**given, **fields})
-
-
-@pytest.mark.parametrize(("asynchronous", "name"), [(True, "AsyncMaskScheduler"), (False, "MaskScheduler")])
-def test_an_engine_gets_a_scheduler_that_hands_masks_on(asynchronous: bool, name: str) -> None:
-    config = config_of(asynchronous)
-    _compat_sampling.carry_masks(config)
-    assert config.scheduler_config.scheduler_cls == f"torchrl_moe.modules.backends.vllm.schedulers.{name}"
-    assert _compat_sampling.carries_masks(SimpleNamespace(vllm_config=config))
+def config_of(**fields: Any) -> SimpleNamespace:
+    model = {"logprobs_mode": "processed_logprobs", "logits_processors": None}
+    scheduling = SimpleNamespace(scheduler_cls=fields.pop("scheduler_cls", f"{SCHEDULERS}.MoEScheduler"))
+    return SimpleNamespace(scheduler_config=scheduling, model_config=SimpleNamespace(**{**model, **fields}))
 
 
 @pytest.mark.parametrize(
-    ("fields", "scheduler"),
+    ("fields", "carries"),
     [
-        ({"speculative_config": object()}, None),
-        (
-            {"scheduler_config": SimpleNamespace(scheduler_cls="mine.Scheduler", async_scheduling=True)},
-            "mine.Scheduler",
-        ),
-        ({"model_config": SimpleNamespace(logprobs_mode="raw_logprobs", logits_processors=None)}, None),
-        ({"model_config": SimpleNamespace(logprobs_mode="processed_logprobs", logits_processors=["mine"])}, None),
-        ({"use_v2_model_runner": True}, None),  # its sampler is another one, which the hook does not fit
+        ({}, True),
+        ({"scheduler_cls": f"{SCHEDULERS}.AsyncMoEScheduler"}, True),
+        ({"scheduler_cls": None}, False),
+        ({"scheduler_cls": "mine.Scheduler"}, False),
+        ({"logprobs_mode": "raw_logprobs"}, False),
+        ({"logits_processors": ["mine"]}, False),
     ],
 )
-def test_other_engines_are_left_as_they_are(fields: dict[str, Any], scheduler: Any) -> None:
-    config = config_of(**fields)
-    _compat_sampling.carry_masks(config)
-    assert config.scheduler_config.scheduler_cls == scheduler
-    assert not _compat_sampling.carries_masks(SimpleNamespace(vllm_config=config))
+def test_engines_whose_masks_say_all_hand_them_on(fields: dict[str, Any], carries: bool) -> None:
+    assert _compat_sampling.carries_masks(config_of(**fields)) is carries
 
 
 def test_masks_of_an_answer_stay_arrays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_moe import _compat_sampling
+from torchrl_moe import _compat_routing
 
 __all__ = [
     "abort_answers",
@@ -120,7 +120,7 @@ def make_async_llm(engine_args: Any, stat_loggers: list[Any]) -> tuple[Any, str]
     if not reason and current_platform.is_cpu():
         os.environ[METHOD_VARIABLE] = "fork"
         resource_tracker.ensure_running()  # one for all of the engine's processes, as if they were spawned
-    _compat_sampling.carry_masks(config)
+    _compat_routing.take_scheduler(config)
     engine = AsyncLLM.from_vllm_config(
         config,
         stat_loggers=stat_loggers,

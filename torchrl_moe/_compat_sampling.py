@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["carries_masks", "carry_masks", "fill_masks", "keep_masks_as_arrays", "leave_masks"]
+from torchrl_moe import _compat_routing
 
-SCHEDULERS = "torchrl_moe.modules.backends.vllm.schedulers"
+__all__ = ["carries_masks", "fill_masks", "keep_masks_as_arrays", "leave_masks"]
 
 Name = Callable[[Any, Sequence[int]], Any]
 
@@ -24,28 +24,18 @@ WORK = {
 """vLLM's own logits processors -> what of them is empty, or 0, while they have nothing to do."""
 
 
-def carry_masks(config: Any) -> None:
-    """Have an engine core that is made from ``config`` hand masks on, if they are all that a trainer has to know.
+def carries_masks(config: Any) -> bool:
+    """Whether an engine core made from ``config`` hands masks on: they are all that a trainer has to know.
 
-    Left alone are: drafts of speculative decoding, which are accepted by another rule; vLLM's Model Runner V2, whose
-    sampler is another; a scheduler of the user's own; logits processors of theirs, which may change values; and
-    log-probs that are not of what was sampled.
+    They are not where the user has logits processors, which may change values, and where log-probs are not of what was
+    sampled.
     """
-    scheduling, model = config.scheduler_config, config.model_config
-    if (
-        config.speculative_config is None
-        and not config.use_v2_model_runner
-        and scheduling.scheduler_cls is None
+    model = config.model_config
+    return (
+        _compat_routing.has_scheduler(config)
         and not model.logits_processors
         and model.logprobs_mode == "processed_logprobs"
-    ):
-        name = "AsyncMaskScheduler" if scheduling.async_scheduling else "MaskScheduler"
-        scheduling.scheduler_cls = f"{SCHEDULERS}.{name}"
-
-
-def carries_masks(engine: Any) -> bool:
-    """Whether an ``AsyncLLM`` hands masks on."""
-    return str(engine.vllm_config.scheduler_config.scheduler_cls).startswith(SCHEDULERS)
+    )
 
 
 def keep_masks_as_arrays() -> None:

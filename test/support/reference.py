@@ -52,8 +52,13 @@ def _unbiased_weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
     return weights / (weights.sum(-1, keepdim=True) + 1e-20) * router.routed_scaling_factor
 
 
+def _softmax_weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    weights = logits.float().softmax(-1).gather(1, experts)
+    return weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights
+
+
 ROUTERS = {
-    "qwen3_moe": Router("mlp.gate"),
+    "qwen3_moe": Router("mlp.gate", weights=_softmax_weights),
     "mixtral": Router("mlp.gate"),
     "olmoe": Router("mlp.gate"),
     "deepseek_v3": Router("mlp.gate", _biased, _unbiased_weights),
@@ -73,6 +78,7 @@ class Reference:
         self._router = ROUTERS[self.model.config.model_type]
         self._seen: dict[int, Tensor] = {}
         self._theirs: Tensor | None = None
+        self._followed: Tensor | None = None
         self._ties: list[tuple[int, int, Tensor]] | None = None
         for layer, block in enumerate(self.model.model.layers):
             routers = [
@@ -91,6 +97,9 @@ class Reference:
             if self._theirs is not None:
                 own = experts
                 experts = side_at_ties(own, self._router.scores(router, logits), self._theirs[:, layer])
+                if self._followed is not None:
+                    rows = self._followed.nonzero()[:, 0]
+                    experts[rows] = self._theirs[rows, layer]
                 sided = (experts != own).any(-1, keepdim=True)
                 if self._router.weights is not None and sided.any():
                     weights = torch.where(sided, self._router.weights(router, logits, experts), weights)
@@ -104,7 +113,11 @@ class Reference:
 
     @torch.no_grad()
     def __call__(
-        self, ids: Tensor | Sequence[int], temperature: float = 1.0, routes: Any = None
+        self,
+        ids: Tensor | Sequence[int],
+        temperature: float = 1.0,
+        routes: Any = None,
+        followed: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Return log-probs ``[T]``, those of token t given the tokens before it (NaN for the first), and routes.
 
@@ -114,14 +127,16 @@ class Reference:
             ids: ``[T]``.
             temperature: of the log-probs.
             routes: the engine's ``[R, L, K]``, R <= T, to side with at ties; -1 where it has none.
+            followed: bool ``[R]``, rows in which the model takes the engine's experts, whatever it would choose.
         """
         row = torch.as_tensor(ids).view(1, -1)
         self._seen.clear()
         self._theirs = None if routes is None else torch.from_numpy(np.asarray(routes).astype(np.int64))
+        self._followed = followed
         try:
             logits = self.model(row).logits[0].float() / temperature
         finally:
-            self._theirs = None  # others run the model too
+            self._theirs = self._followed = None  # others run the model too
         log_probs = logits.log_softmax(-1)[:-1].gather(1, row[0, 1:, None])[:, 0]
         return torch.cat([log_probs.new_full((1,), float("nan")), log_probs]), dict(self._seen)
 

@@ -94,13 +94,18 @@ class Versions:
 
     # -- what is true of an answer ----------------------------------------------------------------------------------
 
-    def check(self, completion: Completion, output: CompletionOutput, only: int | None = None) -> None:
+    def check(
+        self, completion: Completion, output: CompletionOutput, only: int | None = None, live: bool = False
+    ) -> None:
         """Each token's log-prob, and each row, is what its version makes of all that stands before it.
+
+        Earlier versions' tokens are read with the experts that were recorded for them.
 
         Args:
             completion: what came of a request.
             output: one of its answers.
             only: look at the tokens of this version alone; by default at all.
+            live: earlier versions' tokens were read as this version routes them.
         """
         prompt, answer = len(completion.prompt_token_ids), len(output.token_ids)
         made_by = torch.from_numpy(output.policy_versions.astype(np.int64))
@@ -111,19 +116,28 @@ class Versions:
         ids = torch.from_numpy(np.concatenate([completion.prompt_token_ids, output.token_ids]))
         for version in set(made_by.tolist()) if only is None else {only}:
             self.load(version)
-            faults = self._faults(ids, rows, output, made_by == version, row_by == version)
-            if faults:
+            followed = None if live else row_by < version
+            faults = self._faults(ids, rows, output, made_by == version, row_by == version, followed)
+            if faults and live:
                 # the engine has read other versions' rows again, and may have taken the other side at a tie in them
                 for row, layer, chosen in self.reference.ties(ids, rows):
                     if row < len(rows) and row_by[row] != version:
                         other = rows.clone()
                         other[row, layer] = chosen
-                        if not self._faults(ids, other, output, made_by == version, row_by == version):
+                        if not self._faults(ids, other, output, made_by == version, row_by == version, None):
                             faults = ""
                             break
             assert not faults, f"version {version} of {made_by.unique_consecutive(return_counts=True)}: {faults}"
 
-    def _faults(self, ids: Tensor, sides: Tensor, output: CompletionOutput, tokens: Tensor, own: Tensor) -> str:
+    def _faults(
+        self,
+        ids: Tensor,
+        sides: Tensor,
+        output: CompletionOutput,
+        tokens: Tensor,
+        own: Tensor,
+        followed: Tensor | None,
+    ) -> str:
         """Return in what an answer differs from the model as it is.
 
         Args:
@@ -132,8 +146,9 @@ class Versions:
             output: the answer.
             tokens: which of its tokens are looked at.
             own: which rows are.
+            followed: which rows the model takes from the answer.
         """
-        log_probs, routes = self.reference(ids, routes=sides)
+        log_probs, routes = self.reference(ids, routes=sides, followed=followed)
         off = (torch.from_numpy(output.logprobs.copy()) - log_probs[-len(tokens) :]).abs()
         wrong = (off > TOLERANCE) & tokens
         if wrong.any():

@@ -29,6 +29,7 @@ __all__ = [
     "Completion",
     "CompletionMetrics",
     "CompletionOutput",
+    "OnResume",
     "PauseMode",
     "ProbeReport",
     "Replica",
@@ -41,6 +42,8 @@ __all__ = [
 ]
 
 PauseMode = Literal["keep", "wait", "abort"]
+OnResume = Literal["forced", "live"]
+"""How an answer that goes on reads its first part again: by the experts it was sampled with, or as the model routes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,8 @@ class Request:
     Exactly one of ``prompt_token_ids`` (int32 ``[P]``) and ``prompt`` is set. ``sampling_params`` is a mapping of
     vLLM's ``SamplingParams`` fields, or such an object; requests of one call share it, so it crosses once.
     ``resume`` is what there is of the answers to the prompt: those cut short go on from their last tokens.
+    ``routed_experts``, integers ``[rows, L, K]`` with rows <= P, are followed for the first positions, -1 where the
+    model routes. ``on_resume`` says how tokens that were routed once are read again; ``None``: as well as is possible.
     """
 
     request_id: str
@@ -61,6 +66,8 @@ class Request:
     guided_options: Any = None
     return_routed_experts: bool = True
     resume: Completion | None = None
+    routed_experts: NDArray[np.integer[Any]] | None = None
+    on_resume: OnResume | None = None
 
     def param(self, name: str) -> Any:
         """Return a sampling parameter as the user gave it; ``None`` if it was not given."""
@@ -91,6 +98,8 @@ class CompletionOutput:
         - routed_experts: unsigned int ``[P + G - 1, L, K]`` as the engine gives it; ``None`` if not kept
         - policy_versions: int32 ``[G]``, version of the weights that produced each token
         - kept: the words that each token was sampled from; ``None`` if none were left out, or no log-probs asked for
+
+    ``resume`` says how later parts of it read the earlier ones again: ``"none"`` if there are none.
     """
 
     index: int
@@ -102,6 +111,7 @@ class CompletionOutput:
     routed_experts: NDArray[np.integer[Any]] | None = None
     stop_reason: int | str | None = None
     kept: KeptIds | None = None
+    resume: OnResume | Literal["none"] = "none"
 
     def __repr__(self) -> str:
         routes = None if self.routed_experts is None else list(self.routed_experts.shape)
@@ -165,6 +175,7 @@ class ReplicaInfo:
     """What a replica says of itself once it serves.
 
     ``layout`` is ``None`` if no routes are captured. ``dtype``: torch's name of what the model computes in, if known.
+    ``why_live``: why the engine cannot follow recorded experts; empty if it can.
     """
 
     model: str
@@ -173,6 +184,7 @@ class ReplicaInfo:
     tensor_parallel_size: int = 1
     engine_version: str = ""
     dtype: str = ""
+    why_live: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

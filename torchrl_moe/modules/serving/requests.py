@@ -6,13 +6,25 @@ import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
-from torchrl_moe.modules.backends.replica import Completion, Request
-from torchrl_moe.modules.serving.prompts import Prompt
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrl_moe.modules.backends.replica import Completion, OnResume, Request
+from torchrl_moe.modules.serving.prompts import Prompt, PromptBatch
 from torchrl_moe.modules.serving.resumption import request_to_resume
 
-__all__ = ["Placement", "check_timeout", "common_fields", "integers", "make_request", "one_each", "placements"]
+__all__ = [
+    "Placement",
+    "check_timeout",
+    "common_fields",
+    "integers",
+    "make_request",
+    "one_each",
+    "placements",
+    "rows_each",
+]
 
 T = TypeVar("T")
 
@@ -70,12 +82,15 @@ def common_fields(
     prompt_adapter_request: Any,
     guided_options: Any,
     return_routed_experts: bool,
+    on_resume: OnResume | None,
 ) -> dict[str, Any]:
     """Return the fields that all requests of a call share.
 
     Raises:
-        ValueError: a prompt adapter.
+        ValueError: a prompt adapter, or another word for ``on_resume``.
     """
+    if on_resume not in (None, *get_args(OnResume)):
+        raise ValueError(f"on_resume must be None or one of {get_args(OnResume)}, got {on_resume!r}")
     if prompt_adapter_request is not None:
         raise ValueError("prompt_adapter_request must be None: vLLM has dropped prompt adapters. Use a LoRA request.")
     return {
@@ -83,6 +98,7 @@ def common_fields(
         "lora_request": lora_request,
         "guided_options": guided_options,
         "return_routed_experts": return_routed_experts,
+        "on_resume": on_resume,
     }
 
 
@@ -93,6 +109,37 @@ def make_request(prompt: Prompt, **fields: Any) -> Request:
     if isinstance(prompt, str):
         return Request(prompt=prompt, **fields)
     return Request(prompt_token_ids=prompt, **fields)
+
+
+def rows_each(values: Any, batch: PromptBatch) -> list[NDArray[Any] | None]:
+    """Return the routes that each prompt is to follow: of one prompt as they are, of several a list.
+
+    Args:
+        values: an array, tensor or ``RoutedExperts``, ``[rows, L, K]``, or one of these or ``None`` per prompt;
+            ``None`` for none at all.
+        batch: the prompts.
+
+    Raises:
+        ValueError: another number of them, or what is to be followed by a completion that is resumed.
+        TypeError: something that is no array of numbers.
+    """
+    count = len(batch.prompts)
+    if values is None:
+        return [None] * count
+    if any(isinstance(prompt, Completion) for prompt in batch.prompts):
+        raise ValueError("routed_experts: what is resumed follows its own; leave it out, or pass token ids as a prompt")
+    given = [values] if batch.single else list(values)
+    if len(given) != count:
+        raise ValueError(f"routed_experts must have one entry per prompt: got {len(given)} for {count} prompts")
+    return [None if one is None else _rows(one, i) for i, one in enumerate(given)]
+
+
+def _rows(value: Any, position: int) -> NDArray[Any]:
+    full = getattr(value, "full", value)
+    rows = np.asarray(full.detach().cpu() if hasattr(full, "detach") else full)
+    if rows.dtype.kind not in "biuf":
+        raise TypeError(f"routed_experts[{position}] must be an array of integers, got {type(value).__name__}")
+    return rows
 
 
 def one_each(values: Any, count: int, name: str) -> list[Any] | None:

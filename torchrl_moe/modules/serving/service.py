@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 from torchrl_moe._errors import NoReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Replica, Request
+from torchrl_moe.modules.backends.replica import Completion, OnResume, Replica, Request
 from torchrl_moe.modules.serving.admission import Admission
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
 from torchrl_moe.modules.serving.balancing.strategy import Strategy
@@ -32,6 +32,7 @@ from torchrl_moe.modules.serving.requests import (
     make_request,
     one_each,
     placements,
+    rows_each,
 )
 from torchrl_moe.modules.serving.resumption import check_resume, whole
 
@@ -107,6 +108,8 @@ class GenerationService(ReplicaService):
         group_ids: str | int | Sequence[str | int | None] | None = None,
         request_context: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
         return_routed_experts: bool = True,
+        routed_experts: Any = None,
+        on_resume: OnResume | None = None,
     ) -> Completion | list[Completion]:
         """Generate for one prompt or many, and wait.
 
@@ -135,6 +138,11 @@ class GenerationService(ReplicaService):
             group_ids: one per prompt, like ``session_ids``; 3 and ``"3"`` are one group. Requests of one group all go
                 to one weight version.
             return_routed_experts: whether to bring the routes back; evaluation does not need them.
+            routed_experts: of a prompt of token ids: the experts ``[rows, L, K]`` that its first tokens follow, -1 in
+                rows that the model routes; for several prompts a list, with ``None`` for those without.
+            on_resume: how an answer that goes on, after a weight swap, a preemption or from ``resume``, reads its first
+                part again: ``"forced"``, by the experts that it was sampled with, or ``"live"``, as the model then
+                routes it. Default: forced where the engine can; ``infos[i].why_live`` says why not.
 
         Returns:
             One :class:`~torchrl_moe.modules.backends.replica.Completion` for one prompt, else a list in input order.
@@ -157,11 +165,12 @@ class GenerationService(ReplicaService):
         ids = one_each(request_ids, count, "request_ids") or [self._new_id() for _ in batch.prompts]
         params = self.sampling_params if sampling_params is None else sampling_params
         common = common_fields(
-            params, lora_request, prompt_adapter_request, guided_options_request, return_routed_experts
+            params, lora_request, prompt_adapter_request, guided_options_request, return_routed_experts, on_resume
         )
+        turns, rows = integers(priority, count, "priority"), rows_each(routed_experts, batch)
         requests = [
-            make_request(prompt, request_id=request_id, priority=turn, **common)
-            for prompt, request_id, turn in zip(batch.prompts, ids, integers(priority, count, "priority"), strict=True)
+            make_request(prompt, request_id=request_id, priority=turn, routed_experts=followed, **common)
+            for prompt, request_id, turn, followed in zip(batch.prompts, ids, turns, rows, strict=True)
         ]
         done = self._check_resumes(requests)
         where = placements(
@@ -208,6 +217,8 @@ class GenerationService(ReplicaService):
         group_id: str | int | None = None,
         request_context: Mapping[str, Any] | None = None,
         return_routed_experts: bool = True,
+        routed_experts: Any = None,
+        on_resume: OnResume | None = None,
     ) -> Completion:
         """Generate for one prompt without blocking the event loop; arguments as in :meth:`generate`.
 
@@ -225,7 +236,8 @@ class GenerationService(ReplicaService):
             item,
             request_id=name,
             priority=turn,
-            **common_fields(params, lora_request, None, guided_options_request, return_routed_experts),
+            routed_experts=rows_each(routed_experts, batch)[0],
+            **common_fields(params, lora_request, None, guided_options_request, return_routed_experts, on_resume),
         )
         done = self._check_resumes([request])
         where = placements(

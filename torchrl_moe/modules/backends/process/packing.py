@@ -62,7 +62,8 @@ def pack_requests(requests: Sequence[Request]) -> Packed:
     return Packed(
         ids=_concatenate([row for row in ids if row is not None], np.int32),
         lengths=np.array([-1 if row is None else len(row) for row in ids], np.int64),
-        rest=[(r.request_id, r.prompt, r.priority, r.return_routed_experts) for r in requests],
+        rest=[(r.request_id, r.prompt, r.priority, r.return_routed_experts, r.on_resume) for r in requests],
+        forced={i: r.routed_experts for i, r in enumerate(requests) if r.routed_experts is not None},
         options=to_plain(list(distinct.values())),
         places=[places[key] for key in keys],
         resumed=list(resumed),
@@ -80,7 +81,7 @@ def unpack_requests(packed: Packed) -> list[Request]:
     requests = []
     rows = zip(lengths.tolist(), packed["rest"], packed["places"], strict=True)
     for i, (length, row, place) in enumerate(rows):
-        request_id, prompt, priority, routes = row
+        request_id, prompt, priority, routes, on_resume = row
         params, lora, guided = options[place]
         requests.append(
             Request(
@@ -93,6 +94,8 @@ def unpack_requests(packed: Packed) -> list[Request]:
                 guided_options=guided,
                 return_routed_experts=routes,
                 resume=resumed.get(i),
+                routed_experts=packed["forced"].get(i),
+                on_resume=on_resume,
             )
         )
     return requests
@@ -118,7 +121,7 @@ def pack_completions(completions: Sequence[Completion]) -> Packed:
         has_logprobs=[row is not None for row in logprobs],
         routes=np.concatenate(kept) if kept else None,
         route_lengths=np.array([-1 if rows is None else len(rows) for rows in routes], np.int64),
-        outputs=[(o.index, o.text, o.finish_reason, o.stop_reason) for o in outputs],
+        outputs=[(o.index, o.text, o.finish_reason, o.stop_reason, o.resume) for o in outputs],
         rest=[
             (
                 c.request_id,
@@ -189,6 +192,7 @@ def _unpack_outputs(packed: Packed) -> list[CompletionOutput]:
             routed_experts=next(routes) if route_lengths[i] >= 0 else None,
             stop_reason=stop_reason,
             kept=KeptIds(*next(words)) if named[i] >= 0 else None,
+            resume=resume,
         )
-        for i, (index, text, finish_reason, stop_reason) in enumerate(packed["outputs"])
+        for i, (index, text, finish_reason, stop_reason, resume) in enumerate(packed["outputs"])
     ]

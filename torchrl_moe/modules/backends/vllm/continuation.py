@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.replica import CompletionOutput, Request
+from torchrl_moe.modules.backends.replica import CompletionOutput, OnResume, Request
 
 __all__ = ["can_continue", "join", "request_for_rest", "sampling_for_rest"]
 
@@ -46,10 +46,26 @@ def can_continue(params: Any) -> bool:
     return not any(getattr(params, name, None) for name in STATEFUL)
 
 
-def request_for_rest(request: Request, name: str, prompt_ids: NDArray[Any], first: CompletionOutput | None) -> Request:
-    """Return the request, called ``name``, for the rest of an answer; ``first`` is ``None`` if it starts again."""
-    ids = prompt_ids if first is None else np.concatenate([prompt_ids, first.token_ids])
-    return replace(request, request_id=name, prompt=None, prompt_token_ids=ids.astype(np.int32))
+def request_for_rest(
+    request: Request,
+    name: str,
+    prompt_ids: NDArray[Any],
+    first: CompletionOutput | None,
+    rows: NDArray[np.integer[Any]] | None = None,
+) -> Request:
+    """Return the request, called ``name``, for the rest of an answer.
+
+    Args:
+        request: of the whole answer.
+        name: of its rest.
+        prompt_ids: of the whole answer.
+        first: the part before; ``None`` if the answer starts again.
+        rows: the experts ``[P + G1 - 1, L, K]`` that the first part's tokens are to follow, if they are to.
+    """
+    if first is None:
+        return replace(request, request_id=name, prompt=None, prompt_token_ids=prompt_ids.astype(np.int32))
+    ids = np.concatenate([prompt_ids, first.token_ids]).astype(np.int32)
+    return replace(request, request_id=name, prompt=None, prompt_token_ids=ids, routed_experts=rows)
 
 
 def sampling_for_rest(
@@ -86,7 +102,12 @@ def _ends_inside_a_character(first: CompletionOutput, params: Any, decode: Decod
 
 
 def join(
-    index: int, first: CompletionOutput | None, rest: CompletionOutput, params: Any, decode: Decode
+    index: int,
+    first: CompletionOutput | None,
+    rest: CompletionOutput,
+    params: Any,
+    decode: Decode,
+    on_resume: OnResume = "live",
 ) -> CompletionOutput:
     """Put answer ``index`` together.
 
@@ -96,6 +117,7 @@ def join(
         rest: the part after it.
         params: of the whole answer.
         decode: token ids to text, as vLLM would for this answer.
+        on_resume: how the rest read the first part.
 
     Shapes:
         - token_ids, logprobs, policy_versions, kept: ``[G1 + G2]``, less where a stop string ends the answer early
@@ -106,6 +128,7 @@ def join(
     if not len(rest.token_ids):  # cut again; vLLM gives no rows then
         return replace(first, index=index, finish_reason=rest.finish_reason, stop_reason=rest.stop_reason)
     text = first.text + rest.text
+    how: OnResume = "live" if "live" in (first.resume, on_resume) else "forced"  # the worse of all parts
     if params.detokenize:
         rest, text = _read(first, rest, params, decode)
     return replace(
@@ -117,6 +140,7 @@ def join(
         logprobs=_concatenated(first.logprobs, rest.logprobs),
         routed_experts=_concatenated(first.routed_experts, rest.routed_experts),
         kept=KeptIds.join([first.kept, rest.kept], [len(first.token_ids), len(rest.token_ids)]),
+        resume=how,
     )
 
 

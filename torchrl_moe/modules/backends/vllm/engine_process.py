@@ -26,7 +26,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torchrl_moe import _compat, _compat_sampling
+from torchrl_moe import _compat, _compat_routing, _compat_sampling
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.process import packing, wire
 from torchrl_moe.modules.backends.process.parent_watch import Inbox, end_group, end_group_later
@@ -101,7 +101,9 @@ class EngineProcess:
             self.weights,
             lambda completion: send(("completion", completion)),
             self._refuse,
-            _compat_sampling.carries_masks(engine),
+            names_words=_compat_sampling.carries_masks(engine.vllm_config),
+            layout=info.layout,
+            why_live=info.why_live,
         )
         self.weights.in_flight = self.requests
         self.adapters = AdapterVersions(engine, self.requests)
@@ -294,9 +296,12 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Lo
     engine, reason = _compat.make_async_llm(engine_args, [logger.factory])
     if reason:
         print(f"torchrl_moe: vLLM's own processes import vLLM again: {reason}", flush=True)
-    if _compat_sampling.carries_masks(engine):
+    if _compat_sampling.carries_masks(engine.vllm_config):
         _compat_sampling.keep_masks_as_arrays()
         await engine.collective_rpc("torchrl_moe_name_kept_words")
+    why_live = _compat_routing.why_live(engine.vllm_config)
+    if not why_live:
+        why_live = (await engine.collective_rpc("torchrl_moe_follow_routes"))[0]
     model_config = engine.model_config
     layout = None
     if engine_args.enable_return_routed_experts:
@@ -314,6 +319,7 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Lo
         tensor_parallel_size=engine_args.tensor_parallel_size,
         engine_version=vllm.__version__,
         dtype=str(model_config.dtype).removeprefix("torch."),
+        why_live=why_live,
     )
     return engine, info, logger.load
 

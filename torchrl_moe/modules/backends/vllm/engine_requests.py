@@ -17,10 +17,19 @@ from functools import partial
 from typing import Any, Protocol
 
 from torchrl_moe import _compat
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, PauseMode, Request, nothing_yet
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.replica import (
+    Completion,
+    CompletionOutput,
+    OnResume,
+    PauseMode,
+    Request,
+    nothing_yet,
+)
 from torchrl_moe.modules.backends.vllm import continuation
 from torchrl_moe.modules.backends.vllm.adapters import Adapters
 from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
+from torchrl_moe.modules.backends.vllm.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder
 
 __all__ = ["EngineRequests"]
@@ -98,6 +107,8 @@ class EngineRequests:
         send: takes a completion to the driver.
         refuse: takes the id of a request that failed, and the error.
         names_words: whether the engine says which words sampling kept.
+        layout: the engine's routers; ``None`` if it captures no routes.
+        why_live: why the engine cannot follow recorded experts; empty if it can.
 
     Attributes:
         adapter: vLLM's request of the adapter that requests without one of their own get; ``None`` for the bare model.
@@ -110,6 +121,8 @@ class EngineRequests:
         send: Callable[[Completion], None],
         refuse: Callable[[str, BaseException], None],
         names_words: bool = True,
+        layout: RoutingLayout | None = None,
+        why_live: str = "",
     ) -> None:
         self.engine = engine
         self.weights = weights
@@ -124,6 +137,7 @@ class EngineRequests:
         self._sampling = SamplingParamsBuilder(names_words)
         self._adapters = Adapters(engine)
         self._serial = itertools.count(1)
+        self._routes = RequestRoutes(layout, why_live)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -162,7 +176,7 @@ class EngineRequests:
     # -- one request ------------------------------------------------------------------------------------------------
 
     async def _run(self, running: Running) -> Completion:
-        request = running.request
+        request = running.request = self._routes.checked(running.request)
         params = self._sampling(request.sampling_params, request.guided_options)
         completion, part = await self._first(running, params)
         # nothing to keep: all answers start again, together
@@ -224,9 +238,10 @@ class EngineRequests:
         part = Part(request.request_id, getattr(params, "n", 1), lora, answer=answer)
         running.parts.add(part)
         final = None
+        followed = self._routes.attached(params, request)
         try:
             async for output in self.engine.generate(
-                prompt, params, request.request_id, lora_request=lora, priority=request.priority
+                prompt, followed, request.request_id, lora_request=lora, priority=request.priority
             ):
                 final = output
         finally:
@@ -250,13 +265,17 @@ class EngineRequests:
             if running.aborted:
                 break
             prompt_ids = completion.prompt_token_ids
-            rest = continuation.request_for_rest(running.request, self._name(running.request), prompt_ids, kept)
+            rows = self._routes.of_part(running.request, kept)
+            rest = continuation.request_for_rest(running.request, self._name(running.request), prompt_ids, kept, rows)
+            on_resume: OnResume = "live" if rows is None else "forced"
             how = continuation.sampling_for_rest(params, index, len(prompt_ids), kept, decode)
             more, part = await self._ask(running, rest, how, index)
             (output,) = more.outputs
             over = part.over(output)
             if part.keeps(output, params):
-                running.answers[index] = kept = output = continuation.join(index, kept, output, params, decode)
+                running.answers[index] = kept = output = continuation.join(
+                    index, kept, output, params, decode, on_resume
+                )
                 over = over or output.finish_reason != "abort"  # a stop string across the cut ends it
         return replace(output if kept is None else kept, index=index)
 
@@ -293,7 +312,8 @@ class EngineRequests:
             kept, part = running.answers.get(output.index), parts.get(output.index)
             if part is not None and part.outputs and len(part.outputs[0].token_ids):
                 decode = partial(self._decode, params)
-                outputs.append(continuation.join(output.index, kept, part.outputs[0], params, decode))
+                on_resume: OnResume = "live" if self._routes.of_part(request, kept) is None else "forced"
+                outputs.append(continuation.join(output.index, kept, part.outputs[0], params, decode, on_resume))
             elif kept is not None:
                 outputs.append(kept)
             else:

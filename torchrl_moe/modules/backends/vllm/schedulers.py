@@ -1,30 +1,76 @@
-"""vLLM's schedulers with one switch set: they hand on which words sampling kept, which a hook in the workers says.
+"""vLLM's schedulers, which hand on more: the words that sampling kept, and the experts of a request that is read again.
 
-vLLM 0.30 sets it by ``return_sampling_mask``, and then refuses each model runner but its newest, which has no CPU. Read
-in the engine core only, which makes a scheduler by its name.
+vLLM preempts a request where others need its blocks, or where a weight swap has its cache recomputed; later it reads
+the request's tokens again, and routes them as its weights of then see fit. Here they go with the experts that their
+answer was sampled with. Read in the engine core only, which makes a scheduler by its name.
+
+Letters: P prompt tokens, G tokens delivered, L decoder layers, K experts per token.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-__all__ = ["AsyncMaskScheduler", "MaskScheduler"]
+from torchrl_moe import _compat_routing, _compat_sampling
+from torchrl_moe.modules.backends.vllm.forced_rows import Forced, forced_of
+
+__all__ = ["AsyncMoEScheduler", "MoEScheduler"]
 
 
-class MaskScheduler(Scheduler):
+class MoEScheduler(Scheduler):
     """Of an engine that waits for each step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.return_sampling_mask = True
+        self.return_sampling_mask = _compat_sampling.carries_masks(self.vllm_config)
+        self._follows = not _compat_routing.why_live(self.vllm_config)
+        self._leaving: dict[str, Any] = {}  # preempted with tokens on their way -> the blocks that it had
+        if self._follows:
+            _compat_routing.key_blocks_by_rows(lambda request: forced_of(request).rows)
+
+    def _preempt_request(self, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
+        if self._follows and not forced_of(request).is_live:
+            blocks = self.kv_cache_manager.get_block_ids(request.request_id)
+            self._keep_rows(request, blocks)
+            if drop_stale_output:  # other weights will compute its blocks: nobody else's may stand for them
+                request.block_hashes = []
+                request.update_block_hashes()
+            elif request.num_in_flight_tokens:
+                self._leaving[request.request_id] = blocks
+        super()._preempt_request(request, timestamp, drop_stale_output)
+
+    def _keep_rows(self, request: Any, blocks: Any) -> None:
+        """Keep the rows of the tokens delivered: ``[P + G - 1, L, K]``, since the last one's comes with the next."""
+        forced = forced_of(request)
+        known = 0 if forced.rows is None else len(forced.rows)
+        total = request.num_tokens - 1
+        if request.num_output_tokens and total > known:
+            more = _compat_routing.recorded_rows(self, blocks, known, total)
+            request.torchrl_moe_forced = Forced(
+                rows=more if forced.rows is None else np.concatenate([forced.rows.astype(np.int16), more])
+            )
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for name, blocks in list(self._leaving.items()):  # tokens of a step that had begun when it was preempted
+            request = self.requests.get(name)
+            if request is not None:
+                self._keep_rows(request, blocks)
+            if request is None or not request.num_stale_output_tokens:
+                del self._leaving[name]
+        return outputs
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().schedule(*args, **kwargs)
+        if self._follows and (resumed := output.scheduled_cached_reqs.resumed_req_ids):
+            rows = {name: forced_of(self.requests[name]).rows for name in resumed}
+            setattr(output, _compat_routing.ROWS, {name: one for name, one in rows.items() if one is not None})
+        return output
 
 
-class AsyncMaskScheduler(AsyncScheduler):
+class AsyncMoEScheduler(MoEScheduler, AsyncScheduler):
     """Of an engine that does not."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.return_sampling_mask = True

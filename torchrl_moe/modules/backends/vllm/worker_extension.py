@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_moe import _compat, _compat_sampling
+from torchrl_moe import _compat, _compat_routing, _compat_sampling
 from torchrl_moe.data.weight_store import Manifest
 from torchrl_moe.modules.backends.kept_ids import name_kept
 from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process.parent_watch import end_with_leader
 from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
+from torchrl_moe.modules.backends.vllm.forced_routing import ForcedRouting, prove
 
 __all__ = ["WorkerExtension"]
 
@@ -56,6 +57,21 @@ class WorkerExtension:
             _compat_sampling.fill_masks(self.model_runner, name_kept)
         else:
             _compat_sampling.leave_masks(self.model_runner)
+
+    def torchrl_moe_follow_routes(self) -> str:
+        """Have the routers follow recorded experts from now on; return why they cannot, or ""."""
+        runner = self.model_runner
+        config = runner.model_config
+        try:
+            routers = _compat_routing.routers_of(runner.get_model())
+            sites = {
+                layer: prove(layer, router, config.get_hidden_size(), config.dtype) for layer, router in routers.items()
+            }
+        except ValueError as error:
+            return str(error)
+        _, num_layers, top_k = runner.routed_experts_capturer.get_device_buffer().shape
+        _compat_routing.drive_routers(runner, routers, ForcedRouting(sites, num_layers, top_k))
+        return ""
 
     def torchrl_moe_stage(self, manifest: str, shadow: bool, verify: bool, threads: int) -> bool:
         """Begin to stage a version; see ``WeightEngine.stage``."""

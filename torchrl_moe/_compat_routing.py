@@ -1,0 +1,166 @@
+"""What of vLLM the following of recorded experts needs, private names included; all others are in ``_compat.py``.
+
+vLLM 0.30 records experts and follows none. Its routers choose in ``BaseRouter._compute_routing``, and it records what
+comes out: so a router that follows proves it. Its scheduler has the rows of all tokens, by their place in the KV cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "SCHEDULERS",
+    "drive_routers",
+    "has_scheduler",
+    "key_blocks_by_rows",
+    "recorded_rows",
+    "routers_of",
+    "take_scheduler",
+    "why_live",
+]
+
+SCHEDULERS = "torchrl_moe.modules.backends.vllm.schedulers"
+ROWS = "torchrl_moe_rows"  # an attribute that we add to vLLM's own messages from the scheduler to the workers
+
+Rows = NDArray[np.integer[Any]]
+Route = Callable[[Callable[[], Any]], Any]
+
+
+class Follower(Protocol):
+    """What a worker's steps are told to; see ``ForcedRouting``."""
+
+    def take(self, rows: Mapping[str, Rows], params: Mapping[str, Any], ended: Iterable[str]) -> None:
+        """Take the rows of requests that come, or come back, and drop those of requests that ended."""
+
+    def begin(self, spans: Sequence[tuple[str, int, int]]) -> None:
+        """Begin a step: of each request in the batch its name, the first token's position, and how many there are."""
+
+    def end(self, captured: Any) -> None:
+        """End a step, in which these experts ``[N, L, K]`` were recorded."""
+
+    def route(self, layer: int, live: Callable[[], Any]) -> Any:
+        """Return what a layer's router gives: its own code's answer, on recorded experts where there are some."""
+
+
+def take_scheduler(config: Any) -> None:
+    """Have an engine core that is made from ``config`` take a scheduler of ours.
+
+    Left alone are: a scheduler of the user's own; speculative decoding, whose drafts are accepted by another rule; and
+    vLLM's Model Runner V2, which has another sampler and prepares its inputs elsewhere.
+    """
+    scheduling = config.scheduler_config
+    if scheduling.scheduler_cls is None and config.speculative_config is None and not config.use_v2_model_runner:
+        name = "AsyncMoEScheduler" if scheduling.async_scheduling else "MoEScheduler"
+        scheduling.scheduler_cls = f"{SCHEDULERS}.{name}"
+
+
+def has_scheduler(config: Any) -> bool:
+    """Whether an engine core made from ``config`` has a scheduler of ours."""
+    return str(config.scheduler_config.scheduler_cls).startswith(SCHEDULERS)
+
+
+def why_live(config: Any) -> str:
+    """Return why an engine of this configuration cannot follow recorded experts, or ""."""
+    parallel = config.parallel_config
+    if not config.model_config.enable_return_routed_experts:
+        return "the engine captures no routes"
+    if config.use_v2_model_runner:
+        return "vLLM's Model Runner V2 prepares its inputs elsewhere: VLLM_USE_V2_MODEL_RUNNER=0 turns it off"
+    if config.speculative_config is not None:
+        return "speculative decoding takes several tokens a step, some of which are dropped"
+    if not has_scheduler(config):
+        return f"the engine has a scheduler of your own, {config.scheduler_config.scheduler_cls}"
+    if parallel.data_parallel_size > 1:
+        return f"data_parallel_size={parallel.data_parallel_size}: a router sees the tokens of other ranks"
+    if not config.model_config.enforce_eager and os.environ.get("TORCH_COMPILE_DISABLE") != "1":
+        return "compiled steps and CUDA graphs run past what a router is told: enforce_eager=True turns both off"
+    return ""
+
+
+def key_blocks_by_rows(rows_of: Callable[[Any], Rows | None]) -> None:
+    """Have an engine core's prefix cache tell blocks apart that were computed with other experts; once is enough.
+
+    Args:
+        rows_of: returns the rows that a request follows ``[rows, L, K]``, or ``None``.
+    """
+    from vllm.v1.core import block_pool, kv_cache_utils
+
+    plain = kv_cache_utils.generate_block_hash_extra_keys
+    if hasattr(plain, "torchrl_moe"):
+        return
+
+    def with_rows(request: Any, start_token_idx: int, end_token_idx: int, start_mm_idx: int) -> Any:
+        keys, next_mm_idx = plain(request, start_token_idx, end_token_idx, start_mm_idx)
+        rows = rows_of(request)
+        if rows is not None and (part := rows[start_token_idx:end_token_idx]).size and part.max() >= 0:
+            keys = (*(keys or ()), hashlib.blake2b(part.astype(np.int16).tobytes(), digest_size=16).hexdigest())
+        return keys, next_mm_idx
+
+    with_rows.torchrl_moe = True  # type: ignore[attr-defined]
+    kv_cache_utils.generate_block_hash_extra_keys = block_pool.generate_block_hash_extra_keys = with_rows
+
+
+def recorded_rows(scheduler: Any, blocks: Any, start: int, stop: int) -> Rows:
+    """Return the rows ``[stop - start, L, K]`` that a scheduler has of tokens of a request, by its blocks."""
+    manager = scheduler.routed_experts_mgr
+    rows: Rows = manager.get(blocks[manager.attn_gid], stop, token_start=start).astype(np.int16)
+    return rows
+
+
+def routers_of(model: Any) -> dict[int, Any]:
+    """Return the routers of a worker's model, by decoder layer.
+
+    Raises:
+        ValueError: one chooses where nothing can be put in its way; the message names it.
+    """
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCaptureSource
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    found: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, MoERunner):
+            if module._quant_method.is_monolithic:
+                raise ValueError(f"{name}: {type(module._quant_method).__name__} routes inside its kernel")
+            if not isinstance(module.router, BaseRouter):
+                raise ValueError(f"{name}: {type(module.router).__name__} is no router that vLLM records")
+            found[int(module.layer_id)] = module.router
+        elif isinstance(module, RoutedExpertsCaptureSource):
+            raise ValueError(f"{name}: {type(module).__name__} records by itself")
+    return found
+
+
+def drive_routers(runner: Any, routers: Mapping[int, Any], follower: Follower) -> None:
+    """Have a worker's model runner tell ``follower`` of its steps, and its routers ask it (0.30)."""
+    prepare, execute = runner._prepare_inputs, runner.execute_model
+
+    def prepare_and_begin(scheduler_output: Any, num_scheduled_tokens: NDArray[np.int32]) -> Any:
+        prepared = prepare(scheduler_output, num_scheduled_tokens)
+        batch, count = runner.input_batch, len(num_scheduled_tokens)
+        starts = batch.num_computed_tokens_cpu[:count].tolist()
+        follower.begin(list(zip(batch.req_ids, starts, num_scheduled_tokens.tolist(), strict=True)))
+        return prepared
+
+    def execute_and_end(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        params = {new.req_id: new.sampling_params for new in scheduler_output.scheduled_new_reqs}
+        follower.take(getattr(scheduler_output, ROWS, {}), params, scheduler_output.finished_req_ids)
+        output = execute(scheduler_output, *args, **kwargs)
+        follower.end(runner.routed_experts_capturer.get_device_buffer())
+        return output
+
+    runner._prepare_inputs, runner.execute_model = prepare_and_begin, execute_and_end
+    for layer, router in routers.items():
+        router._compute_routing = _asking(router._compute_routing, layer, follower)
+
+
+def _asking(live: Callable[..., Any], layer: int, follower: Follower) -> Callable[..., Any]:
+    def compute_routing(*args: Any, **kwargs: Any) -> Any:
+        return follower.route(layer, lambda: live(*args, **kwargs))
+
+    return compute_routing

@@ -1,0 +1,156 @@
+"""Recorded experts in a worker: the routers of a step follow them, row by row, and choose themselves where none are.
+
+A router runs its own code (scoring, bias, groups, normalisation, scaling); only its ``topk`` is answered, as the
+trainer's replay does it (:mod:`torchrl_moe.modules.replay.interception`). What vLLM recorded in a step is compared with
+what was to be followed, and a difference ends the engine: no answer is delivered that followed something else.
+
+Letters: N tokens of a step, L decoder layers, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchrl_moe._errors import ReplayError
+from torchrl_moe.data import UNSET_EXPERT
+from torchrl_moe.modules.backends.vllm.forced_rows import forced_in
+from torchrl_moe.modules.replay.binding import Binding
+from torchrl_moe.modules.replay.discovery import RouterSite
+from torchrl_moe.modules.replay.interception import TopKInterception
+
+__all__ = ["ForcedRouting", "prove"]
+
+PROOF_ROWS = 4
+
+
+class ForcedRouting:
+    """What the requests of a worker follow.
+
+    Args:
+        sites: the routers, by decoder layer.
+        num_layers: L, those without a router included.
+        top_k: K.
+    """
+
+    def __init__(self, sites: Mapping[int, RouterSite], num_layers: int, top_k: int) -> None:
+        self._sites = sites
+        self._num_layers = num_layers
+        self._top_k = top_k
+        self._rows: dict[str, NDArray[Any]] = {}
+        self._step: Binding | None = None
+
+    @property
+    def rows(self) -> Mapping[str, NDArray[Any]]:
+        """The rows of each request that follows some."""
+        return self._rows
+
+    def take(self, rows: Mapping[str, NDArray[Any]], params: Mapping[str, Any], ended: Iterable[str]) -> None:
+        """Take what requests follow: ``rows`` of those that are read again, new ones by their parameters."""
+        if self._rows:
+            for name in ended:
+                self._rows.pop(name, None)
+        self._rows.update(rows)
+        for name, one in params.items():
+            if (given := forced_in(one).rows) is not None:
+                self._rows[name] = given
+
+    def begin(self, spans: Sequence[tuple[str, int, int]]) -> None:
+        """Begin a step of these requests: name, position of the first token, number of tokens."""
+        self._step = None
+        if any(start < len(self._rows.get(name, ())) for name, start, _ in spans):
+            self._step = self._binding(self._laid_out(spans))
+
+    def _laid_out(self, spans: Sequence[tuple[str, int, int]]) -> Tensor:
+        """Return int16 ``[N, L, K]``, -1 where a router chooses."""
+        total = sum(count for _, _, count in spans)
+        routes = np.full((total, self._num_layers, self._top_k), UNSET_EXPERT, np.int16)
+        at = 0
+        for name, start, count in spans:
+            part = self._rows.get(name, routes[:0])[start : start + count]
+            routes[at : at + len(part)] = part
+            at += count
+        return torch.from_numpy(routes)
+
+    def _binding(self, routes: Tensor) -> Binding:
+        known = routes[..., 0] != UNSET_EXPERT
+        return Binding(layers=tuple(self._sites), routes=routes, known=known, complete=tuple(known.all(0).tolist()))
+
+    def route(self, layer: int, live: Callable[[], Any]) -> Any:
+        """Return what a router gives; ``live`` runs its own code."""
+        step = self._step
+        if step is None or step.known is None or not bool(step.known[:, layer].any()):
+            return live()
+        site = self._sites[layer]
+        choose, groups = partial(step.choose, site, recompute=False), partial(step.groups, site)
+        with TopKInterception(site.num_experts, site.top_k, site.rank, choose, groups):
+            return live()
+
+    def end(self, captured: Tensor) -> None:
+        """End a step.
+
+        Args:
+            captured: what vLLM recorded of it, ``[N or more, L, K]``.
+
+        Raises:
+            ReplayError: a router did not follow.
+        """
+        step, self._step = self._step, None
+        if step is None or step.routes is None or step.known is None:
+            return
+        for layer, site in self._sites.items():
+            rows = step.known[:, layer]
+            followed = step.routes[rows, layer, : site.top_k].to(captured.device)
+            recorded = captured[: len(rows)][rows.to(captured.device), layer, : site.top_k]
+            if not torch.equal(recorded.to(followed.dtype), followed):
+                wrong = int((recorded != followed).any(-1).sum())
+                raise ReplayError(f"layer {layer} did not follow {wrong} of {len(followed)} recorded rows")
+
+
+def prove(layer: int, router: Any, hidden_size: int, dtype: torch.dtype) -> RouterSite:
+    """Have a router follow its own choice and another one, and return what there is to know of it.
+
+    Args:
+        layer: its decoder layer.
+        router: vLLM's, which still chooses by itself.
+        hidden_size: of what it may look at beside its logits.
+        dtype: of its logits.
+
+    Raises:
+        ValueError: it does not follow; the message names its class.
+    """
+    name = type(router).__name__
+    site = RouterSite(layer=0, name=name, num_experts=router.global_num_experts, top_k=router.top_k, rank=2)
+    random = torch.Generator().manual_seed(layer)
+    logits = torch.randn(PROOF_ROWS, site.num_experts, generator=random).to(dtype)
+    hidden = torch.zeros(PROOF_ROWS, hidden_size, dtype=dtype)
+    other = torch.stack([torch.randperm(site.num_experts, generator=random) for _ in range(PROOF_ROWS)])
+
+    def live() -> tuple[Tensor, Tensor]:
+        weights, ids = router._compute_routing(hidden, logits.clone(), torch.int32)
+        return weights, ids
+
+    def following(ids: Tensor) -> tuple[Tensor, Tensor]:
+        routing = ForcedRouting({0: site}, 1, site.top_k)
+        routing.take({"proof": ids[:, None].to(torch.int16).numpy()}, {}, ())
+        routing.begin([("proof", 0, PROOF_ROWS)])
+        return routing.route(0, live)  # type: ignore[no-any-return]
+
+    try:
+        weights, ids = live()
+        same_weights, same = following(ids)
+        other_weights, others = following(other[:, : site.top_k])
+    except Exception as error:  # whatever a router's own code does with experts that it did not choose
+        raise ValueError(f"layer {layer}: {site.name} cannot follow: {type(error).__name__}: {error}") from error
+    if not torch.equal(same, ids) or not torch.equal(same_weights, weights):
+        raise ValueError(f"layer {layer}: {site.name} does not give its own choice back")
+    if not torch.equal(others.long(), other[:, : site.top_k]) or not bool(other_weights.isfinite().all()):
+        raise ValueError(f"layer {layer}: {site.name} does not follow other experts than its own")
+    return replace(site, layer=layer)

@@ -1,0 +1,64 @@
+"""Which recorded experts a request of an engine process follows, and whether it may.
+
+Letters: P prompt tokens, G tokens so far, L decoder layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.replica import CompletionOutput, Request
+from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach, check_rows, rows_of_answer
+
+__all__ = ["RequestRoutes"]
+
+
+class RequestRoutes:
+    """Decides for the requests of one engine.
+
+    Args:
+        layout: the engine's routers; ``None`` if it captures no routes.
+        why_live: why the engine cannot follow recorded experts; empty if it can.
+    """
+
+    def __init__(self, layout: RoutingLayout | None, why_live: str = "") -> None:
+        self._layout = layout
+        self._why_live = why_live
+
+    def checked(self, request: Request) -> Request:
+        """Return a request with its rows in the engine's dtype.
+
+        Raises:
+            ValueError: it follows rows, or has to when it is resumed, and the engine cannot; the prompt is no token
+                ids; or the rows are no routes of this engine's.
+        """
+        if request.on_resume == "forced" and self._why_live:
+            raise ValueError(f"on_resume='forced', but this engine cannot follow recorded experts: {self._why_live}")
+        rows, ids = request.routed_experts, request.prompt_token_ids
+        if rows is None:
+            return request
+        if self._why_live or self._layout is None:
+            raise ValueError(f"routed_experts: this engine cannot follow recorded experts: {self._why_live}")
+        if ids is None:
+            raise ValueError("routed_experts has a row per token: pass token ids in place of text")
+        return replace(request, routed_experts=check_rows(rows, len(ids), self._layout))
+
+    def of_part(self, request: Request, first: CompletionOutput | None) -> NDArray[np.integer[Any]] | None:
+        """Return the rows ``[P + G - 1, L, K]`` that the rest of an answer follows; ``None`` if the model routes."""
+        if first is None or first.routed_experts is None or self._is_live(request) or self._layout is None:
+            return None
+        return rows_of_answer(first.routed_experts, self._layout)
+
+    def attached(self, params: Any, request: Request) -> Any:
+        """Return vLLM's ``SamplingParams`` with the request's rows in them."""
+        if self._why_live:
+            return params
+        return attach(params, Forced(rows=request.routed_experts, is_live=self._is_live(request)))
+
+    def _is_live(self, request: Request) -> bool:
+        return bool(self._why_live) or request.on_resume == "live"
