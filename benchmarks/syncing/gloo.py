@@ -22,7 +22,7 @@ from benchmarks.syncing.store import tensors_of
 from torchrl_moe.data.gloo_group import GlooGroup, join_rendezvous, open_rendezvous
 from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
 from torchrl_moe.modules.backends.commands import Commands
-from torchrl_moe.modules.backends.replica import StageReport
+from torchrl_moe.modules.backends.reports import StageReport
 from torchrl_moe.modules.backends.vllm.receivers.gloo import GlooReceiver
 from torchrl_moe.weight_update.transports.gloo import GlooTransport
 from torchrl_moe.weight_update.transports.transport import StageOptions

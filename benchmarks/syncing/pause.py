@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.report import Row, median_range
 from torchrl_moe.data.weight_store import WeightStoreWriter
-from torchrl_moe.modules.backends.replica import StageReport
+from torchrl_moe.modules.backends.reports import StageReport
 from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.backends.vllm.engine_process import _start_engine
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights

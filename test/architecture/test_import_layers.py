@@ -22,7 +22,8 @@ BELOW: dict[str, set[str]] = {
     "modules.policies": {"modules.serving", "modules.replay"},
     "modules.serving": {"modules.backends"},
     "modules.backends.ray": {"modules.backends.process"},  # an actor hosts an engine process, of whatever engine
-    "modules.backends.vllm": {"modules.backends.process"},
+    # a worker replays as the trainer does
+    "modules.backends.vllm": {"modules.backends.process", "modules.replay", "_compat_sampling"},
     "modules.backends.process": {"modules.backends"},
     "modules.backends": {"data", "ops"},  # the replica protocol
     "modules.replay": {"data", "ops"},
@@ -30,8 +31,9 @@ BELOW: dict[str, set[str]] = {
     "ops": {"render", "_checks", "_compat", "_lazy"},
     "render": {"_checks", "_compat", "_lazy"},  # takes plain data, so anyone may import it
     "_checks": {"_errors"},
-    "_compat": {"_compat_sampling", "_errors"},
-    "_compat_sampling": {"_errors"},  # a part of _compat: the same rules
+    "_compat": {"_compat_routing", "_errors"},
+    "_compat_sampling": {"_compat_routing"},  # parts of _compat: the same rules
+    "_compat_routing": {"_errors"},
     "_errors": set(),
     "_lazy": set(),
     "": set(),  # the package's own __init__: it loads nothing, so anyone may import it
@@ -40,14 +42,14 @@ ONLY_IN_FUNCTIONS = {("modules.serving", f"modules.backends.{room}") for room in
 """An engine constructs its replicas: on vLLM or Ray if it is asked to, and without loading them if it is not."""
 
 PLACES: dict[str, tuple[str, ...]] = {
-    "vllm": ("modules.backends.vllm", "_compat", "_compat_sampling"),
+    "vllm": ("modules.backends.vllm", "_compat", "_compat_sampling", "_compat_routing"),
     "ray": (  # they place actors
         *(f"modules.backends.ray.{file}" for file in ("actor", "actor_link", "cluster")),
         "collectors.remote_host",
     ),
     "transformers": ("modules.policies", "modules.replay", "modules.backends.tokenizer_files", "testing"),
 }
-COMPAT = {"_compat", "_compat_sampling"}
+COMPAT = {"_compat", "_compat_sampling", "_compat_routing"}
 """Files that may touch private names of vLLM and TorchRL."""
 PURE: dict[str, set[str]] = {
     "ops": {"torch"},

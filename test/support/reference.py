@@ -54,13 +54,14 @@ def _unbiased_weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 def _softmax_weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
     weights = logits.float().softmax(-1).gather(1, experts)
-    return weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights
+    is_mixtral = not hasattr(router, "norm_topk_prob")  # which always normalises
+    return weights / weights.sum(-1, keepdim=True) if is_mixtral or router.norm_topk_prob else weights
 
 
 ROUTERS = {
     "qwen3_moe": Router("mlp.gate", weights=_softmax_weights),
-    "mixtral": Router("mlp.gate"),
-    "olmoe": Router("mlp.gate"),
+    "mixtral": Router("mlp.gate", weights=_softmax_weights),
+    "olmoe": Router("mlp.gate", weights=_softmax_weights),
     "deepseek_v3": Router("mlp.gate", _biased, _unbiased_weights),
 }
 

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from torchrl_moe import _compat
-from torchrl_moe.modules.backends.replica import ReplicaInfo
+from torchrl_moe.modules.backends.reports import ReplicaInfo
 from torchrl_moe.modules.backends.vllm import engine_process, engine_requests
 from torchrl_moe.modules.backends.vllm.stats_feed import Load
 

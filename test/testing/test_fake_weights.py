@@ -11,7 +11,8 @@ import torch
 
 from torchrl_moe._errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError
 from torchrl_moe.data.weight_store import WeightStoreWriter
-from torchrl_moe.modules.backends.replica import Replica, SwapReport
+from torchrl_moe.modules.backends.replica import Replica
+from torchrl_moe.modules.backends.reports import SwapReport
 from torchrl_moe.testing.fake_weights import FakeFleet, FakeWeightReplica, SoftError, Stall
 from torchrl_moe.weight_update.transports.gloo import GlooTransport
 from torchrl_moe.weight_update.transports.transport import StageOptions

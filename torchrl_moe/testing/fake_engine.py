@@ -19,15 +19,8 @@ import numpy as np
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.commands import Commands
-from torchrl_moe.modules.backends.replica import (
-    Completion,
-    CompletionMetrics,
-    PauseMode,
-    ProbeReport,
-    ReplicaInfo,
-    ReplicaStats,
-    Request,
-)
+from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, PauseMode, Request
+from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState

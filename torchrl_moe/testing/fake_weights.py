@@ -21,7 +21,8 @@ from torch import Tensor
 from torchrl_moe._errors import EngineError
 from torchrl_moe.data.weight_store import Manifest, WeightStoreReader, check_tensors, copy_adapter
 from torchrl_moe.data.weight_store.adapters import ADAPTER_FILES
-from torchrl_moe.modules.backends.replica import PauseMode, ReplicaInfo, StageReport, SwapReport
+from torchrl_moe.modules.backends.replica import PauseMode
+from torchrl_moe.modules.backends.reports import ReplicaInfo, StageReport, SwapReport
 from torchrl_moe.modules.backends.vllm.receivers.receiver import Receiver, open_receiver
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState

@@ -27,7 +27,8 @@ from torchrl_moe._errors import (
     TorchRLMoEError,
     WeightSyncError,
 )
-from torchrl_moe.modules.backends.replica import PauseMode, Replica, StageReport, SwapReport
+from torchrl_moe.modules.backends.replica import PauseMode, Replica
+from torchrl_moe.modules.backends.reports import StageReport, SwapReport
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.replica_table import TableEntry
 from torchrl_moe.modules.serving.service import GenerationService

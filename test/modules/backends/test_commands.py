@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from torchrl_moe.modules.backends.commands import Commands
-from torchrl_moe.modules.backends.replica import Replica, ReplicaStats, StageReport, SwapReport
+from torchrl_moe.modules.backends.replica import Replica
+from torchrl_moe.modules.backends.reports import ReplicaStats, StageReport, SwapReport
 
 STAGED = StageReport(seconds=1.0, nbytes=8, digest="d")
 KINDS = {"a": (torch.float32, torch.Size([2]))}

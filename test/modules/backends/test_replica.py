@@ -13,15 +13,8 @@ import pytest
 
 from support import toy_kind
 from torchrl_moe.modules.backends.process.replica import LocalReplica
-from torchrl_moe.modules.backends.replica import (
-    Completion,
-    CompletionMetrics,
-    CompletionOutput,
-    Replica,
-    ReplicaInfo,
-    ReplicaStats,
-    Request,
-)
+from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Replica, Request
+from torchrl_moe.modules.backends.reports import ReplicaInfo, ReplicaStats
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 

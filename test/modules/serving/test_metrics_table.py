@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from torchrl_moe.modules.backends.replica import ReplicaStats
+from torchrl_moe.modules.backends.reports import ReplicaStats
 from torchrl_moe.modules.serving.metrics_table import (
     COUNTERS,
     ENGINE_COUNTERS,

@@ -10,7 +10,7 @@ import pytest
 from support.clock import Clock
 from support.replicas import ScriptedReplica
 from torchrl_moe._errors import EngineError
-from torchrl_moe.modules.backends.replica import ProbeReport
+from torchrl_moe.modules.backends.reports import ProbeReport
 from torchrl_moe.modules.serving.breaker import BreakerState
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.probes import ProbeHistory, Probes, Stalled

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from support.services import listening
-from torchrl_moe.modules.backends.replica import ReplicaStats
+from torchrl_moe.modules.backends.reports import ReplicaStats
 from torchrl_moe.modules.serving.candidates import CacheUsage, Recovery
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.replica_table import ReplicaTable

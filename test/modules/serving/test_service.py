@@ -24,7 +24,8 @@ from support.services import HOUR, QUICK, ask, slow_if, submitted, until_running
 from support.strategies import Says
 from support.waiting import in_thread, until
 from torchrl_moe._errors import GenerationTimeout, NoReplicaError, RequestRefusedError, StaleReplicaError
-from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
+from torchrl_moe.modules.backends.replica import Completion, Request
+from torchrl_moe.modules.backends.reports import ReplicaStats
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
 from torchrl_moe.modules.serving.balancing.strategy import Strategy
 from torchrl_moe.modules.serving.replica_service import ReplicaService

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from support.html_table import TableReader
-from torchrl_moe.modules.backends.replica import ReplicaStats
+from torchrl_moe.modules.backends.reports import ReplicaStats
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.modules.serving.stats_table import (

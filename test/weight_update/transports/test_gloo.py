@@ -16,7 +16,7 @@ import torch
 from support.weights import always
 from torchrl_moe._errors import DigestMismatch, ManifestMismatch, ReplicaDiedError, SyncTimeout, WeightSyncError
 from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
-from torchrl_moe.modules.backends.replica import StageReport
+from torchrl_moe.modules.backends.reports import StageReport
 from torchrl_moe.modules.backends.vllm.receivers.gloo import GlooReceiver
 from torchrl_moe.testing.fake_weights import FakeWeightReplica
 from torchrl_moe.weight_update.transports import gloo

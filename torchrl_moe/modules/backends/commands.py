@@ -12,7 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from torchrl_moe.modules.backends.replica import PauseMode, ReplicaStats, StageReport, SwapReport
+from torchrl_moe.modules.backends.replica import PauseMode
+from torchrl_moe.modules.backends.reports import ReplicaStats, StageReport, SwapReport
 
 if TYPE_CHECKING:
     import torch

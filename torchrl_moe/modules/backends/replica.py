@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.kept_ids import KeptIds
+from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats, StageReport, SwapReport
 
 if TYPE_CHECKING:
     import torch
@@ -31,13 +31,8 @@ __all__ = [
     "CompletionOutput",
     "OnResume",
     "PauseMode",
-    "ProbeReport",
     "Replica",
-    "ReplicaInfo",
-    "ReplicaStats",
     "Request",
-    "StageReport",
-    "SwapReport",
     "nothing_yet",
 ]
 
@@ -168,122 +163,6 @@ def nothing_yet(request: Request) -> Completion:
     return Completion(
         request_id=request.request_id, prompt=request.prompt, prompt_token_ids=ids, num_cached_tokens=0, outputs=outputs
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaInfo:
-    """What a replica says of itself once it serves.
-
-    ``layout`` is ``None`` if no routes are captured. ``dtype``: torch's name of what the model computes in, if known.
-    ``why_live``: why the engine cannot follow recorded experts; empty if it can.
-    """
-
-    model: str
-    layout: RoutingLayout | None
-    max_model_len: int
-    tensor_parallel_size: int = 1
-    engine_version: str = ""
-    dtype: str = ""
-    why_live: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaStats:
-    """A replica's own stats, read at one moment; counts are since its engine started.
-
-    Attributes:
-        running: answers being generated.
-        waiting: requests in the engine's queue.
-        cache_usage: share of KV blocks in use, 0 to 1.
-        tokens_per_second: generated during the last second.
-        requests: finished, aborted ones included; the next five fields count only finished requests.
-        completions: answers.
-        prompt_tokens: of their prompts.
-        cached_tokens: those of them that the prefix cache had.
-        generated_tokens: of their answers.
-        generation_seconds: from arrival to end, summed.
-        cache_queries: prompt tokens looked up in the prefix cache, as requests are scheduled.
-        cache_hits: those found.
-        preemptions: times that a request lost its KV blocks to others and must be recomputed.
-        steps: of the engine.
-        step_at: when the last one ended, in seconds since the epoch; 0 before the first.
-        weights_version: of the weights that the engine serves, from any driver; 0 for the checkpoint's.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    cache_usage: float = 0.0
-    tokens_per_second: float = 0.0
-    requests: int = 0
-    completions: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    generation_seconds: float = 0.0
-    cache_queries: int = 0
-    cache_hits: int = 0
-    preemptions: int = 0
-    steps: int = 0
-    step_at: float = 0.0
-    weights_version: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of prompt tokens that the prefix cache had, 0 to 1; 0 before the first."""
-        return self.cache_hits / self.cache_queries if self.cache_queries else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageReport:
-    """A version that a replica checked and may load.
-
-    Attributes:
-        seconds: it took in all.
-        nbytes: of its tensors.
-        digest: of names, dtypes, shapes, and bytes.
-        fetched: seconds until the bytes were there and checked.
-        loaded: seconds to load them into the shadow, or beside other adapters.
-        stage: ``"shadow"``: loaded already; ``"plain"``: in the pause; ``"adapter"``: loaded, and needs no pause.
-        reason: why there is no shadow; empty if there is.
-    """
-
-    seconds: float
-    nbytes: int
-    digest: str
-    fetched: float = 0.0
-    loaded: float = 0.0
-    stage: Literal["shadow", "plain", "adapter"] = "plain"
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwapReport:
-    """How far a replica came with a version: seconds pausing, loading, and paused in all; or why it failed.
-
-    One that was not ``started`` still has its old weights. ``unproved`` says why its canary was not answered.
-    """
-
-    started: bool = True
-    pausing_seconds: float = 0.0
-    loading_seconds: float = 0.0
-    paused_seconds: float = 0.0
-    unproved: str = ""
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeReport:
-    """How an engine is, by the process that owns it: the answer to the command ``probe``.
-
-    Attributes:
-        core_answered: whether the engine core answered a ping in time; one in the middle of a long step does not.
-        stopped: whether one of the engine's processes is stopped by a signal.
-        cpu_seconds: that its processes have computed, without the owner.
-    """
-
-    core_answered: bool
-    stopped: bool = False
-    cpu_seconds: float = 0.0
 
 
 @runtime_checkable

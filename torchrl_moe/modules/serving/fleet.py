@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, TypeVar
 
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
-from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaInfo
+from torchrl_moe.modules.backends.replica import PauseMode, Replica
+from torchrl_moe.modules.backends.reports import ReplicaInfo
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.event_loop import EventLoop
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrl_moe._errors import EngineError, ReplicaDiedError
-from torchrl_moe.modules.backends.replica import ProbeReport
+from torchrl_moe.modules.backends.reports import ProbeReport
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.replica_table import ReplicaTable, TableEntry
 from torchrl_moe.modules.serving.states import ReplicaState

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from torchrl_moe.modules.backends.replica import ReplicaStats
+from torchrl_moe.modules.backends.reports import ReplicaStats
 from torchrl_moe.modules.serving.candidates import TableEntry
 from torchrl_moe.modules.serving.metrics import BOUNDS, Metrics
 from torchrl_moe.modules.serving.metrics_table import COUNTERS, OF_THE_ENGINE, OF_THE_TABLE, OUTCOMES

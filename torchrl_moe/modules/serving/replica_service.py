@@ -15,7 +15,8 @@ from typing import Any, Self
 
 from torchrl_moe._errors import EngineError
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaStats
+from torchrl_moe.modules.backends.replica import PauseMode, Replica
+from torchrl_moe.modules.backends.reports import ReplicaStats
 from torchrl_moe.modules.serving.candidates import TableEntry
 from torchrl_moe.modules.serving.event_loop import EventLoop
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
@@ -264,7 +265,7 @@ class ReplicaService:
 
         All are asked at the same time; one that does not answer shows what it last sent by itself, and a dead one shows
         no stats of an engine. ``supervisor_error`` is ``None`` while deaths and stalls are noticed. Counts are since
-        its engine started; see :class:`~torchrl_moe.modules.backends.replica.ReplicaStats`.
+        its engine started; see :class:`~torchrl_moe.modules.backends.reports.ReplicaStats`.
         """
         self._check_running("stats")
         self._fleet.note_deaths()

@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 
-from torchrl_moe.modules.backends.replica import ReplicaStats
+from torchrl_moe.modules.backends.reports import ReplicaStats
 from torchrl_moe.modules.serving.candidates import TableEntry
 from torchrl_moe.modules.serving.metrics_table import ENGINE_COUNTERS, breaker_state
 from torchrl_moe.modules.serving.replica_table import ReplicaTable

@@ -23,7 +23,8 @@ from torch import Tensor
 from torchrl_moe._errors import SyncTimeout, TorchRLMoEError, WeightSyncError
 from torchrl_moe.data.gloo_group import BUCKET_BYTES, TRAINER, GlooGroup, open_rendezvous
 from torchrl_moe.data.weight_store import Manifest, WeightStoreReader
-from torchrl_moe.modules.backends.replica import Replica, StageReport
+from torchrl_moe.modules.backends.replica import Replica
+from torchrl_moe.modules.backends.reports import StageReport
 from torchrl_moe.weight_update.transports.transport import StageOptions
 
 __all__ = ["GlooTransport"]

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from torchrl_moe.data.weight_store import Manifest
-from torchrl_moe.modules.backends.replica import Replica, StageReport
+from torchrl_moe.modules.backends.replica import Replica
+from torchrl_moe.modules.backends.reports import StageReport
 from torchrl_moe.weight_update.transports.transport import StageOptions
 
 __all__ = ["MemmapTransport"]

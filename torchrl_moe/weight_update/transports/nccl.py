@@ -17,7 +17,8 @@ import torch
 
 from torchrl_moe._errors import TorchRLMoEError, WeightSyncError
 from torchrl_moe.data.weight_store import Manifest, WeightStoreReader
-from torchrl_moe.modules.backends.replica import Replica, StageReport
+from torchrl_moe.modules.backends.replica import Replica
+from torchrl_moe.modules.backends.reports import StageReport
 from torchrl_moe.weight_update.transports.transport import StageOptions
 
 __all__ = ["NcclTransport"]

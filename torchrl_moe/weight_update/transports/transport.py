@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torchrl_moe.data.weight_store import Manifest
-from torchrl_moe.modules.backends.replica import Replica, StageReport
+from torchrl_moe.modules.backends.replica import Replica
+from torchrl_moe.modules.backends.reports import StageReport
 
 __all__ = ["StageOptions", "Transport"]
 

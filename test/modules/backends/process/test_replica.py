@@ -29,7 +29,8 @@ from support.waiting import HOUR, PATIENCE, until
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.process import child
 from torchrl_moe.modules.backends.process.replica import LocalReplica
-from torchrl_moe.modules.backends.replica import ProbeReport, Request
+from torchrl_moe.modules.backends.replica import Request
+from torchrl_moe.modules.backends.reports import ProbeReport
 from torchrl_moe.modules.backends.vllm import kind
 
 START = 120.0  # generous: two seconds, on a machine of its own

@@ -19,7 +19,8 @@ from support.waiting import PATIENCE, until
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.process import packing, wire
 from torchrl_moe.modules.backends.process.replica import LocalReplica
-from torchrl_moe.modules.backends.replica import Completion, PauseMode, ReplicaInfo, ReplicaStats, Request, SwapReport
+from torchrl_moe.modules.backends.replica import Completion, PauseMode, Request
+from torchrl_moe.modules.backends.reports import ReplicaInfo, ReplicaStats, SwapReport
 from torchrl_moe.modules.backends.tokenizer_files import load_tokenizer
 from torchrl_moe.modules.backends.vllm import engine_process, engine_requests, stats_feed
 from torchrl_moe.modules.backends.vllm.engine_process import EngineProcess

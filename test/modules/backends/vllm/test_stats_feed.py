@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from torchrl_moe.modules.backends.replica import ReplicaStats
+from torchrl_moe.modules.backends.reports import ReplicaStats
 from torchrl_moe.modules.backends.vllm import stats_feed
 from torchrl_moe.modules.backends.vllm.stats_feed import Load, StatsFeed
 

@@ -29,7 +29,8 @@ from support.waiting import until
 from torchrl_moe._errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError, WeightSyncError
 from torchrl_moe.data.weight_store import WeightStoreWriter
 from torchrl_moe.modules import AsyncVLLM, FaultPolicy, vLLMWrapper
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, StageReport, SwapReport
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
+from torchrl_moe.modules.backends.reports import StageReport, SwapReport
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.testing.tiny_moe import save_tiny_moe

@@ -24,7 +24,8 @@ from torchrl_moe.modules.backends.commands import Commands
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.process import packing, wire
 from torchrl_moe.modules.backends.process.child import Child, configuration
-from torchrl_moe.modules.backends.replica import Completion, ProbeReport, ReplicaInfo, ReplicaStats, Request
+from torchrl_moe.modules.backends.replica import Completion, Request
+from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats
 from torchrl_moe.modules.backends.tokenizer_files import load_tokenizer
 
 __all__ = ["EngineReplica", "Link", "LocalReplica"]

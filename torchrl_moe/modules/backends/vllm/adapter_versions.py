@@ -21,7 +21,7 @@ from typing import Any
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.data.weight_store import Manifest, copy_adapter
 from torchrl_moe.modules.backends.process.parent_watch import FOLDER_VARIABLE
-from torchrl_moe.modules.backends.replica import StageReport, SwapReport
+from torchrl_moe.modules.backends.reports import StageReport, SwapReport
 from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 

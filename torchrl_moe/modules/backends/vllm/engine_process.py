@@ -31,15 +31,8 @@ from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.process import packing, wire
 from torchrl_moe.modules.backends.process.parent_watch import Inbox, end_group, end_group_later
 from torchrl_moe.modules.backends.process.plain import Packed
-from torchrl_moe.modules.backends.replica import (
-    Completion,
-    PauseMode,
-    ProbeReport,
-    ReplicaInfo,
-    ReplicaStats,
-    StageReport,
-    SwapReport,
-)
+from torchrl_moe.modules.backends.replica import Completion, PauseMode
+from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats, StageReport, SwapReport
 from torchrl_moe.modules.backends.tokenizer_files import tokenizer_files
 from torchrl_moe.modules.backends.vllm.adapter_versions import AdapterVersions
 from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata

@@ -18,14 +18,7 @@ from typing import Any, Protocol
 
 from torchrl_moe import _compat
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.replica import (
-    Completion,
-    CompletionOutput,
-    OnResume,
-    PauseMode,
-    Request,
-    nothing_yet,
-)
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, OnResume, PauseMode, Request, nothing_yet
 from torchrl_moe.modules.backends.vllm import continuation
 from torchrl_moe.modules.backends.vllm.adapters import Adapters
 from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm

@@ -141,7 +141,7 @@ def prove(layer: int, router: Any, hidden_size: int, dtype: torch.dtype) -> Rout
         routing = ForcedRouting({0: site}, 1, site.top_k)
         routing.take({"proof": ids[:, None].to(torch.int16).numpy()}, {}, ())
         routing.begin([("proof", 0, PROOF_ROWS)])
-        return routing.route(0, live)  # type: ignore[no-any-return]
+        return routing.route(0, live)
 
     try:
         weights, ids = live()

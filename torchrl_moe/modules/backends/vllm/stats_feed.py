@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from torchrl_moe.modules.backends.replica import ReplicaStats
+from torchrl_moe.modules.backends.reports import ReplicaStats
 
 __all__ = ["Load", "StatsFeed"]
 

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from torchrl_moe import _compat
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.data.weight_store import Manifest, WeightStoreReader, check_tensors
-from torchrl_moe.modules.backends.replica import Completion, PauseMode, StageReport, SwapReport
+from torchrl_moe.modules.backends.replica import Completion, PauseMode
+from torchrl_moe.modules.backends.reports import StageReport, SwapReport
 from torchrl_moe.modules.backends.vllm.canary import ask_canary
 
 __all__ = ["EngineWeights"]

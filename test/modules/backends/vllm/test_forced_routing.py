@@ -1,0 +1,332 @@
+"""Routers follow recorded experts: vLLM's routers by themselves, and the real engine against transformers, float32."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from support.engines import EngineShelf
+from support.reference import TOLERANCE, Reference
+from support.versions import random_ids
+from torchrl_moe._errors import ReplayError, RequestRefusedError
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.modules.backends.vllm.forced_routing import ForcedRouting, prove
+from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach
+from torchrl_moe.modules.replay.discovery import RouterSite
+
+# -- one worker's steps -----------------------------------------------------------------------------------------------
+
+LAYERS, WIDTH, EXPERTS = 3, 2, 8
+SITES = {layer: RouterSite(layer, "toy", EXPERTS, WIDTH, 2) for layer in (1, 2)}
+
+
+def rows_of(*experts: int) -> NDArray[np.int16]:
+    """Rows that name an expert and the next one, on each layer with a router."""
+    rows = np.full((len(experts), LAYERS, WIDTH), -1, np.int16)
+    for row, expert in zip(rows, experts, strict=True):
+        if expert >= 0:
+            row[1:] = expert, expert + 1
+    return rows
+
+
+def choices(routing: ForcedRouting, tokens: int, layer: int = 1) -> list[int]:
+    """The first expert of each row in a step; a router that chooses by itself takes 0."""
+    scores = torch.arange(EXPERTS, 0, -1).float().expand(tokens, -1)
+    weights, ids = routing.route(layer, lambda: torch.topk(scores, WIDTH))
+    assert torch.equal(weights, scores.gather(1, ids))
+    assert torch.equal(ids[:, 1], ids[:, 0] + 1)
+    return [int(first) for first in ids[:, 0]]
+
+
+def params_of(rows: NDArray[Any]) -> Any:
+    params = SimpleNamespace(extra_args=None)
+    params.clone = lambda: SimpleNamespace(**vars(params))
+    return attach(params, Forced(rows=rows))
+
+
+def test_rows_go_with_their_requests_in_chunks_and_beside_others() -> None:
+    routing = ForcedRouting(SITES, LAYERS, WIDTH)
+    routing.take({}, {"a": params_of(rows_of(3, 4, -1, 5)), "b": SimpleNamespace(extra_args=None)}, ())
+    routing.begin([("b", 0, 2), ("a", 0, 3)])
+    assert choices(routing, 5) == [0, 0, 3, 4, 0]
+    routing.begin([("a", 3, 3), ("b", 2, 1)])
+    assert choices(routing, 4, layer=2) == [5, 0, 0, 0]
+    routing.begin([("a", 6, 1), ("b", 3, 1)])
+    assert choices(routing, 2) == [0, 0]
+
+
+def test_a_request_that_is_read_again_has_more_rows_and_none_once_it_has_ended() -> None:
+    routing = ForcedRouting(SITES, LAYERS, WIDTH)
+    routing.take({}, {"a": params_of(rows_of(3))}, ())
+    routing.take({"a": rows_of(3, 6, 2)}, {}, ())
+    routing.begin([("a", 0, 4)])
+    assert choices(routing, 4) == [3, 6, 2, 0]
+    routing.take({}, {}, ["a", "never seen"])
+    assert not routing.rows
+    routing.begin([("a", 0, 4)])
+    assert choices(routing, 4) == [0, 0, 0, 0]
+
+
+def test_rows_are_held_once() -> None:
+    """They lie in the request's parameters, which the worker has anyway."""
+    routing = ForcedRouting(SITES, LAYERS, WIDTH)
+    params = params_of(rows_of(*range(6)))
+    routing.take({}, {"a": params}, ())
+    packed = params.extra_args["torchrl_moe"]["rows"]
+    assert len(packed) == routing.rows["a"].nbytes
+    assert np.shares_memory(routing.rows["a"], np.frombuffer(packed, np.int16))
+
+
+def test_what_was_recorded_must_be_what_was_to_be_followed() -> None:
+    routing = ForcedRouting(SITES, LAYERS, WIDTH)
+    routing.take({"a": rows_of(3, -1, 5)}, {}, ())
+    recorded = torch.from_numpy(rows_of(3, 0, 5, 7)).int()
+    recorded[:, 0] = 0
+    routing.begin([("a", 0, 3)])
+    routing.end(recorded)
+    routing.end(torch.zeros_like(recorded))  # a step without rows
+    routing.begin([("a", 0, 3)])
+    recorded[2, 2] = torch.tensor([6, 5])
+    with pytest.raises(ReplayError, match="layer 2 did not follow 1 of 2 recorded rows"):
+        routing.end(recorded)
+
+
+# -- vLLM's routers ---------------------------------------------------------------------------------------------------
+
+
+def router(**fields: Any) -> Any:
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    return CPURouter(**{"top_k": 3, "global_num_experts": 8, **fields})
+
+
+def sigmoid_top_1(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
+    """As Llama 4 routes."""
+    scores, ids = torch.topk(gating_output, topk, dim=-1)
+    return scores.float().sigmoid(), ids.int()
+
+
+BIAS = torch.linspace(-1, 1, 8)
+GROUPS = {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
+ROUTERS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = {
+    # arguments, and the weights of given experts by the formula of the family's paper
+    "softmax": ({"renormalize": False}, lambda x, ids: x.softmax(-1).gather(1, ids)),
+    "renormalised": ({}, lambda x, ids: x.gather(1, ids).softmax(-1)),
+    "groups": (
+        {**GROUPS, "renormalize": False, "routed_scaling_factor": 2.5},
+        lambda x, ids: x.softmax(-1).gather(1, ids) * 2.5,
+    ),
+    "sigmoid, bias, groups": (
+        {**GROUPS, "scoring_func": "sigmoid", "e_score_correction_bias": BIAS, "routed_scaling_factor": 2.0},
+        lambda x, ids: x.sigmoid().gather(1, ids) / x.sigmoid().gather(1, ids).sum(-1, keepdim=True) * 2.0,
+    ),
+    "one group": (
+        {**GROUPS, "num_expert_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "e_score_correction_bias": BIAS},
+        lambda x, ids: x.sigmoid().gather(1, ids) / x.sigmoid().gather(1, ids).sum(-1, keepdim=True),
+    ),
+    "of the model's own": (
+        {"custom_routing_function": sigmoid_top_1, "top_k": 1},
+        lambda x, ids: x.gather(1, ids).sigmoid(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_weighs_the_experts_that_it_follows_by_its_own_formula(name: str) -> None:
+    fields, formula = ROUTERS[name]
+    one = router(**fields)
+    site = prove(5, one, hidden_size=4, dtype=torch.float32)
+    assert (site.layer, site.num_experts, site.top_k, site.name) == (5, 8, one.top_k, "CPURouter")
+    logits = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    wanted = torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(i)) for i in range(6)])
+    wanted = wanted[:, : one.top_k]
+    rows = wanted[:, None].to(torch.int16).numpy().copy()
+    rows[2] = -1
+    routing = ForcedRouting({0: RouterSite(0, "one", 8, one.top_k, 2)}, 1, one.top_k)
+    routing.take({"a": rows}, {}, ())
+    routing.begin([("a", 0, 6)])
+    weights, ids = routing.route(0, lambda: one._compute_routing(torch.zeros(6, 4), logits, torch.int32))
+    own_weights, own = one._compute_routing(torch.zeros(6, 4), logits, torch.int32)
+    live = torch.arange(6) == 2
+    assert torch.equal(ids[~live].long(), wanted[~live])
+    assert torch.equal(weights[live], own_weights[live])
+    assert torch.equal(ids[live], own[live])
+    torch.testing.assert_close(weights[~live], formula(logits, wanted)[~live])
+    assert not torch.equal(own, ids)
+
+
+def argmax_one_by_one(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
+    """Never asks for a topk."""
+    left, ids = gating_output.clone(), []
+    for _ in range(topk):
+        ids.append(left.argmax(-1))
+        left[torch.arange(len(left)), ids[-1]] = -torch.inf
+    chosen = torch.stack(ids, -1)
+    return gating_output.gather(1, chosen), chosen.int()
+
+
+def half_topk(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
+    """Undoes every other choice."""
+    ids = torch.topk(gating_output, topk, dim=-1).indices
+    ids[::2] = gating_output[::2].argsort(descending=True)[:, :topk]
+    return gating_output.gather(1, ids), ids.int()
+
+
+def confused(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
+    raise IndexError("out of my depth")
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (argmax_one_by_one, "does not follow other experts"),
+        (half_topk, "does not follow other experts"),
+        (confused, "cannot follow: IndexError: out of my depth"),
+    ],
+)
+def test_a_router_that_does_not_follow_is_named(function: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"layer 3: CPURouter {words}"):
+        prove(3, router(custom_routing_function=function), hidden_size=4, dtype=torch.float32)
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------
+
+
+def some_rows(layout: RoutingLayout, count: int, seed: int = 0) -> NDArray[Any]:
+    """Routes that no router would choose."""
+    rng = np.random.default_rng(seed)
+    rows = np.full((count, layout.num_layers, layout.top_k), -1, layout.numpy_dtype)
+    for layer in layout.moe_layers:
+        rows[:, layer] = rng.permuted(np.tile(np.arange(layout.num_experts), (count, 1)), axis=1)[:, : layout.top_k]
+    return rows
+
+
+def layout_of(engine: AsyncVLLM) -> RoutingLayout:
+    assert engine.infos[0].why_live == ""
+    assert engine.routing_layout is not None
+    return engine.routing_layout
+
+
+def check(reference: Reference, completion: Completion, rows: NDArray[Any]) -> None:
+    """The engine recorded the rows that it followed, and transformers, which follows them too, finds its log-probs."""
+    moe = [layer for layer in range(rows.shape[1]) if (rows[:, layer] >= 0).any()]
+    known = rows[:, moe[0], 0] >= 0
+    for output in completion.outputs:
+        recorded = output.routed_experts.astype(np.int64)
+        assert (recorded[: len(rows)][known][:, moe] == rows[known][:, moe]).all()
+        ids = torch.from_numpy(np.concatenate([completion.prompt_token_ids, output.token_ids]))
+        followed = torch.zeros(len(recorded), dtype=torch.bool)
+        followed[: len(rows)] = torch.from_numpy(known)
+        log_probs, routes = reference(ids, routes=recorded, followed=followed)
+        off = (torch.from_numpy(output.logprobs.copy()) - log_probs[-len(output.token_ids) :]).abs()
+        assert off.max() <= TOLERANCE
+        for layer, expected in routes.items():
+            assert (np.sort(recorded[:, layer]) == expected[: len(recorded)].sort(-1).values.numpy()).all()
+
+
+PARAMS = {"max_tokens": 12, "logprobs": 0, "ignore_eos": True}
+
+
+def generate(engine: AsyncVLLM, prompts: Any, rows: Any, **params: Any) -> Any:
+    return engine.generate(
+        prompt_token_ids=prompts, sampling_params={**PARAMS, **params}, routed_experts=rows, use_tqdm=False
+    )
+
+
+FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3")
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.engine(name)) for name in FAMILIES])
+def test_an_engine_follows_experts_that_it_would_not_choose(family: str, engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    """Whole prompts, parts of prompts, rows with gaps, several answers; beside a request that follows nothing."""
+    layout, reference = layout_of(engine), Reference(shelf.folder(family))
+    prompts = [random_ids(seed, length).tolist() for seed, length in enumerate((40, 40, 200, 3, 40))]
+    rows: list[Any] = [some_rows(layout, count, seed) for seed, count in enumerate((40, 17, 200, 3))]
+    rows[2][gaps(200)] = -1
+    completions = generate(engine, prompts, [*rows, None], n=2)
+    for completion, one in zip(completions, [*rows, some_rows(layout, 0)], strict=True):
+        if len(one):
+            check(reference, completion, one)
+        else:
+            assert reference.distance(completion) <= TOLERANCE
+    live = generate(engine, prompts[:1], [None])[0].outputs[0].routed_experts
+    followed = completions[0].outputs[0].routed_experts
+    assert (live[:40, layout.moe_layers] == followed[:40, layout.moe_layers]).mean() < 0.5
+
+
+def gaps(count: int) -> NDArray[np.bool_]:
+    return np.random.default_rng(9).random(count) < 0.3
+
+
+@pytest.mark.engine("qwen3_moe", max_num_batched_tokens=64, max_num_seqs=8, enable_chunked_prefill=True)
+def test_rows_stay_with_their_tokens_where_prompts_are_read_in_chunks(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    layout, reference = layout_of(engine), Reference(shelf.folder("qwen3_moe"))
+    prompts = [random_ids(20 + seed, 90 + 31 * seed).tolist() for seed in range(6)]
+    rows = [None if seed == 2 else some_rows(layout, 50 + 31 * seed, seed) for seed in range(6)]
+    for completion, one in zip(generate(engine, prompts, rows), rows, strict=True):
+        if one is None:
+            assert reference.distance(completion) <= TOLERANCE
+        else:
+            check(reference, completion, one)
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_blocks_are_shared_by_requests_that_follow_the_same_experts(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    layout, reference = layout_of(engine), Reference(shelf.folder("qwen3_moe"))
+    ids = random_ids(77, 300).tolist()
+    rows, others = some_rows(layout, 300, 1), some_rows(layout, 300, 2)
+    others[:128] = rows[:128]  # a block of the cache, and not the next one
+    cached = []
+    for one in (rows, rows.astype(np.int16), others, None, None):
+        completion = generate(engine, [ids], [one])[0]
+        cached.append(completion.num_cached_tokens)
+        if one is not None:
+            check(reference, completion, one)
+        else:
+            assert reference.distance(completion) <= TOLERANCE
+    assert cached == [0, 256, 128, 0, 256]
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_what_is_no_route_refuses_its_request_and_no_other(engine: AsyncVLLM) -> None:
+    layout = layout_of(engine)
+    good = some_rows(layout, 4)
+    bad: dict[str, Any] = {
+        r"at most a row per prompt token, 5, got 6": some_rows(layout, 6),
+        r"must have shape \[rows, 4, 4\]": good[:, :3],
+        "signed integer dtype, got uint8": good.astype(np.uint8),
+        "signed integer dtype, got float32": good.astype(np.float32),
+        "holds expert 16": np.where(good == 15, 16, good),
+        "partly -1": np.concatenate([good[:, :, :3], np.full_like(good[:, :, :1], -1)], -1),
+        "that layer has no router": np.abs(good),
+    }
+    twice = good.copy()
+    twice[3, 2] = 7
+    bad["twice"] = twice
+
+    async def ask(rows: Any) -> Completion:
+        return await engine.agenerate(
+            prompt_token_ids=[65] * 5, sampling_params={**PARAMS, "temperature": 0.0}, routed_experts=rows
+        )
+
+    async def ask_all() -> list[Any]:
+        return list(await asyncio.gather(*map(ask, [*bad.values(), good]), return_exceptions=True))
+
+    *errors, answer = asyncio.run(ask_all())
+    for words, error in zip(bad, errors, strict=True):
+        assert isinstance(error, RequestRefusedError)
+        with pytest.raises(RequestRefusedError, match=words):
+            raise error
+    assert len(answer.outputs[0].token_ids) == 12
+    with pytest.raises(RequestRefusedError, match="pass token ids in place of text"):
+        engine.generate("text", PARAMS, routed_experts=good, use_tqdm=False)

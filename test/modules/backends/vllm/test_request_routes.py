@@ -1,0 +1,134 @@
+"""Which requests follow recorded experts, and which are refused, by what the engine is."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchrl_moe._errors import RouteShapeError, RouteValueError
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.replica import CompletionOutput, Request
+from torchrl_moe.modules.backends.vllm.forced_rows import forced_in
+from torchrl_moe.modules.backends.vllm.request_routes import RequestRoutes
+
+LAYOUT = RoutingLayout(num_layers=2, moe_layers=(1,), top_k=2, num_experts=8)
+WHY = "FancyRouter routes inside its kernel"
+ABLE, UNABLE = RequestRoutes(LAYOUT), RequestRoutes(LAYOUT, WHY)
+ROWS = np.array([[[-1, -1], [5, 3]], [[-1, -1], [-1, -1]]], np.int64)
+
+
+def request(**fields: Any) -> Request:
+    return Request(
+        **{"request_id": "a", "sampling_params": None, "prompt_token_ids": np.arange(3, dtype=np.int32), **fields}
+    )
+
+
+def params(extra_args: Any = None) -> Any:
+    made = SimpleNamespace(extra_args=extra_args)
+    made.clone = lambda: copy.copy(made)
+    return made
+
+
+def answer(rows: Any) -> CompletionOutput:
+    ids: Any = np.array([7, 8])
+    return CompletionOutput(
+        index=0,
+        token_ids=ids,
+        text="",
+        finish_reason="abort",
+        policy_versions=ids.astype(np.int32),
+        routed_experts=rows,
+    )
+
+
+def test_rows_are_brought_to_the_layouts_dtype() -> None:
+    rows = ABLE.checked(request(routed_experts=ROWS)).routed_experts
+    assert rows is not None
+    assert rows.dtype == np.int8
+    assert (rows == ROWS).all()
+    plain = request()
+    assert ABLE.checked(plain) is plain
+    assert UNABLE.checked(plain) is plain
+
+
+@pytest.mark.parametrize(
+    ("routes", "fields", "error", "words"),
+    [
+        (UNABLE, {"routed_experts": ROWS}, ValueError, f"cannot follow recorded experts: {WHY}"),
+        (UNABLE, {"on_resume": "forced"}, ValueError, f"on_resume='forced', .* {WHY}"),
+        (ABLE, {"routed_experts": ROWS, "prompt_token_ids": None, "prompt": "a"}, ValueError, "token ids in place of"),
+        (ABLE, {"routed_experts": np.repeat(ROWS, 2, 0)}, RouteShapeError, "at most a row per prompt token, 3, got 4"),
+        (ABLE, {"routed_experts": ROWS[:, :1]}, RouteShapeError, r"\[rows, 2, 2\], got \[2, 1, 2\]"),
+        (ABLE, {"routed_experts": ROWS[0]}, RouteShapeError, r"got \[2, 2\]"),
+        (ABLE, {"routed_experts": ROWS.astype(float)}, RouteValueError, "signed integer dtype, got float64"),
+        (
+            ABLE,
+            {"routed_experts": np.where(ROWS == 5, 300, ROWS)},
+            RouteValueError,
+            "token 0, layer 1 holds expert 300",
+        ),
+        (ABLE, {"routed_experts": np.where(ROWS == 5, 3, ROWS)}, RouteValueError, "holds expert 3 twice"),
+        (ABLE, {"routed_experts": np.where(ROWS == 5, -1, ROWS)}, RouteValueError, "partly -1"),
+        (ABLE, {"routed_experts": ROWS[:, ::-1]}, RouteValueError, "layer 0 holds .* no router"),
+    ],
+)
+def test_a_request_that_cannot_be_followed_is_refused(
+    routes: RequestRoutes, fields: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        routes.checked(request(**fields))
+
+
+def test_the_rest_of_an_answer_follows_its_first_part() -> None:
+    recorded = np.array([[[0, 0], [5, 3]]] * 4, np.uint8)  # as vLLM gives them: 0 on a dense layer
+    rows = ABLE.of_part(request(), answer(recorded))
+    assert rows is not None
+    assert rows.dtype == np.int8
+    assert (rows[:, 0] == -1).all()
+    assert (rows[:, 1] == recorded[:, 1]).all()
+
+
+@pytest.mark.parametrize(
+    ("routes", "fields", "first"),
+    [
+        (ABLE, {}, None),  # it starts again
+        (ABLE, {}, answer(None)),  # its routes were not kept
+        (ABLE, {"on_resume": "live"}, answer(ROWS)),
+        (UNABLE, {}, answer(ROWS)),
+        (RequestRoutes(None, "no experts"), {}, answer(ROWS)),
+    ],
+)
+def test_the_rest_of_other_answers_is_routed_live(
+    routes: RequestRoutes, fields: dict[str, Any], first: CompletionOutput | None
+) -> None:
+    assert routes.of_part(request(**fields), first) is None
+
+
+def test_what_vllm_hands_on_is_what_the_request_follows() -> None:
+    asked = params({"mine": 1})
+    made = ABLE.attached(asked, request(routed_experts=ROWS.astype(np.int8)))
+    forced = forced_in(made)
+    assert forced.rows is not None
+    assert forced.rows.dtype == np.int8
+    assert (forced.rows == ROWS).all()
+    assert not forced.is_live
+    assert made.extra_args["mine"] == 1
+    assert asked.extra_args == {"mine": 1}  # others share them
+
+
+def test_a_request_without_rows_costs_nothing() -> None:
+    asked = params()
+    assert ABLE.attached(asked, request()) is asked
+    assert UNABLE.attached(asked, request(on_resume="live")) is asked
+    assert forced_in(asked).rows is None
+    assert forced_in(None).rows is None
+
+
+def test_a_request_that_is_to_route_live_says_so_to_the_scheduler() -> None:
+    forced = forced_in(ABLE.attached(params(), request(on_resume="live")))
+    assert forced.is_live
+    assert forced.rows is None
