@@ -60,7 +60,9 @@ class ToyEngine:
     def __init__(self) -> None:
         self.errored = False
         self.model_config = SimpleNamespace(trust_remote_code=False)
-        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=None))
+        self.vllm_config = SimpleNamespace(
+            model_config=self.model_config, scheduler_config=SimpleNamespace(scheduler_cls=None)
+        )
         self.dead_error = "the toy is broken"
         self.known: dict[str, asyncio.Event] = {}
         self.aborts: list[list[str]] = []
