@@ -47,7 +47,7 @@ class vLLMWrapper(LLMWrapperBase):
         attention_mask_key: of padded token prompts, if there is one.
         generate: must be true; :class:`TransformersWrapper` scores.
         generate_kwargs: TorchRL's common names (``max_new_tokens``, ``temperature``, ...) or vLLM's own; also
-            ``actor_index`` and ``lora_request``.
+            ``actor_index``, ``lora_request`` and the engine's ``on_resume``.
         tokenizer_kwargs: for text prompts; padding and tensors are not asked for, whatever they say.
         pad_output: dense output, prompts padded left and responses right, instead of a lazy stack.
         pad_model_input: must be ``None``; vLLM takes no padding.
@@ -170,7 +170,8 @@ class vLLMWrapper(LLMWrapperBase):
         self.out_keys += [self.masks_key, self.tokens_key]
         self.out_keys += [key for key in (self.keys.log_probs, self.keys.routed_experts) if key is not None]
         self.out_keys += [self.history_key] if self.input_mode == "history" else []
-        self.out_keys += ["policy_versions", "policy_version", "finish_reason", "num_cached_tokens", SAMPLING]
+        self.out_keys += ["policy_versions", "policy_version", "num_segments", "resume"]
+        self.out_keys += ["finish_reason", "num_cached_tokens", SAMPLING]
 
     def _sampling_params(self, generate_kwargs: dict[str, Any] | None, num_samples: int | None) -> dict[str, Any]:
         params = sampling_params_of(generate_kwargs)
@@ -211,7 +212,7 @@ class vLLMWrapper(LLMWrapperBase):
             tensordict: holds the prompts at ``input_key``.
             tensordict_out: where to write, instead of what ``inplace`` says.
             return_routed_experts: false leaves the routes of this call out; evaluation does not need them.
-            **generate_kwargs: change the constructor's for this call, ``actor_index`` and ``lora_request`` too.
+            **generate_kwargs: change the constructor's for this call, the engine's arguments among them too.
 
         Raises:
             KeyError: there is no prompt at ``input_key``.
