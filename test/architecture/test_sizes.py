@@ -15,6 +15,7 @@ FROZEN_SIGNATURES: dict[str, str] = {
     "torchrl_moe.collectors.ray_llm_collector.RayLLMCollector.__init__": "TorchRL's signature",
     "torchrl_moe.modules.serving.service.GenerationService.generate": "TorchRL's signature, and what a request can ask",
     "torchrl_moe.modules.serving.service.GenerationService.agenerate": "generate, for one request",
+    "torchrl_moe.modules.serving.service.GenerationService.score": "generate's, and how tokens were sampled",
     "torchrl_moe.modules.serving.async_vllm.AsyncVLLM.__init__": "TorchRL's names, and the service's own",
     "torchrl_moe.modules.serving.async_vllm.AsyncVLLM.from_pretrained": "TorchRL's signature, and the constructor's",
     "torchrl_moe.testing.fake_engine.FakeReplica.__init__": "whatever a test injects, each by its name",

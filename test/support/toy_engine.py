@@ -59,9 +59,11 @@ class ToyEngine:
 
     def __init__(self) -> None:
         self.errored = False
-        self.model_config = SimpleNamespace(trust_remote_code=False)
+        self.model_config = SimpleNamespace(trust_remote_code=False, logprobs_mode="processed_logprobs")
         self.vllm_config = SimpleNamespace(
-            model_config=self.model_config, scheduler_config=SimpleNamespace(scheduler_cls=None)
+            model_config=self.model_config,
+            scheduler_config=SimpleNamespace(scheduler_cls=None),
+            use_v2_model_runner=False,
         )
         self.dead_error = "the toy is broken"
         self.known: dict[str, asyncio.Event] = {}

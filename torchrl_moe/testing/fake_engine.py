@@ -307,6 +307,7 @@ class FakeReplica(Commands):
             num_cached_tokens=0,
             outputs=outputs,
             metrics=CompletionMetrics(total_seconds=time.monotonic() - entry.started, replica=self.index),
+            prompt_logprobs=model.scores(request, prompt),
         )
 
 

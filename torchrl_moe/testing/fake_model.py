@@ -107,6 +107,20 @@ class FakeModel:
         whole = join(index, first, rest, plain, _text, "live" if is_live else "forced")
         return replace(whole, text=_text(whole.token_ids.tolist()))  # the cut may lie within a character
 
+    def scores(self, request: Request, prompt: NDArray[np.int64]) -> NDArray[np.float32] | None:
+        """Return the log-probs of a prompt's tokens ``[P]``, if they are asked for: those of a first answer.
+
+        A temperature divides them, which no model does, and shows that it arrived.
+        """
+        if request.scoring is None:
+            return None
+        scores = np.full(len(prompt), np.nan, np.float32)
+        prefix = self._hash("token", 0, prompt[:1].tolist())
+        for position, token in enumerate(prompt[1:].tolist(), 1):
+            scores[position] = _log_prob(int.from_bytes(prefix.digest(), "little")) / request.scoring.temperature
+            _feed(prefix, [token])
+        return scores
+
     def _scripted(self, prompt: list[int]) -> list[int] | None:
         """Return the ids that the script says, with the end of the turn."""
         text = None if self.script is None else self.script(_tokenizer().decode(prompt))
@@ -119,7 +133,7 @@ class FakeModel:
         for i in range(count):
             draw = int.from_bytes(prefix.digest(), "little")
             ids.append(32 + draw % 95 if scripted is None else scripted[i])  # printable ASCII
-            log_probs.append(math.log1p(-(draw >> 11) / (1 << 53)))  # of a uniform number, so never above 0
+            log_probs.append(_log_prob(draw))
             _feed(prefix, ids[-1:])
         return log_probs
 
@@ -145,6 +159,10 @@ class FakeModel:
         prefix = hashlib.blake2b(repr((what, self.seed, self.version, index)).encode(), digest_size=8)
         _feed(prefix, ids)
         return prefix
+
+
+def _log_prob(draw: int) -> float:
+    return math.log1p(-(draw >> 11) / (1 << 53))  # of a uniform number, so never above 0
 
 
 def _feed(prefix: hashlib.blake2b, ids: Iterable[int]) -> None:

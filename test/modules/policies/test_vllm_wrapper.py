@@ -960,7 +960,7 @@ def test_how_answers_go_on_can_be_chosen(where: str) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"generate": False}, ValueError, "it only generates. TransformersWrapper scores"),
+        ({"generate": False}, ValueError, "with generate=False: text may be encoded"),
         ({"input_mode": "chat"}, ValueError, r"input_mode must be one of \('history', 'text', 'tokens'\), got 'chat'"),
         ({"pad_model_input": True}, ValueError, "pad_model_input must be None"),
         ({"pad_model_input": False}, ValueError, "pad_model_input must be None"),
@@ -1001,7 +1001,7 @@ def test_a_folder_or_a_hub_name_starts_an_engine(fake: FakeAsyncVLLM, monkeypatc
 
 def test_nothing_is_started_for_a_bad_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_wrapper, "engine_of", lambda model: pytest.fail("an engine was started"))
-    with pytest.raises(ValueError, match="only generates"):
+    with pytest.raises(ValueError, match="with generate=False: text may be encoded to other tokens"):
         vLLMWrapper("org/model", generate=False)
 
 
@@ -1049,7 +1049,8 @@ def visible(policy: vLLMWrapper) -> dict[str, Any]:
 
 def test_the_table_of_changes_is_complete(fake: FakeAsyncVLLM) -> None:
     arguments = set(visible(vLLMWrapper(fake))["_arguments"])
-    assert set(CHANGES) | {"model", "generate", "pad_model_input", "num_samples"} == arguments
+    of_scoring = {"generate", "replay", "temperature"}
+    assert set(CHANGES) | of_scoring | {"model", "pad_model_input", "num_samples"} == arguments
 
 
 def test_a_new_version_keeps_every_argument(fake: FakeAsyncVLLM) -> None:
@@ -1092,8 +1093,13 @@ def test_unknown_arguments_of_a_new_version_are_named(fake: FakeAsyncVLLM) -> No
         wrapper(fake).get_new_version(x=1, pad=True)
 
 
-def test_a_new_version_cannot_score(fake: FakeAsyncVLLM) -> None:
-    with pytest.raises(ValueError, match="TransformersWrapper scores"):
+def test_a_new_version_may_score(fake: FakeAsyncVLLM) -> None:
+    generating = vLLMWrapper(fake, input_mode="tokens", generate_kwargs={"max_new_tokens": 3})
+    scoring = generating.get_new_version(generate=False)
+    assert (generating.generate, scoring.generate) == (True, False)
+    assert scoring.in_keys == [("tokens", "full"), ("routed_experts", "full")]
+    assert scoring.out_keys == ["log_probs"]
+    with pytest.raises(ValueError, match="text may be encoded to other tokens"):
         wrapper(fake).get_new_version(generate=False)
 
 

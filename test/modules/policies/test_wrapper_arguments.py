@@ -24,6 +24,8 @@ PLAIN: dict[str, Any] = {
     "max_batch_size": None,
     "layout": None,
     "num_samples": None,
+    "replay": None,
+    "temperature": None,
 }
 
 
@@ -43,7 +45,7 @@ def test_the_same_argument_twice_is_refused() -> None:
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ({"generate": False}, "TransformersWrapper scores"),
+        ({"generate": False}, "text may be encoded to other tokens"),
         ({"input_mode": "image"}, "must be one of"),
         ({"pad_model_input": True}, "without padding"),
         ({"max_batch_size": 4}, "batching is the engine's"),

@@ -7,13 +7,14 @@ engine that is never synced, in place of a second model in the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
+from torchrl.modules.llm.policies import LogProbs
 
 from torchrl_moe._errors import ReplayError
 from torchrl_moe.data import KeptTokens
@@ -46,6 +47,16 @@ class EngineScorer:
     mask_key: Any = ("masks", "all_attention_mask")
     routed_experts_key: Any = ("routed_experts", "full")
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def in_keys(self) -> list[Any]:
+        """What it reads of every sample."""
+        return [self.tokens_key, *([self.routed_experts_key] if self.replay == "R3" else [])]
+
+    def answers(self, samples: Sequence[TensorDictBase], log_probs_key: str) -> list[TensorDictBase]:
+        """Return a TensorDict of each sample's log-probs, ``(log_probs_key, "full")`` ``[T]``; see :meth:`score`."""
+        rows = self.score(lazy_stack(list(samples)))
+        return [TensorDict({log_probs_key: LogProbs(full=row, padded=False)}) for row in rows]
 
     def score(self, td: TensorDictBase) -> list[Tensor]:
         """Return the log-probs of each sample's tokens, float32 ``[T]``; 0 on pads and on first tokens.

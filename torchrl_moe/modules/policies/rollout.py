@@ -21,7 +21,7 @@ from torchrl_moe.data.segments import first_writer_wins, num_segments, shared_pr
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
 from torchrl_moe.modules.policies.sampling_entry import SAMPLING, pad_sampling, sampling_entry
 
-__all__ = ["RolloutKeys", "answer_tensordict", "pad_answers", "stack_answers"]
+__all__ = ["RolloutKeys", "answer_tensordict", "flat_samples", "pad_answers", "stack_answers"]
 
 NO_VERSION = -1
 
@@ -137,6 +137,15 @@ def _resume(output: CompletionOutput, earlier: TensorDictBase | None) -> str:
     """Return how parts of an answer, and of the turns that it goes on from, read what was before them, at worst."""
     before = "none" if earlier is None else earlier.get("resume", "none")
     return worst_resume(output.resume, getattr(before, "data", before))
+
+
+def flat_samples(tensordict: TensorDictBase) -> list[TensorDictBase]:
+    """Return every sample, whatever the batch size, in order; writing to one of a lazy stack writes to the stack."""
+    if not tensordict.ndim:
+        return [tensordict]
+    if tensordict.ndim == 1:
+        return list(tensordict.unbind(0))
+    return [sample for part in tensordict.unbind(0) for sample in flat_samples(part)]
 
 
 def stack_answers(answers: Sequence[TensorDictBase], shape: Sequence[int]) -> TensorDictBase:

@@ -1,6 +1,6 @@
 """``vLLMWrapper``: prompts in a TensorDict become answers in a TensorDict, with the experts of every token.
 
-TorchRL's name, arguments and keys, over our own engine; it generates and never scores. The work is elsewhere: prompts
+TorchRL's name, arguments and keys, over our own engine; it generates, or it scores. The work is elsewhere: prompts
 are read in ``prompts``, what else a batch says of its requests in ``request_keys``, sampling parameters mapped in
 ``generate_kwargs``, answers laid out in ``rollout``.
 """
@@ -20,13 +20,20 @@ from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies import prompts as reading
 from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of, overridden, sampling_params_of
 from torchrl_moe.modules.policies.request_keys import request_argument, request_arguments
-from torchrl_moe.modules.policies.rollout import RolloutKeys, answer_tensordict, pad_answers, stack_answers
+from torchrl_moe.modules.policies.rollout import (
+    RolloutKeys,
+    answer_tensordict,
+    flat_samples,
+    pad_answers,
+    stack_answers,
+)
 from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.modules.policies.sampling_entry import SAMPLING, refuse_changed_values
 from torchrl_moe.modules.policies.wrapper_arguments import (
     engine_of,
     keeps_routes,
     refuse,
+    scorer_of,
     split_arguments,
     tokenizer_of,
 )
@@ -43,9 +50,10 @@ class vLLMWrapper(LLMWrapperBase):
         model: an engine, or a folder or hub name from which one is started.
         tokenizer: default: the engine's own; a string is loaded by name.
         input_mode: what to read: ``"history"``, ``"text"`` or ``"tokens"``.
-        input_key: where to read it; default ``(input_mode, "prompt")``.
+        input_key: where to read it; default ``(input_mode, "prompt")``, with ``generate=False`` ``("tokens", "full")``.
         attention_mask_key: of padded token prompts, if there is one.
-        generate: must be true; :class:`TransformersWrapper` scores.
+        generate: false: write log-probs of the tokens in ``input_key`` by the engine's weights of now, and generate
+            nothing; how to sample is then not looked at.
         generate_kwargs: TorchRL's common names (``max_new_tokens``, ``temperature``, ...) or vLLM's own; also
             ``actor_index``, ``lora_request`` and the engine's ``on_resume``.
         tokenizer_kwargs: for text prompts; padding and tensors are not asked for, whatever they say.
@@ -68,6 +76,8 @@ class vLLMWrapper(LLMWrapperBase):
         actor_index: the replica to use, instead of the balancer's choice.
         lora_request: vLLM's ``LoRARequest``, or a mapping of its fields.
         use_tqdm: whether to show a progress bar.
+        replay: with ``generate=False``: whether tokens follow recorded experts, ``"R3"`` (default) or ``"none"``.
+        temperature: with ``generate=False``: at which tokens are scored; default: what each sample says.
 
     Every key of the README's table is written in every input mode; ``B`` unequal sequences are a lazy stack.
 
@@ -123,6 +133,8 @@ class vLLMWrapper(LLMWrapperBase):
         use_tqdm: bool = False,
         actor_index: int | None = None,
         lora_request: Any = None,
+        replay: Literal["R3", "none"] | None = None,
+        temperature: float | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
@@ -131,7 +143,7 @@ class vLLMWrapper(LLMWrapperBase):
         # a new version shares the engine and changes the rest
         self._arguments = {**arguments, "model": model}
         self.tokenizer = tokenizer_of(tokenizer, model)
-        self.input_mode, self.generate, self.prefer_tokens = input_mode, True, prefer_tokens
+        self.input_mode, self.generate, self.prefer_tokens = input_mode, generate, prefer_tokens
         self.attention_mask_key, self.tokenizer_kwargs = attention_mask_key, dict(tokenizer_kwargs or {})
         self.chat_template, self.chat_template_name = chat_template, chat_template_name
         self.pad_output, self.layout, self.return_log_probs = pad_output, layout, return_log_probs
@@ -140,19 +152,21 @@ class vLLMWrapper(LLMWrapperBase):
         self.return_routed_experts = keeps_routes(return_routed_experts, model)
         given = {"actor_index": actor_index, "lora_request": lora_request}
         self.engine_arguments, sampling = split_arguments(generate_kwargs, **given)
+        self.scorer = scorer_of(model, arguments, self.engine_arguments)
         self.sampling_params = self._sampling_params(sampling, num_samples)
+        self._set_samples(num_samples, inplace)
+        self._set_keys()
+        # what TorchRL's base class reads; batching is the engine's
+        self._min_batch_size = self._max_batch_size = self._batching_lock = None
+        self._batch_queue: list[Any] = []
+        self._futures: list[Any] = []
+
+    def _set_samples(self, num_samples: int | None, inplace: Literal["empty"] | bool | None) -> None:
+        """Set how many answers a prompt gets, and where they go."""
         self.num_samples = num_samples or (self.sampling_params["n"] if self.sampling_params.get("n", 1) > 1 else None)
         self.inplace = (self.num_samples is None) if inplace is None else inplace
         if self.num_samples is not None and self.inplace is not False:
             raise ValueError(f"{NO_SAMPLES}, got inplace={inplace!r}")
-        self._set_keys()
-        self._set_no_batching()
-
-    def _set_no_batching(self) -> None:
-        """Set what TorchRL's base class reads; batching is the engine's."""
-        self._min_batch_size = self._max_batch_size = self._batching_lock = None
-        self._batch_queue: list[Any] = []
-        self._futures: list[Any] = []
 
     def _set_keys(self) -> None:
         """Set every key, and what is read and written."""
@@ -172,6 +186,9 @@ class vLLMWrapper(LLMWrapperBase):
         self.out_keys += [self.history_key] if self.input_mode == "history" else []
         self.out_keys += ["policy_versions", "policy_version", "num_segments", "resume"]
         self.out_keys += ["finish_reason", "num_cached_tokens", SAMPLING]
+        if self.scorer is not None:
+            self.input_key, self.in_keys = self.scorer.tokens_key, self.scorer.in_keys
+            self.out_keys = [self.log_probs_key]
 
     def _sampling_params(self, generate_kwargs: dict[str, Any] | None, num_samples: int | None) -> dict[str, Any]:
         params = sampling_params_of(generate_kwargs)
@@ -220,9 +237,14 @@ class vLLMWrapper(LLMWrapperBase):
             TypeError: what the batch says of a request is of a wrong type.
             EngineError: a request failed, or was aborted: a cut answer is never passed on as a whole one.
         """
-        samples = _samples(tensordict)
+        samples = flat_samples(tensordict)
         if not samples:
             raise ValueError(f"the input has no samples: its batch size is {list(tensordict.batch_size)}")
+        if self.scorer is not None:
+            if generate_kwargs:
+                raise ValueError(f"{sorted(generate_kwargs)} are of generating, and this wrapper has generate=False")
+            scored = stack_answers(self.scorer.answers(samples, self.log_probs_key), tensordict.batch_size)
+            return self._write(tensordict, tensordict_out, scored)
         keys = self.keys if return_routed_experts else replace(self.keys, routed_experts=None)
         prompts = self._read(samples)
         given, sampling = engine_arguments_of(generate_kwargs)
@@ -253,7 +275,7 @@ class vLLMWrapper(LLMWrapperBase):
         """
         if self.num_samples is not None:
             raise ValueError(f"requests() asks for one answer per sample, but num_samples={self.num_samples}")
-        samples = _samples(tensordict)
+        samples = flat_samples(tensordict)
         keys = self.keys if return_routed_experts else replace(self.keys, routed_experts=None)
         prompts = self._read(samples)
         given, sampling = engine_arguments_of(generate_kwargs)
@@ -375,12 +397,3 @@ class vLLMWrapper(LLMWrapperBase):
             target = source.empty() if self.inplace == "empty" else source
         target = target.exclude(*self.out_keys, inplace=True)
         return target.update(out)
-
-
-def _samples(tensordict: TensorDictBase) -> list[TensorDictBase]:
-    """Return every sample, whatever the batch size, in order; writing to one of a lazy stack writes to the stack."""
-    if not tensordict.ndim:
-        return [tensordict]
-    if tensordict.ndim == 1:
-        return list(tensordict.unbind(0))
-    return [sample for part in tensordict.unbind(0) for sample in _samples(part)]

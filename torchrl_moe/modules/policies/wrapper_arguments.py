@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from torchrl_moe.modules.policies.engine_scorer import EngineScorer
 from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.modules.serving.service import GenerationService
 
-__all__ = ["engine_of", "keeps_routes", "refuse", "split_arguments", "tokenizer_of"]
+__all__ = ["engine_of", "keeps_routes", "refuse", "scorer_of", "split_arguments", "tokenizer_of"]
 
 INPUT_MODES = ("history", "text", "tokens")
 
@@ -19,7 +20,9 @@ INPUT_MODES = ("history", "text", "tokens")
 def refuse(arguments: dict[str, Any]) -> None:
     """Refuse what cannot be meant, before an engine is started."""
     if not arguments["generate"]:
-        raise ValueError("vLLMWrapper(generate=False): it only generates. TransformersWrapper scores.")
+        _refuse_to_score(arguments)
+    elif given := sorted(name for name in ("replay", "temperature") if arguments[name] is not None):
+        raise ValueError(f"{given[0]} is of scoring, generate=False; a generating wrapper samples by generate_kwargs")
     if arguments["input_mode"] not in INPUT_MODES:
         raise ValueError(f"input_mode must be one of {INPUT_MODES}, got {arguments['input_mode']!r}")
     if arguments["pad_model_input"] is not None:
@@ -31,6 +34,45 @@ def refuse(arguments: dict[str, Any]) -> None:
     num_samples = arguments["num_samples"]
     if num_samples is not None and num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+
+
+def _refuse_to_score(arguments: dict[str, Any]) -> None:
+    """Refuse what cannot be meant of a wrapper that scores."""
+    if arguments["input_mode"] != "tokens":
+        raise ValueError(
+            f"input_mode={arguments['input_mode']!r} with generate=False: text may be encoded to other tokens than "
+            "those that were sampled and routed. input_mode='tokens' reads ('tokens', 'full') of the rollout."
+        )
+    if arguments["replay"] not in (None, "R3", "none"):
+        raise ValueError(f"replay must be 'R3' or 'none', got {arguments['replay']!r}: an engine records no R2")
+    if arguments["temperature"] is not None and not arguments["temperature"] > 0:
+        raise ValueError(f"temperature must be positive, got {arguments['temperature']}")
+    of_generating = {"num_samples": None, "return_log_probs": True, "return_routed_experts": None, "pad_output": False}
+    for name, silent in of_generating.items():
+        if arguments[name] not in (silent, None):
+            raise ValueError(f"{name}={arguments[name]!r} is of generating: leave it out with generate=False")
+
+
+def scorer_of(engine: GenerationService, arguments: dict[str, Any], asked: dict[str, Any]) -> EngineScorer | None:
+    """Return what scores in place of generating; ``None`` if the wrapper generates.
+
+    Args:
+        engine: the service.
+        arguments: the wrapper's.
+        asked: those of the engine's ``generate`` among them.
+    """
+    if arguments["generate"]:
+        return None
+    given: dict[str, Any] = {name: asked[name] for name in ("actor_index", "lora_request") if name in asked}
+    return EngineScorer(
+        engine=engine,
+        replay=arguments["replay"] or "R3",
+        temperature=arguments["temperature"],
+        tokens_key=arguments["input_key"] or (arguments["tokens_key"], "full"),
+        mask_key=(arguments["masks_key"], "all_attention_mask"),
+        routed_experts_key=(arguments["routed_experts_key"], "full"),
+        arguments={**given, "timeout_seconds": arguments["timeout_seconds"], "use_tqdm": arguments["use_tqdm"]},
+    )
 
 
 def split_arguments(generate_kwargs: dict[str, Any] | None, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:

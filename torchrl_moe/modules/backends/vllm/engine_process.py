@@ -39,6 +39,7 @@ from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 from torchrl_moe.modules.backends.vllm.probe import EngineProbe
+from torchrl_moe.modules.backends.vllm.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm.stats_feed import Load, StatsFeed
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 
@@ -95,9 +96,7 @@ class EngineProcess:
             lambda completion: send(("completion", completion)),
             self._refuse,
             names_words=_compat_sampling.carries_masks(engine.vllm_config),
-            layout=info.layout,
-            why_live=info.why_live,
-            why_unscored=_compat_sampling.why_unscored(engine.vllm_config),
+            routes=RequestRoutes(info.layout, info.why_live, _compat_sampling.why_unscored(engine.vllm_config)),
         )
         self.weights.in_flight = self.requests
         self.adapters = AdapterVersions(engine, self.requests)

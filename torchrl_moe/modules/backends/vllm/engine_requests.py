@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from torchrl_moe import _compat
-from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, OnResume, PauseMode, Request, nothing_yet
 from torchrl_moe.modules.backends.vllm import continuation
 from torchrl_moe.modules.backends.vllm.adapters import Adapters
@@ -100,9 +99,7 @@ class EngineRequests:
         send: takes a completion to the driver.
         refuse: takes the id of a request that failed, and the error.
         names_words: whether the engine says which words sampling kept.
-        layout: the engine's routers; ``None`` if it captures no routes.
-        why_live: why the engine cannot follow recorded experts; empty if it can.
-        why_unscored: why it cannot score prompts; empty if it can.
+        routes: decides which requests follow recorded experts, and which may have scores; default: none and all.
 
     Attributes:
         adapter: vLLM's request of the adapter that requests without one of their own get; ``None`` for the bare model.
@@ -115,9 +112,7 @@ class EngineRequests:
         send: Callable[[Completion], None],
         refuse: Callable[[str, BaseException], None],
         names_words: bool = True,
-        layout: RoutingLayout | None = None,
-        why_live: str = "",
-        why_unscored: str = "",
+        routes: RequestRoutes | None = None,
     ) -> None:
         self.engine = engine
         self.weights = weights
@@ -132,7 +127,7 @@ class EngineRequests:
         self._sampling = SamplingParamsBuilder(names_words)
         self._adapters = Adapters(engine)
         self._serial = itertools.count(1)
-        self._routes = RequestRoutes(layout, why_live, why_unscored)
+        self._routes = routes or RequestRoutes(None, "the engine captures no routes")
 
     def __len__(self) -> int:
         return len(self._open)
