@@ -96,8 +96,8 @@ class MovingEngine(RestartingService):
         began = self.replica_table.latest_version
         completion = await super().agenerate(prompt, sampling_params, **kwargs)
         while completion.aborted:
-            kwargs.pop("prompt_token_ids", None)
-            completion = await super().agenerate(None, sampling_params, resume=completion, **kwargs)
+            kwargs |= {"prompt_token_ids": None, "resume": completion}
+            completion = await super().agenerate(None, sampling_params, **kwargs)
         versions = completion.outputs[0].policy_versions
         versions[:1] = np.minimum(versions[:1], began)
         return completion
