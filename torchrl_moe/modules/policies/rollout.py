@@ -19,9 +19,9 @@ from torchrl_moe.data import UNSET_EXPERT, RoutedExperts, RoutingLayout
 from torchrl_moe.data.routed_experts import routes_from_vllm
 from torchrl_moe.data.segments import first_writer_wins, shared_prefix
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
-from torchrl_moe.modules.policies.sampling_entry import SAMPLING, pad_sampling, sampling_entry
+from torchrl_moe.modules.policies.sampling_entry import SAMPLING, check_earlier_turn, pad_sampling, sampling_entry
 
-__all__ = ["RolloutKeys", "answer_tensordict", "pad_answers", "stack_answers"]
+__all__ = ["RolloutKeys", "answer_tensordict", "check_prompt", "pad_answers", "stack_answers"]
 
 NO_VERSION = -1
 
@@ -45,6 +45,25 @@ def _mask(prompt: int, total: int) -> Tensor:
 def _unpadded(kind: Any, **tensors: Tensor) -> Any:
     """Return a TensorClass of one answer; its constructor, called once per field, costs five times as much."""
     return kind.from_tensordict(TensorDict({**tensors, "padded": NonTensorData(False)}))
+
+
+def check_prompt(prompt: Sequence[int], keys: RolloutKeys, params: Mapping[str, Any], earlier: TensorDictBase) -> None:
+    """Refuse a prompt whose answer :func:`answer_tensordict` could not put beside an earlier turn's.
+
+    Args:
+        prompt: token ids.
+        keys: where an earlier turn was written.
+        params: what the answer is to be sampled with.
+        earlier: the input of this turn.
+
+    Raises:
+        ValueError: see :func:`~torchrl_moe.modules.policies.sampling_entry.check_earlier_turn`.
+    """
+    if earlier.get(SAMPLING, None) is None:
+        return
+    real = _repeated(earlier, torch.tensor(prompt), keys)
+    if real is not None:
+        check_earlier_turn(params, earlier, real)
 
 
 def answer_tensordict(

@@ -20,7 +20,13 @@ from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies import prompts as reading
 from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of, overridden, sampling_params_of
 from torchrl_moe.modules.policies.request_keys import request_argument, request_arguments
-from torchrl_moe.modules.policies.rollout import RolloutKeys, answer_tensordict, pad_answers, stack_answers
+from torchrl_moe.modules.policies.rollout import (
+    RolloutKeys,
+    answer_tensordict,
+    check_prompt,
+    pad_answers,
+    stack_answers,
+)
 from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.modules.policies.sampling_entry import SAMPLING, refuse_changed_values
 from torchrl_moe.modules.policies.wrapper_arguments import (
@@ -215,7 +221,8 @@ class vLLMWrapper(LLMWrapperBase):
 
         Raises:
             KeyError: there is no prompt at ``input_key``.
-            ValueError: the batch or a prompt is empty, or an argument makes no sense.
+            ValueError: the batch or a prompt is empty, an argument makes no sense, or a prompt goes on from a turn of
+                another temperature.
             TypeError: what the batch says of a request is of a wrong type.
             EngineError: a request failed, or was aborted: a cut answer is never passed on as a whole one.
         """
@@ -226,7 +233,7 @@ class vLLMWrapper(LLMWrapperBase):
         prompts = self._read(samples)
         given, sampling = engine_arguments_of(generate_kwargs)
         asked = {**self.engine_arguments, **given, **request_arguments(samples)}
-        params = self._params_of_call(overridden(self.sampling_params, sampling), keys)
+        params = self._params_of_call(overridden(self.sampling_params, sampling), keys, samples, prompts)
         completions = self._generate(prompts.ids, params, keys, asked)
         answers = self._answers(samples, prompts, completions, keys, params)
         shape = (*tensordict.batch_size, *(() if self.num_samples is None else (self.num_samples,)))
@@ -256,7 +263,7 @@ class vLLMWrapper(LLMWrapperBase):
         keys = self.keys if return_routed_experts else replace(self.keys, routed_experts=None)
         prompts = self._read(samples)
         given, sampling = engine_arguments_of(generate_kwargs)
-        params = self._params_of_call(overridden(self.sampling_params, sampling), keys)
+        params = self._params_of_call(overridden(self.sampling_params, sampling), keys, samples, prompts)
         common = {
             **self.engine_arguments,
             **given,
@@ -327,13 +334,17 @@ class vLLMWrapper(LLMWrapperBase):
             raise EngineError(words, completions)
         return completions
 
-    def _params_of_call(self, params: dict[str, Any], keys: RolloutKeys) -> dict[str, Any]:
+    def _params_of_call(
+        self, params: dict[str, Any], keys: RolloutKeys, samples: Sequence[TensorDictBase], prompts: reading.Prompts
+    ) -> dict[str, Any]:
         if params.get("n", 1) != (self.num_samples or 1):
             raise ValueError(f"n={params['n']} differs from the wrapper's num_samples={self.num_samples}")
         if keys.log_probs is not None and params.get("logprobs") is None:
             raise ValueError("logprobs is off, but return_log_probs=True: leave logprobs out, or set it to 0")
         if keys.log_probs is not None:
             refuse_changed_values(params)
+        for ids, sample in zip(prompts.ids, samples, strict=True):
+            check_prompt(ids, keys, params, sample)
         # text is decoded here from the ids; the engine needs it only to find a stop string
         params.setdefault("detokenize", bool(params.get("stop")))
         return params
