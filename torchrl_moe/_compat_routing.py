@@ -19,6 +19,7 @@ __all__ = [
     "drive_routers",
     "has_scheduler",
     "key_blocks_by_rows",
+    "leave_routers",
     "recorded_rows",
     "routers_of",
     "take_scheduler",
@@ -157,6 +158,13 @@ def drive_routers(runner: Any, routers: Mapping[int, Any], follower: Follower) -
     runner._prepare_inputs, runner.execute_model = prepare_and_begin, execute_and_end
     for layer, router in routers.items():
         router._compute_routing = _asking(router._compute_routing, layer, follower)
+
+
+def leave_routers(runner: Any, routers: Mapping[int, Any]) -> None:
+    """Undo :func:`drive_routers`."""
+    del runner._prepare_inputs, runner.execute_model
+    for router in routers.values():
+        del router._compute_routing
 
 
 def _asking(live: Callable[..., Any], layer: int, follower: Follower) -> Callable[..., Any]:

@@ -12,7 +12,14 @@ from typing import Any
 
 from torchrl_moe import _compat_routing
 
-__all__ = ["carries_masks", "fill_masks", "keep_masks_as_arrays", "leave_masks"]
+__all__ = [
+    "adjust_prompt_logits",
+    "carries_masks",
+    "fill_masks",
+    "keep_masks_as_arrays",
+    "leave_masks",
+    "why_unscored",
+]
 
 Name = Callable[[Any, Sequence[int]], Any]
 
@@ -95,6 +102,44 @@ def fill_masks(runner: Any, name: Name) -> None:
 def leave_masks(runner: Any) -> None:
     """Undo :func:`fill_masks`."""
     del runner.sampler.sample, runner.sample_tokens
+
+
+def why_unscored(config: Any) -> str:
+    """Return why an engine of this configuration cannot score prompts as they were sampled, or ""."""
+    if config.use_v2_model_runner:
+        return "vLLM's Model Runner V2 computes them elsewhere: VLLM_USE_V2_MODEL_RUNNER=0 turns it off"
+    mode = config.model_config.logprobs_mode
+    return "" if mode.endswith("logprobs") else f"logprobs_mode={mode!r} gives logits"
+
+
+def adjust_prompt_logits(runner: Any, adjusted: Callable[[Any, Any, int], Any]) -> None:
+    """Have a worker's model runner normalise log-probs of a prompt over logits that ``adjusted`` returns (0.30).
+
+    It looks at one request after another; here each is looked at alone, so that it is known whose logits these are.
+
+    Args:
+        runner: the worker's.
+        adjusted: of logits ``[N, V]``, the request's sampling parameters, and how many tokens came before these.
+    """
+    sampler, whole = runner.sampler, runner._get_prompt_logprobs_dict
+    compute = sampler.compute_logprobs
+
+    def one_by_one(hidden_states: Any, num_scheduled_tokens: Any) -> dict[str, Any]:
+        asked = runner.num_prompt_logprobs
+        found: dict[str, Any] = {}
+        try:
+            for name in list(asked):
+                request, runner.num_prompt_logprobs = runner.requests[name], {name: asked[name]}
+                start, params = request.num_computed_tokens, request.sampling_params
+                sampler.compute_logprobs = lambda logits, a=params, b=start: compute(adjusted(logits, a, b))
+                found |= whole(hidden_states, num_scheduled_tokens)
+                if not runner.num_prompt_logprobs:
+                    del asked[name]
+        finally:
+            runner.num_prompt_logprobs, sampler.compute_logprobs = asked, compute
+        return found
+
+    runner._get_prompt_logprobs_dict = one_by_one
 
 
 def _leaves_words_out(metadata: Any) -> bool:

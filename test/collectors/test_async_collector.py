@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 import threading
 import time
 from collections import Counter
@@ -13,16 +14,20 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDictBase
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data.llm import History
 from torchrl.envs import StepCounter
 from torchrl.envs.llm import DatasetChatEnv
 
 from support.collecting import TOKENIZER, Questions, chat, new_weights, plain, policy_of, queries
-from support.waiting import in_thread, until
+from support.waiting import HOUR, in_thread, until
 from torchrl_moe._errors import CollectionError, CollectionStalledError, GenerationTimeout, ReplicaDiedError
 from torchrl_moe.collectors import AsyncLLMCollector, rollouts
 from torchrl_moe.collectors.answers import snapshots
+from torchrl_moe.collectors.workflow import Ask
+from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.testing import FakeAsyncVLLM
 
 
@@ -68,7 +73,7 @@ def test_without_staleness_batches_are_those_of_torchrls_collector(engine: FakeA
         for theirs_row, our_row in zip(one.unbind(0), other.unbind(0), strict=True):
             expected = plain(theirs_row)
             got = plain(our_row)
-            assert {key for key in got if key not in expected} == {"group_id", "num_segments"}
+            assert {key for key in got if key not in expected} == {"group_id"}
             assert {key: got[key] for key in expected} == expected
 
 
@@ -485,6 +490,8 @@ def test_a_restored_collector_goes_on_from_the_last_tokens(engine: FakeAsyncVLLM
             position, sample, turn = int(row["query"][1:]), number // turns % 2, number % turns
             tokens = had.get((position, sample, turn), [])
             assert row["tokens", "response"].tolist()[: len(tokens)] == tokens
+            is_cut = any(0 < len(had.get((position, sample, one), [])) < 40 for one in range(turn + 1))
+            assert row["resume"] == ("forced" if is_cut else "none")
             assert len(row["tokens", "response"]) == 40
     asked = {
         tuple(int(number) for number in request.request_id.split("-")[1:]): request.resume
@@ -496,6 +503,54 @@ def test_a_restored_collector_goes_on_from_the_last_tokens(engine: FakeAsyncVLLM
             assert place not in asked
         elif tokens and place in asked:  # later groups may not have begun again
             assert asked[place].outputs[0].token_ids.tolist() == tokens
+
+
+async def two_turns(data: TensorDictBase, ask: Ask) -> float:
+    answer = await ask(data["query"])
+    await ask(answer["history"].full.append(History(role="user", content="and then?"), inplace=False, dim=-1))
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked", "how"),
+    [({}, {}, "forced"), ({}, {"on_resume": "live"}, "live"), ({"why_live": "it speculates"}, {}, "live")],
+)
+@pytest.mark.parametrize("env", [lambda: chat(1, turns=2), two_turns], ids=["environment", "function"])
+def test_rows_of_answers_in_parts_say_so(
+    env: Any, arguments: Any, asked: Any, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """First turns are cut after 3 of 6 tokens and go on under newer weights; second turns have the first in them."""
+    with FakeAsyncVLLM(token_seconds=HOUR, **arguments) as engine:
+        (replica,) = engine.replicas
+
+        def make() -> AsyncLLMCollector:
+            policy = vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 6, **asked})
+            return AsyncLLMCollector(
+                env, policy=policy, dataloader=Questions(8), group_size=2, groups_per_batch=1, order="fifo"
+            )
+
+        first = make()
+        waiting = in_thread(lambda: next(iter(first)))
+        until(lambda: len(replica._running) == 6)  # max_staleness=2: three groups
+        for running in list(replica._running.values()):
+            running.tokens = 3
+        state = first.state_dict()
+        first.shutdown()
+        assert isinstance(waiting.exception(60), StopIteration)
+        replica.token_seconds = 0.0
+        new_weights(engine, 1)
+        second = make()
+        second.load_state_dict(state)
+        batches = list(islice(second, 3))
+        second.show_samples(1)
+        batches += islice(second, 1)
+        table = second.to_pandas()
+        second.shutdown()
+    assert [list(batch["resume"]) for batch in batches] == [[how] * 4] * 3 + [["none"] * 4]
+    assert [batch["num_segments"].tolist() for batch in batches] == [[2] * 4] * 3 + [[1] * 4]
+    assert batches[0][0]["policy_versions", "full"][-6:].tolist() == [0, 0, 0, 1, 1, 1]
+    assert table["collector/max_segments"].tolist() == [2, 2, 2, 1]
+    assert re.search(r"0 to 1 +2 +length", capsys.readouterr().out)
 
 
 def test_a_state_can_be_loaded_after_weights_were_pushed_and_numbers_go_on(

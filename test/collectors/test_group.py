@@ -1,12 +1,11 @@
-"""A complete group's rows say which group and how many parts they are of."""
+"""A complete group's rows say which group they are of."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
-from torchrl_moe.collectors.group import Group, num_segments
+from torchrl_moe.collectors.group import Group
 from torchrl_moe.collectors.prompt_stream import Prompt
 
 
@@ -28,20 +27,12 @@ def group() -> Group:
     return Group(7, Prompt(0, TensorDict()), begun_version=9)
 
 
-@pytest.mark.parametrize(
-    ("versions", "parts"), [([-1, 2, 2], 1), ([-1, 2, 3, 3, 5], 3), ([-1, -1], 0), ([2, -1, -1, 2, 3], 2), ([], 0)]
-)
-def test_parts_are_counted_where_the_weights_changed(versions: list[int], parts: int) -> None:
-    assert num_segments(torch.tensor(versions, dtype=torch.int32)) == parts
-
-
 def test_samples_stay_together_and_turns_in_their_order() -> None:
     one = group()
     one.complete([[turn([3, 3]), turn([4])], [turn([5, 6])]], only_last=False)
     assert one.rows is not None
     assert [row["policy_versions", "full"].tolist() for row in one.rows.unbind(0)] == [[3, 3], [4], [5, 6]]
     assert one.rows["group_id"].tolist() == [7, 7, 7]
-    assert one.rows["num_segments"].tolist() == [1, 1, 2]
     assert (one.oldest, one.tokens) == (3, 5)
 
 

@@ -56,9 +56,8 @@ def test_what_a_row_lacks_is_left_open() -> None:
     assert READER.cells(TensorDict(), 80) == ("–", "–", "–", "–", "0", "–", "–", "–")
     assert READER.cells(TensorDict({"policy_version": torch.tensor([4])}), 80)[5] == "4"
     unknown = row().exclude("num_segments")
-    assert READER.cells(unknown, 80)[6] == "2"  # 3, 5
     unknown["policy_versions", "full"][:] = -1
-    assert READER.cells(unknown, 80)[5:7] == ("–", "0")
+    assert READER.cells(unknown, 80)[5:7] == ("–", "–")
 
 
 def test_any_text_stays_in_one_line_of_so_many_characters() -> None:
@@ -140,3 +139,4 @@ def test_every_mode_shows_the_same_answer(mode: Literal["history", "text", "toke
             answer = one["tokens", "response"].tolist()
             assert cells["answer"] == TOKENIZER.decode(answer)
             assert (cells["tokens"], cells["version"], cells["finish_reason"]) == ("6", "0", "length")
+            assert cells["segments"] == "1"

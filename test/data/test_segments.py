@@ -1,4 +1,4 @@
-"""Joining turns: a whole earlier turn or nothing, and the first writer wins."""
+"""Joining turns: a whole earlier turn or nothing, and the first writer wins. What a row says of its parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchrl_moe.data.segments import first_writer_wins, shared_prefix
+from torchrl_moe.data.segments import first_writer_wins, num_segments, shared_prefix, worst_resume
 
 NAN = float("nan")
 IDS = st.lists(st.integers(0, 2), max_size=6)
@@ -106,3 +106,32 @@ def test_routes_are_joined_row_by_row(turns: list[list[int]]) -> None:
     joined = join(tables)
     assert joined.dtype == torch.int8
     assert joined.tolist() == [[[-1] * 2, [v, v]] for v in first_known(turns)]
+
+
+# -- what a row says of its parts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("versions", "parts"), [([-1, 2, 2], 1), ([-1, 2, 3, 3, 5], 3), ([-1, -1], 0), ([2, -1, -1, 2, 3], 2), ([], 0)]
+)
+def test_parts_are_counted_where_the_weights_changed(versions: list[int], parts: int) -> None:
+    assert num_segments(torch.tensor(versions, dtype=torch.int32)) == parts
+
+
+@pytest.mark.parametrize(
+    ("hows", "worst"),
+    [
+        (["none"], "none"),
+        (["none", "forced"], "forced"),
+        (["forced", "none", "forced"], "forced"),
+        (["live", "forced"], "live"),
+        (["none", "live", "none"], "live"),
+    ],
+)
+def test_the_worst_way_of_reading_again_counts(hows: list[str], worst: str) -> None:
+    assert worst_resume(*hows) == worst
+
+
+def test_another_way_of_reading_again_is_refused() -> None:
+    with pytest.raises(ValueError):
+        worst_resume("none", "Live")

@@ -169,12 +169,12 @@ class Reference:
         )
 
     @torch.no_grad()
-    def change(self, seed: int, only: str = "") -> None:
-        """Move every weight with a certain name, buffers too, by a tenth or so."""
+    def change(self, seed: int, only: str = "", scale: float = 0.1) -> None:
+        """Move every weight with a certain name, buffers too, by a share of their spread."""
         generator = torch.Generator().manual_seed(seed)
         for name, tensor in self.model.state_dict().items():
             if only in name:
-                tensor.add_(0.1 * tensor.std(correction=0) * torch.randn(tensor.shape, generator=generator))
+                tensor.add_(scale * tensor.std(correction=0) * torch.randn(tensor.shape, generator=generator))
 
 
 def side_at_ties(ours: Tensor, scores: Tensor, theirs: Tensor) -> Tensor:

@@ -60,7 +60,9 @@ class ToyEngine:
     def __init__(self) -> None:
         self.errored = False
         self.model_config = SimpleNamespace(trust_remote_code=False)
-        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=None))
+        self.vllm_config = SimpleNamespace(
+            model_config=self.model_config, scheduler_config=SimpleNamespace(scheduler_cls=None)
+        )
         self.dead_error = "the toy is broken"
         self.known: dict[str, asyncio.Event] = {}
         self.aborts: list[list[str]] = []
@@ -167,7 +169,8 @@ async def start(arguments: dict[str, Any]) -> tuple[ToyEngine, ReplicaInfo, Load
     if how.get("shared"):
         KEPT.append(SharedMemory(create=True, size=1 << 12))
         name = KEPT[0].name
-    return ToyEngine(), ReplicaInfo(model=name, layout=None, max_model_len=8), Load(3, 2, 0.5)
+    info = ReplicaInfo(model=name, layout=None, max_model_len=8, why_live="the engine captures no routes")
+    return ToyEngine(), info, Load(3, 2, 0.5)
 
 
 def without_vllm(set_attribute: Any = setattr) -> None:

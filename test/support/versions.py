@@ -21,7 +21,7 @@ from torchrl_moe.data.kept_tokens import dense_mask
 from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, OnResume, Request
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.weight_update.transports.gloo import GlooTransport
 from torchrl_moe.weight_update.transports.memmap import MemmapTransport
@@ -56,14 +56,14 @@ class Versions:
     def load(self, version: int) -> None:
         self.reference.model.load_state_dict(self.weights[version])
 
-    def change(self, seed: int) -> None:
+    def change(self, seed: int, scale: float = 0.1) -> None:
         """Move every weight of the newest version."""
         self.load(self.now)
-        self.reference.change(seed)
+        self.reference.change(seed, scale=scale)
 
-    def prepare(self, seed: int) -> Manifest:
+    def prepare(self, seed: int, scale: float = 0.1) -> Manifest:
         """Make a version and stage it on all replicas."""
-        self.change(seed)
+        self.change(seed, scale)
         manifest = self.publish(max(self.weights) + 1)
         self.keep(manifest.version)
         for replica in self.replicas:
@@ -78,7 +78,7 @@ class Versions:
         for replica in self.replicas:
             how: dict[str, Any] = {"pause": pause, "clear_cache": clear_cache, "canary": None}
             report = replica.swap_weights(manifest.version, timeout=SECONDS, **how)
-            assert report.error is None
+            assert report.error is None, report.error
 
     def update(self, seed: int, pause: str = "keep", clear_cache: bool = False) -> int:
         """Make a version, bring it to all replicas, and return its number."""
@@ -132,6 +132,20 @@ class Versions:
                             faults = ""
                             break
             assert not faults, f"version {version} of {made_by.unique_consecutive(return_counts=True)}: {faults}"
+
+    def distance(self, completion: Completion, output: CompletionOutput) -> float:
+        """Return how far an answer's log-probs are from its versions', earlier rows as recorded, as R3 replays them."""
+        prompt = len(completion.prompt_token_ids)
+        made_by = torch.from_numpy(output.policy_versions.astype(np.int64))
+        row_by = torch.cat([made_by[:1].expand(prompt - 1), made_by])
+        ids = torch.from_numpy(np.concatenate([completion.prompt_token_ids, output.token_ids]))
+        found = []
+        for version in made_by.unique().tolist():
+            self.load(version)
+            log_probs, _ = self.reference(ids, routes=output.routed_experts, followed=row_by < version)
+            off = (torch.from_numpy(output.logprobs.copy()) - log_probs[prompt:]).abs()
+            found.append(float(off[made_by == version].max()))
+        return max(found)
 
     def _faults(
         self,
@@ -189,9 +203,9 @@ def let_run(replica: Any, futures: Sequence[Future[Completion]], seconds: float 
     time.sleep(seconds)
 
 
-def ask(name: str, ids: Any, **params: Any) -> Request:
+def ask(name: str, ids: Any, on_resume: OnResume | None = None, **params: Any) -> Request:
     common = {"ignore_eos": True, "logprobs": 0, "temperature": 1.0}
-    return ids_request(name, ids, sampling_params={**common, **params})
+    return ids_request(name, ids, sampling_params={**common, **params}, on_resume=on_resume)
 
 
 def random_ids(seed: int, length: int) -> Any:

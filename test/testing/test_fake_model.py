@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from support.completions import cut
+from torchrl_moe._errors import RouteShapeError, RouteValueError
 from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.testing.fake_engine import LAYOUT
 from torchrl_moe.testing.fake_model import FakeModel, tokens_to_come
@@ -73,6 +74,115 @@ def test_the_shortest_answer_has_most_tokens_to_come() -> None:
     assert tokens_to_come(ask(cut(full, None, 5))) == 1
     with pytest.raises(ValueError, match="an answer to resume has 5 tokens already: max_tokens=5 must be larger"):
         tokens_to_come(ask(cut(full, 2, 5), max_tokens=5))
+
+
+# -- recorded experts -------------------------------------------------------------------------------------------------
+
+
+def follow(rows: Any, model: FakeModel = OLD, **fields: Any) -> Request:
+    asked = replace(ask(), prompt=None, prompt_token_ids=PROMPT.astype(np.int32), routed_experts=rows, **fields)
+    return model.checked(asked)
+
+
+def rows_of(*experts: int) -> Any:
+    """An expert and the next one on the three layers with a router; -1 for no route."""
+    rows = np.full((len(experts), LAYOUT.num_layers, LAYOUT.top_k), -1, np.int64)
+    for row, expert in zip(rows, experts, strict=True):
+        if expert >= 0:
+            row[1:] = expert, expert + 1
+    return rows
+
+
+def test_rows_that_are_followed_come_back_and_all_else_is_as_it_was() -> None:
+    plain, followed = complete(ask()), complete(follow(rows_of(-1, 6)))
+    for one, other in zip(plain.outputs, followed.outputs, strict=True):
+        assert one.routed_experts is not None and other.routed_experts is not None
+        assert other.routed_experts.dtype == np.uint8  # as vLLM gives them
+        assert other.routed_experts[1].tolist() == [[0, 0], [6, 7], [6, 7], [6, 7]]
+        assert not np.array_equal(one.routed_experts[1], other.routed_experts[1])
+        rest = [0, *range(2, 7)]
+        assert np.array_equal(one.routed_experts[rest], other.routed_experts[rest])
+        assert (one.token_ids.tolist(), one.resume) == (other.token_ids.tolist(), other.resume)
+        assert one.logprobs is not None and other.logprobs is not None
+        assert one.logprobs.tolist() == other.logprobs.tolist()
+
+
+def test_one_layer_may_be_followed_and_another_not() -> None:
+    rows = rows_of(6)
+    rows[:, 2] = -1
+    (output, _) = complete(follow(rows)).outputs
+    (own, _) = complete(ask()).outputs
+    assert output.routed_experts is not None and own.routed_experts is not None
+    assert output.routed_experts[0].tolist() == [[0, 0], [6, 7], own.routed_experts[0, 2].tolist(), [6, 7]]
+
+
+def test_rows_of_a_prompt_whose_last_token_has_none_are_followed_as_far_as_there_are_rows() -> None:
+    """No token yet: an answer's rows begin with that of the prompt's last token, which was not computed."""
+    (output, _) = complete(follow(rows_of(6, 5)), tokens=0).outputs
+    assert output.routed_experts is not None
+    assert output.routed_experts[:, 1].tolist() == [[6, 7]]
+
+
+def test_routes_that_nobody_asks_for_are_followed_silently() -> None:
+    assert complete(follow(rows_of(6), return_routed_experts=False)).outputs[0].routed_experts is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "words"),
+    [
+        (rows_of(1, 2, 3), RouteShapeError, "at most a row per prompt token, 2, got 3"),
+        (rows_of(7), RouteValueError, "token 0, layer 1 holds expert 8"),
+        (rows_of(6).astype(np.uint8), RouteValueError, "signed integer"),
+        (rows_of(6)[:, :, :1], RouteShapeError, r"got \[1, 4, 1\]"),
+    ],
+)
+def test_bad_rows_are_refused_as_a_real_engine_refuses_them(rows: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        follow(rows)
+
+
+def test_a_model_that_cannot_follow_refuses_what_asks_for_it() -> None:
+    unable = replace(OLD, why_live="it speculates")
+    for fields in ({"rows": rows_of(6)}, {"rows": None, "on_resume": "forced"}):
+        with pytest.raises(ValueError, match="cannot follow recorded experts: it speculates"):
+            follow(model=unable, **fields)
+    with pytest.raises(ValueError, match="cannot follow recorded experts"):
+        follow(rows_of(6), replace(OLD, layout=None))
+    assert follow(None, unable, on_resume="live").on_resume == "live"
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "how"),
+    [
+        (NEW, {}, "forced"),
+        (NEW, {"on_resume": "forced"}, "forced"),
+        (NEW, {"on_resume": "live"}, "live"),
+        (replace(NEW, why_live="it speculates"), {}, "live"),
+    ],
+)
+def test_an_answer_in_parts_says_how_the_later_ones_read_the_earlier(model: FakeModel, fields: Any, how: str) -> None:
+    full = complete(ask())
+    assert [output.resume for output in full.outputs] == ["none", "none"]
+    first, second = complete(replace(ask(cut(full, 2, None)), **fields), model).outputs
+    assert (first.resume, second.resume) == (how, "none")
+    assert complete(replace(ask(cut(full, 0, None)), **fields), model).outputs[0].resume == "none"  # begins again
+
+
+def test_one_part_that_was_read_live_is_enough() -> None:
+    live = complete(replace(ask(cut(complete(ask()), 2, 2)), on_resume="live"), tokens=1)
+    again = complete(replace(ask(live), on_resume="forced"))
+    assert [output.resume for output in again.outputs] == ["live", "live"]
+    forced = complete(ask(complete(ask(cut(complete(ask()), 2, 2)), tokens=1)))
+    assert [output.resume for output in forced.outputs] == ["forced", "forced"]
+
+
+def test_what_goes_on_keeps_the_rows_that_its_first_part_followed() -> None:
+    whole = complete(follow(rows_of(6, 5)))
+    done = complete(ask(cut(whole, 2, 3)))
+    for got, expected in zip(done.outputs, whole.outputs, strict=True):
+        assert got.routed_experts is not None and expected.routed_experts is not None
+        assert np.array_equal(got.routed_experts, expected.routed_experts)
+        assert got.routed_experts[:2, 1].tolist() == [[6, 7], [5, 6]]
 
 
 # -- scripts ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from support.reference import TOLERANCE
 from support.versions import SECONDS, Versions, ask, let_run, random_ids
 from support.waiting import until
 from torchrl_moe.modules import AsyncVLLM
-from torchrl_moe.modules.backends.replica import Completion, Request
+from torchrl_moe.modules.backends.replica import Completion, OnResume, Request
 
 
 @pytest.fixture
@@ -125,3 +125,64 @@ def test_what_a_hot_swap_froze_goes_on_and_is_exact_if_the_cache_was_dropped(
         for output in completion.outputs:
             assert set(output.policy_versions.tolist()) == {before, versions.now}
             versions.check(completion, output, only=None if clear_cache else before)
+
+
+SEGMENTS = 4
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.parametrize(("pause", "clear_cache"), [("abort", False), ("keep", True)])
+def test_segments_are_exact_under_recorded_rows_and_far_off_where_they_are_routed_again(
+    versions: Versions, pause: str, clear_cache: bool
+) -> None:
+    """Weights change three times, by 2 %, under answers of which half are read again as the weights of then route."""
+    (replica,) = versions.replicas
+    first = versions.now
+    asked = [ask(f"{how}-{i}", random_ids(200 + i, 24), on_resume=how, max_tokens=440) for i in range(2) for how in HOW]
+    futures = replica.submit(asked)
+    for i in range(1, SEGMENTS):
+        manifest = versions.prepare(60 + i, scale=0.02)
+        until(lambda: fewest(replica, asked) >= 40 * i)  # noqa: B023  it is over before the next round
+        versions.swap(manifest, pause, clear_cache)
+    distances: dict[str, list[float]] = {"forced": [], "live": []}
+    for request, future in zip(asked, futures, strict=True):
+        completion = future.result(120)
+        (output,) = completion.outputs
+        assert set(output.policy_versions.tolist()) == set(range(first, first + SEGMENTS))
+        assert output.resume == (request.on_resume if pause == "abort" else "none")
+        distances[str(request.on_resume)].append(versions.distance(completion, output))
+        if request.on_resume == "forced":
+            versions.check(completion, output)
+    assert max(distances["forced"]) <= TOLERANCE
+    assert max(distances["live"]) >= 100 * max(distances["forced"])
+
+
+HOW: tuple[OnResume, ...] = ("forced", "live")
+
+
+def fewest(replica: Any, asked: Sequence[Request]) -> int:
+    """Tokens that the shortest of the running answers has."""
+    running = {answer.request_id: answer for answer in replica.snapshot(60)}
+    return min((len(running[one.request_id].outputs[0].token_ids) for one in asked), default=0)
+
+
+@pytest.mark.engine("qwen3_moe", kv_cache_memory_bytes=10 << 18)
+def test_a_request_that_is_preempted_is_read_again_by_the_experts_that_it_had(
+    versions: Versions, engine: AsyncVLLM
+) -> None:
+    """The cache holds nine blocks, and each answer takes four in the end; its first part is of older weights."""
+    (replica,) = versions.replicas
+    asked = [ask(f"p-{i}", random_ids(300 + i, 100), n=2, max_tokens=350) for i in range(3)]
+    futures = replica.submit(asked)
+    until(lambda: sum(len(output.token_ids) >= 8 for one in replica.snapshot(60) for output in one.outputs) >= 4)
+    first, manifest = versions.now, versions.prepare(71, scale=0.02)
+    versions.swap(manifest, "keep", clear_cache=True)
+    before = engine.stats()[0]["preemptions"]
+    seen = set()
+    for future in futures:
+        completion = future.result(120)
+        for output in completion.outputs:
+            seen |= set(output.policy_versions.tolist())
+            versions.check(completion, output)
+    assert engine.stats()[0]["preemptions"] >= before + 3
+    assert seen == {first, first + 1}

@@ -132,7 +132,7 @@ class Conversation:
     def _request(self, prompt: Any, generate_kwargs: dict[str, Any]) -> SampleRequest:
         """Return the request for a prompt, with the ids of the latest answer that it goes on from, if any."""
         keys = self._policy.keys
-        written = (keys.tokens, keys.masks, keys.log_probs, keys.routed_experts, "policy_versions", SAMPLING)
+        written = (keys.tokens, keys.masks, keys.log_probs, keys.routed_experts, "policy_versions", "resume", SAMPLING)
         known = [key for key in written if key is not None]
         for place in sorted(self._answers, reverse=True):
             earlier = self._answers[place].select(*known, strict=False)

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
-from torch import Tensor
 
 from torchrl_moe.collectors.prompt_stream import Prompt
 
-__all__ = ["Group", "num_segments"]
+__all__ = ["Group"]
 
 
 @dataclass(slots=True)
@@ -49,9 +48,7 @@ class Group:
             samples += [list(rows) for rows in zip(*(turn.unbind(0) for turn in turns), strict=True)]
         kept = [row for rows in samples for row in (rows[-1:] if only_last else rows)]
         for row in kept:
-            versions = row.get(("policy_versions", "full"))
             row.set("group_id", torch.tensor(self.number))
-            row.set("num_segments", torch.tensor(num_segments(versions)))
         every = [row for rows in samples for row in rows]
         versions = [int(row.get("policy_version")) for row in every]
         self.oldest = min((version for version in versions if version >= 0), default=self.begun_version)
@@ -80,16 +77,3 @@ class Group:
         group = cls(number, Prompt(state["position"], state["data"]), version, rows=state["rows"])
         group.oldest, group.tokens, group.ready_at = version - state["age"], state["tokens"], time.monotonic()
         return group
-
-
-def num_segments(versions: Tensor) -> int:
-    """Return in how many parts, each by other weights, an answer was generated.
-
-    Args:
-        versions: int ``[T]``, -1 where nothing was generated.
-
-    >>> num_segments(torch.tensor([-1, -1, 3, 3, 4, 6]))
-    3
-    """
-    known = versions[versions >= 0]
-    return int((known[1:] != known[:-1]).sum()) + 1 if len(known) else 0

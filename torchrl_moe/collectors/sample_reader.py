@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_moe.collectors.group import num_segments
 from torchrl_moe.render.text_tables import one_line
 
 __all__ = ["SampleReader", "rows_of"]
@@ -62,16 +61,13 @@ class SampleReader:
         """Return the texts of :attr:`COLUMNS` of a row, batch size ``[]``; prompts and answers cut to so many."""
         versions = row.get(("policy_versions", "full"), None)
         versions = None if versions is None else versions[versions >= 0]
-        segments = _plain(row.get("num_segments", None))
-        if segments is None and versions is not None:
-            segments = num_segments(versions)
         return (
             _cell(_plain(row.get("group_id", None))),
             *(one_line(self._part(row, part), characters) for part in ("prompt", "response")),
             _cell(_reward(row)),
             _cell(self._num_tokens(row, self._is_padded(row))),
             _cell(_plain(row.get("policy_version", None))) if versions is None else _span(versions),
-            _cell(segments),
+            _cell(_plain(row.get("num_segments", None))),
             _cell(_plain(row.get("finish_reason", None))),
         )
 

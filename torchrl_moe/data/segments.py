@@ -1,4 +1,6 @@
-"""Joining turns: what an earlier turn knew of a token stays, what only a later one knows fills the gaps.
+"""What is generated in several parts: joining turns, and what a row says of its parts.
+
+Joining: what an earlier turn knew of a token stays, what only a later one knows fills the gaps.
 
 A later turn's prompt repeats the earlier turn's tokens. The engine prefills them again, perhaps with newer weights, so
 its routes and log-probs of that prefix are not those the tokens were sampled with: the first writer wins.
@@ -9,7 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["first_writer_wins", "shared_prefix"]
+__all__ = ["first_writer_wins", "num_segments", "shared_prefix", "worst_resume"]
+
+RESUMES = ("none", "forced", "live")
+"""How later parts of an answer may read the earlier ones again, the best first."""
 
 
 def shared_prefix(earlier_ids: Tensor, later_ids: Tensor) -> int:
@@ -39,3 +44,28 @@ def first_writer_wins(earlier: Tensor, later: Tensor) -> Tensor:
     rows = len(earlier)
     known = ~earlier.isnan() if earlier.is_floating_point() else earlier != -1
     return torch.cat([torch.where(known, earlier, later[:rows]), later[rows:]])
+
+
+def num_segments(versions: Tensor) -> int:
+    """Return in how many parts, each by other weights, tokens were generated.
+
+    Args:
+        versions: int ``[T]``, -1 where nothing was generated.
+
+    >>> num_segments(torch.tensor([-1, -1, 3, 3, 4, 6]))
+    3
+    """
+    known = versions[versions >= 0]
+    return int((known[1:] != known[:-1]).sum()) + 1 if len(known) else 0
+
+
+def worst_resume(*hows: str) -> str:
+    """Return how parts were read again at worst: ``"live"`` over ``"forced"`` over ``"none"``.
+
+    Raises:
+        ValueError: another word.
+
+    >>> worst_resume("none", "forced")
+    'forced'
+    """
+    return max(hows, key=RESUMES.index)

@@ -56,6 +56,7 @@ class FakeReplica(Commands):
         fail_start: why it does not come up; ``""`` if it does.
         script: a function of the prompt's text that returns the answer's, without the end of the turn, or ``None`` for
             an answer as ever; for tests that need tool calls.
+        why_live: why it cannot follow recorded experts; ``""`` if it can, as it does with a layout.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class FakeReplica(Commands):
         start_seconds: float = 0.0,
         fail_start: str = "",
         script: Script | None = None,
+        why_live: str = "",
     ) -> None:
         self.index = index
         self.seed = seed
@@ -80,6 +82,7 @@ class FakeReplica(Commands):
         self.start_seconds = start_seconds
         self.fail_start = fail_start
         self.answer_script = script
+        self.why_live = why_live or ("" if layout else "the engine captures no routes")
         self.probe_report = ProbeReport(core_answered=True)
         self.version = 0
         self.log_path = None
@@ -107,7 +110,9 @@ class FakeReplica(Commands):
         self._check_alive()
         if timeout < self.start_seconds:
             raise EngineError(f"replica {self.index} was not ready within {timeout:g} s")
-        return ReplicaInfo(model="fake", layout=self.layout, max_model_len=1 << 20, engine_version="fake")
+        return ReplicaInfo(
+            model="fake", layout=self.layout, max_model_len=1 << 20, engine_version="fake", why_live=self.why_live
+        )
 
     @property
     def death(self) -> str | None:
@@ -155,6 +160,7 @@ class FakeReplica(Commands):
         seconds = self.token_seconds(request) if callable(self.token_seconds) else self.token_seconds
         reason = self.refuse(request) if self.refuse else None
         try:
+            entry.request = self._model().checked(request)
             entry.limit = tokens_to_come(request)
         except ValueError as error:
             reason = str(error)
@@ -270,6 +276,9 @@ class FakeReplica(Commands):
         with self._changed:
             return [self._so_far(entry) for entry in self._running.values()]
 
+    def _model(self) -> FakeModel:
+        return FakeModel(self.seed, self.version, self.layout, self.answer_script, self.why_live)
+
     def _complete(self, entry: _Running) -> Completion:
         completion, given = self._so_far(entry), entry.request.resume
         had = [] if given is None else given.outputs
@@ -289,7 +298,7 @@ class FakeReplica(Commands):
             prompt = request.prompt_token_ids.astype(np.int64)
         else:
             prompt = np.array(ByteTokenizer()(request.prompt)["input_ids"], np.int64)
-        model = FakeModel(self.seed, self.version, self.layout, self.answer_script)
+        model = self._model()
         outputs = [model.answer(request, prompt, index, entry.tokens) for index in range(request.param("n") or 1)]
         return Completion(
             request_id=request.request_id,
@@ -329,6 +338,7 @@ class FakeAsyncVLLM(GenerationService):
         max_concurrent_requests: int | Literal["auto"] | None = "auto",
         faults: FaultPolicy | None = None,
         script: Script | None = None,
+        why_live: str = "",
     ) -> None:
         settings: dict[str, Any] = {
             "seed": seed,
@@ -336,6 +346,7 @@ class FakeAsyncVLLM(GenerationService):
             "token_seconds": token_seconds,
             "refuse": refuse,
             "script": script,
+            "why_live": why_live,
         }
 
         def make_replica(index: int) -> FakeReplica:

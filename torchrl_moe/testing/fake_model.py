@@ -17,10 +17,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_moe.data import RoutingLayout
+from torchrl_moe.data import UNSET_EXPERT, RoutingLayout
 from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.replica import CompletionOutput, Request
 from torchrl_moe.modules.backends.vllm.continuation import join
+from torchrl_moe.modules.backends.vllm.request_routes import RequestRoutes
 from torchrl_moe.testing.byte_tokenizer import NUM_BYTES, ByteTokenizer
 
 __all__ = ["FakeModel", "Script", "tokens_to_come"]
@@ -52,15 +53,32 @@ class FakeModel:
         version: of the weights; does too.
         layout: the routers it pretends to have; ``None`` for a dense model.
         script: what it answers, whatever the rest says; that changes log-probs and routes still.
+        why_live: why it cannot follow recorded experts; empty if it can. Those that it follows change no token.
     """
 
     seed: int
     version: int
     layout: RoutingLayout | None
     script: Script | None = None
+    why_live: str = ""
+
+    def checked(self, request: Request) -> Request:
+        """Return a request as :meth:`answer` takes it, by the same rules as a real engine.
+
+        Raises:
+            ValueError: it follows experts that are no routes of this model's, or that the model cannot follow.
+        """
+        return RequestRoutes(self.layout, self.why_live).checked(request)
 
     def answer(self, request: Request, prompt: NDArray[np.int64], index: int, tokens: int) -> CompletionOutput:
-        """Return an answer with so many tokens more than what the request resumes, or with all that it may have."""
+        """Return an answer with so many tokens more than what the request resumes, or with all that it may have.
+
+        Args:
+            request: of :meth:`checked`.
+            prompt: ``[P]``.
+            index: which of the request's answers.
+            tokens: at most so many more.
+        """
         first = None if request.resume is None else request.resume.outputs[index]
         if first is not None and not _is_cut(first):
             return first
@@ -73,7 +91,7 @@ class FakeModel:
         length = limit if scripted is None else min(limit, len(scripted))
         log_probs = self._extend(ids, index, min(tokens, length - len(had)), scripted and scripted[len(had) :])
         token_ids = np.array(ids[len(prompt) + len(had) :], np.int64)
-        routes = self._routes(ids) if self.layout and request.return_routed_experts else None
+        routes = self._routes(ids, request.routed_experts) if self.layout and request.return_routed_experts else None
         rest = CompletionOutput(
             index=index,
             token_ids=token_ids,
@@ -84,7 +102,9 @@ class FakeModel:
             routed_experts=None if routes is None else routes[known_rows:],
             kept=_kept(request, token_ids),
         )
-        whole = join(index, first, rest, SimpleNamespace(detokenize=False), _text)
+        is_live = RequestRoutes(self.layout, self.why_live).of_part(request, first) is None
+        plain = SimpleNamespace(detokenize=False)
+        whole = join(index, first, rest, plain, _text, "live" if is_live else "forced")
         return replace(whole, text=_text(whole.token_ids.tolist()))  # the cut may lie within a character
 
     def _scripted(self, prompt: list[int]) -> list[int] | None:
@@ -103,7 +123,9 @@ class FakeModel:
             _feed(prefix, ids[-1:])
         return log_probs
 
-    def _routes(self, ids: Sequence[int]) -> NDArray[np.unsignedinteger[Any]]:
+    def _routes(
+        self, ids: Sequence[int], followed: NDArray[np.integer[Any]] | None
+    ) -> NDArray[np.unsignedinteger[Any]]:
         layout = self.layout
         assert layout is not None
         dtype = np.uint8 if layout.num_experts <= 256 else np.uint16  # as vLLM does
@@ -114,6 +136,9 @@ class FakeModel:
             rng = _rng(prefix)
             for layer in layout.moe_layers:
                 row[layer] = rng.permutation(layout.num_experts)[: layout.top_k]
+        if followed is not None:
+            known = rows[: len(followed)]
+            np.copyto(known, followed[: len(known)], where=followed[: len(known)] != UNSET_EXPERT, casting="unsafe")
         return rows
 
     def _hash(self, what: str, index: int = 0, ids: Iterable[int] = ()) -> hashlib.blake2b:

@@ -229,6 +229,41 @@ def test_a_request_goes_on_from_what_it_resumes(one: tuple[Replica, Kind]) -> No
     assert replica.stats(SECONDS).generated_tokens - before == tokens - 1 + others
 
 
+def test_a_request_follows_recorded_experts_or_is_told_why_not(one: tuple[Replica, Kind]) -> None:
+    replica, kind = one
+    info, ids = replica.wait_ready(SECONDS), (65, 66, 67, 68)
+    if info.why_live:
+        rows = np.full((1, 1, 1), -1, np.int8)
+        bad, good = replica.submit([ids_request("bad", ids, routed_experts=rows), *requests(1, kind.quick)])
+        with pytest.raises(ValueError, match=f"cannot follow recorded experts: {info.why_live}"):
+            bad.result(SECONDS)
+        assert good.result(SECONDS).request_id == "r0"
+        return
+    layout = info.layout
+    assert layout is not None
+    (plain,) = replica.submit([ids_request("plain", ids, sampling_params=kind.quick)])
+    own = plain.result(SECONDS).outputs[0].routed_experts
+    assert own is not None
+    others = (own[:4].astype(np.int16) + 1) % layout.num_experts  # not what the model chooses
+    others[:, layout.dense_layers] = -1
+    others[0] = -1
+    followed, wrong = replica.submit(
+        [
+            ids_request("followed", ids, sampling_params=kind.quick, routed_experts=others),
+            ids_request("wrong", ids, sampling_params=kind.quick, routed_experts=others + layout.num_experts),
+        ]
+    )
+    rows = followed.result(SECONDS).outputs[0].routed_experts
+    assert rows is not None
+    assert rows.dtype == own.dtype
+    assert len(rows) == 4 + len(followed.result().outputs[0].token_ids) - 1
+    routed = list(layout.moe_layers)
+    assert np.array_equal(np.sort(rows[0, routed]), np.sort(own[0, routed]))
+    assert np.array_equal(np.sort(rows[1:4, routed]), np.sort(others[1:, routed]))
+    with pytest.raises(ValueError, match="routed_experts"):
+        wrong.result(SECONDS)
+
+
 def test_an_id_in_flight_is_refused_and_is_free_afterwards(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
     with paused(replica):

@@ -29,9 +29,10 @@ def test_names_are_mapped(given: dict[str, Any] | None, params: dict[str, Any]) 
 
 
 def test_arguments_of_the_engine_are_no_sampling_parameters() -> None:
-    given = {"lora_request": None, "max_new_tokens": 8, "actor_index": 0}
-    assert engine_arguments_of(given) == ({"actor_index": 0, "lora_request": None}, {"max_new_tokens": 8})
-    assert len(given) == 3
+    given = {"lora_request": None, "max_new_tokens": 8, "actor_index": 0, "on_resume": "live"}
+    engine = {"actor_index": 0, "lora_request": None, "on_resume": "live"}
+    assert engine_arguments_of(given) == (engine, {"max_new_tokens": 8})
+    assert len(given) == 4
     assert engine_arguments_of(None) == ({}, {})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
 from torchrl_moe.modules.policies.rollout import (
     RolloutKeys,
     answer_tensordict,
-    check_prompt,
+    check_prompts,
     pad_answers,
     stack_answers,
 )
@@ -114,13 +115,16 @@ def test_an_answer_by_hand() -> None:
     assert_values(td["routed_experts", "full"], [[DENSE, row] for row in rows], torch.int8)
     assert_values(td["policy_versions", "full"], [U, U, U, 9, 8, 9], torch.int32)
     assert_values(td["policy_version"], 8, torch.int64)
+    assert_values(td["num_segments"], 3, torch.int64)  # 9, 8, 9
+    assert td["resume"] == "none"
     assert td["finish_reason"] == "length"
     assert_values(td["num_cached_tokens"], 2, torch.int64)
 
 
 def test_an_answer_has_these_keys_and_no_others() -> None:
     root = {"tokens", "masks", "log_probs", "routed_experts", "policy_versions", "policy_version"}
-    assert set(answer(SHORT).keys()) == root | {"finish_reason", "num_cached_tokens", "sampling"}
+    parts = {"num_segments", "resume"}
+    assert set(answer(SHORT).keys()) == root | parts | {"finish_reason", "num_cached_tokens", "sampling"}
     assert set(answer(SHORT)["routed_experts"].keys()) == {"full"}
 
 
@@ -181,6 +185,7 @@ def test_log_probs_that_the_engine_did_not_return_are_an_error() -> None:
 def test_an_answer_without_a_token_has_no_version() -> None:
     td = answer(completion([10, 11], output([], [], [[5, 3]], [])))
     assert_values(td["policy_version"], U, torch.int64)
+    assert_values(td["num_segments"], 0, torch.int64)
     assert_values(td["tokens", "full"], [10, 11], torch.int64)
     assert_values(td["routed_experts", "full"][:, 1], [[5, 3], [U, U]], torch.int8)
 
@@ -301,6 +306,7 @@ def test_padding_by_hand() -> None:
     assert_values(td["routed_experts", "full"], rows, torch.int8)
     assert_values(td["policy_versions", "full"], [[U, U, U, 7, U, U], [U, U, U, 9, 8, 9]], torch.int32)
     assert_values(td["policy_version"], [7, 8], torch.int64)
+    assert_values(td["num_segments"], [1, 3], torch.int64)
     assert list(td["finish_reason"]) == ["stop", "length"]
     assert_values(td["num_cached_tokens"], [0, 2], torch.int64)
 
@@ -378,16 +384,16 @@ def test_another_temperature_in_a_later_turn_is_refused() -> None:
     padded = pad_answers([alone, answer(LONG)], PAD, KEYS, (2,))[0]
     for earlier in (alone, padded):
         with pytest.raises(ValueError, match=r"this turn's temperature is 1, that of the turn before 0\.5"):
-            check_prompt(NEXT.prompt_token_ids.tolist(), KEYS, {"logprobs": 0}, earlier)
-        check_prompt([10, 13, 12, 30], KEYS, {"logprobs": 0}, earlier)  # does not go on from it
-        check_prompt(NEXT.prompt_token_ids.tolist(), KEYS, {"logprobs": 0, "temperature": 0.5}, earlier)
+            check_prompts([NEXT.prompt_token_ids.tolist()], KEYS, {"logprobs": 0}, [earlier])
+        check_prompts([[10, 13, 12, 30]], KEYS, {"logprobs": 0}, [earlier])  # does not go on from it
+        check_prompts([NEXT.prompt_token_ids.tolist()], KEYS, {"logprobs": 0, "temperature": 0.5}, [earlier])
 
 
 def test_words_of_other_tokens_than_an_earlier_turn_has_are_refused() -> None:
     earlier = answer(sampled(SHORT, [12], [1]))
     earlier[KEPT] = earlier[KEPT].truncate(2)
     with pytest.raises(ValueError, match=r"of the turn before is for 2 tokens, and it has 3: both must have been cut"):
-        check_prompt(NEXT.prompt_token_ids.tolist(), KEYS, {"logprobs": 0}, earlier)
+        check_prompts([NEXT.prompt_token_ids.tolist()], KEYS, {"logprobs": 0}, [earlier])
 
 
 def test_a_padded_earlier_turn_is_kept_too() -> None:
@@ -405,6 +411,51 @@ def test_three_turns() -> None:
     assert_values(td["routed_experts", "full"][:, 1], rows, torch.int8)
     assert_values(td["log_probs", "full"], [NAN, NAN, -0.5, NAN, -4, -6], torch.float32)
     assert_values(td["policy_versions", "full"], [U, U, 7, U, 9, 11], torch.int32)
+
+
+def resumed(source: Completion, how: Any) -> Completion:
+    """The same answer, of which a later part read the earlier ones so."""
+    return replace(source, outputs=[replace(source.outputs[0], resume=how)])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "worst"),
+    [
+        ("none", "none", "none"),
+        ("none", "forced", "forced"),
+        ("forced", "none", "forced"),
+        ("live", "forced", "live"),
+        ("forced", "live", "live"),
+    ],
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_turns_say_how_the_worst_of_them_was_resumed(first: str, second: str, worst: str, padded: bool) -> None:
+    earlier: TensorDictBase = answer(resumed(SHORT, first))
+    if padded:
+        earlier = pad_answers([earlier, answer(LONG)], PAD, KEYS, (2,))[0]
+    td = answer(resumed(NEXT, second), earlier=earlier)
+    assert td["resume"] == worst
+    assert_values(td["num_segments"], 2, torch.int64)  # 7 and 9
+    assert answer(resumed(NEXT, second), earlier=earlier.exclude("resume"))["resume"] == second
+
+
+def test_another_prompt_says_how_it_was_resumed_itself() -> None:
+    td = answer(completion([10, 13, 12, 30], NEXT.outputs[0]), earlier=answer(resumed(SHORT, "live")))
+    assert td["resume"] == "none"
+    assert_values(td["num_segments"], 1, torch.int64)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_that_were_resumed_otherwise_stand_in_one_batch(padded: bool, tmp_path: Path) -> None:
+    """Also once they were saved, in any shape."""
+    answers = [answer(resumed(SHORT, how)) for how in ("none", "live", "forced", "none")]
+    for shape in ((4,), (2, 2)):
+        td = pad_answers(answers, PAD, KEYS, shape) if padded else stack_answers(answers, shape)
+        folder = tmp_path / f"{len(shape)}"
+        td.memmap(str(folder))
+        for one in (td, TensorDict.load_memmap(str(folder))):
+            assert list(one.reshape(-1)["resume"]) == ["none", "live", "forced", "none"]
+            assert one["num_segments"].tolist() == torch.ones(shape).tolist()
 
 
 @pytest.mark.parametrize(

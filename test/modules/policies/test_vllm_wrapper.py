@@ -5,6 +5,7 @@ The values of single answers are checked by hand in ``test_rollout.py``, real on
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ PAD, START, END = 256, 257, 258
 PROMPTS = ("ab", "cdefg", "h")
 NEW = 4
 ROOT = {"tokens", "masks", "log_probs", "routed_experts", "policy_versions", "policy_version"}
-KEYS = ROOT | {"finish_reason", "num_cached_tokens", "sampling"}
+KEYS = ROOT | {"num_segments", "resume", "finish_reason", "num_cached_tokens", "sampling"}
 OWN = {"history": {"text", "history"}, "text": {"text"}, "tokens": set()}
 """What a mode writes besides."""
 
@@ -131,7 +132,8 @@ def assert_answer(td: TensorDictBase, prompt: list[int], output: CompletionOutpu
     assert routes[:, 0].eq(-1).all()
     assert leaf(td, "policy_versions", "full").tolist() == [-1] * p + [0] * NEW
     assert leaf(td, "policy_version") == 0
-    assert td["finish_reason"] == "length"
+    assert leaf(td, "num_segments") == 1
+    assert (td["resume"], td["finish_reason"]) == ("none", "length")
     assert leaf(td, "num_cached_tokens") == 0
 
 
@@ -223,9 +225,10 @@ def test_padded_answers_are_the_unpadded_ones_with_pads(
         assert leaf(td, "policy_versions", "full")[:pads].eq(-1).all()
         real = TensorDict({key: td[key][pads:] for key in FULL})
         real["tokens", "prompt"] = leaf(td, "tokens", "prompt")[pads:]
-        for key in (("tokens", "response"), ("log_probs", "response"), "policy_version", "num_cached_tokens"):
+        numbers = ("policy_version", "num_segments", "num_cached_tokens")
+        for key in (("tokens", "response"), ("log_probs", "response"), *numbers, "resume", "finish_reason"):
             real[key] = td[key]
-        assert_answer(real.set("finish_reason", td["finish_reason"]), prompt, output)
+        assert_answer(real, prompt, output)
         assert_text(td, mode, PROMPTS[i // n], output)
 
 
@@ -398,7 +401,7 @@ def test_keys_may_be_renamed(fake: FakeAsyncVLLM) -> None:
     assert policy.in_keys == [("mine", "chat")]
     td = TensorDict(mine=TensorDict(chat=chats(*PROMPTS), batch_size=[3]), batch_size=[3])
     out = policy(td)
-    own = {"policy_versions", "policy_version", "finish_reason", "num_cached_tokens", "sampling", "mine"}
+    own = KEYS - names.keys() | {"mine"}
     assert set(out.keys()) == set(names.values()) | own
     assert [type(out[0][name]) for name in "tmlrxh"] == [Tokens, Masks, LogProbs, RoutedExperts, Text, ChatHistory]
     assert set(policy.out_keys) | {"mine"} == set(out.keys())
@@ -933,6 +936,25 @@ def test_the_replica_and_the_adapter_can_be_named(where: str) -> None:
         policy(dense("text", "ab"), actor_index=0, lora_request=None)
         assert [request.lora_request for request in engine.replicas[0].submitted] == [None]
         assert "lora_request" not in requests_of(engine)[0].sampling_params
+
+
+@pytest.mark.parametrize("where", ["generate_kwargs", "call"])
+def test_how_answers_go_on_can_be_chosen(where: str) -> None:
+    asked: dict[str, Any] = {"on_resume": "live"}
+    with FakeAsyncVLLM(seed=3) as engine:
+        kwargs = {"max_tokens": NEW, **(asked if where == "generate_kwargs" else {})}
+        policy = vLLMWrapper(engine, input_mode="text", generate_kwargs=kwargs, inplace=False)
+        per_call = asked if where == "call" else {}
+        out = policy(dense("text", "ab", "c"), **per_call)
+        (request,) = policy.requests(one("text", "d"), **per_call)
+        assert request.arguments["on_resume"] == "live"
+        asyncio.run(engine.agenerate(**request.arguments))
+        policy(dense("text", "e"), on_resume=None)
+        assert [asking.on_resume for asking in requests_of(engine)] == ["live"] * 3 + [None]
+        assert all("on_resume" not in asking.sampling_params for asking in requests_of(engine))
+        assert list(out["resume"]) == ["none", "none"]  # nothing cut them
+        with pytest.raises(ValueError, match=r"on_resume must be None or one of \('forced', 'live'\), got 'frozen'"):
+            policy(dense("text", "ab"), on_resume="frozen")
 
 
 # what is refused

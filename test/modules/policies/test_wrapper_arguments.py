@@ -31,6 +31,8 @@ def test_what_is_the_engines_is_taken_out_of_the_sampling_parameters() -> None:
     engine, sampling = split_arguments({"actor_index": 1, "temperature": 0.5}, actor_index=None, lora_request=None)
     assert engine == {"actor_index": 1, "lora_request": None}
     assert sampling == {"temperature": 0.5}
+    engine, sampling = split_arguments({"on_resume": "live"}, actor_index=1)  # no argument of the wrapper's own
+    assert (engine, sampling) == ({"actor_index": 1, "on_resume": "live"}, {})
 
 
 def test_the_same_argument_twice_is_refused() -> None:

@@ -13,13 +13,18 @@ import textwrap
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 
+from support.completions import cut
 from support.engines import EngineShelf, start_engine
+from support.reference import TOLERANCE, Reference
 from support.waiting import PATIENCE, until
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
@@ -117,7 +122,7 @@ def until_serving(engine: AsyncVLLM, restarts: int) -> None:
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-def test_killed_and_stopped_processes_lose_no_request(engine: AsyncVLLM) -> None:
+def test_killed_and_stopped_processes_lose_no_request(engine: AsyncVLLM, no_engine: EngineShelf) -> None:
     expected = flood(engine)
 
     def under_fire(*shots: tuple[int, str, signal.Signals]) -> None:
@@ -141,6 +146,36 @@ def test_killed_and_stopped_processes_lose_no_request(engine: AsyncVLLM) -> None
     until_serving(engine, 2)
     assert "gave no sign of life in 15 s and was ended" in str(engine.replica_table[1].last_error)
     check(engine, flood(engine), expected)
+    resume_under_fire(engine, expected, Reference(no_engine.folder("qwen3_moe")))
+
+
+def resume_under_fire(engine: AsyncVLLM, expected: Any, reference: Reference) -> None:
+    """A replica is killed under answers that go on from a first part, whose experts no router here would choose."""
+    rng = np.random.default_rng(0)
+    firsts = [cut(completion, 30, decode=lambda ids: "") for completion in expected[:40]]
+    for first in firsts:
+        (output,) = first.outputs
+        rows = np.zeros_like(output.routed_experts)
+        rows[:, 1:] = rng.permuted(np.tile(np.arange(16), (len(rows), 3, 1)), axis=-1)[..., :4]
+        first.outputs[0] = replace(output, routed_experts=rows)
+    retried = engine.metrics.summary()["retried"]
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.generate, resume=firsts, sampling_params=PARAMS, use_tqdm=False)
+        until(lambda: min(entry.inflight for entry in engine.replica_table) > 10)
+        Parts(engine, 0).core.kill()
+        completions = call.result(3 * RESTART)
+    assert engine.metrics.summary()["retried"] > retried
+    for first, completion in zip(firsts, completions, strict=True):
+        (before,), (output,) = first.outputs, completion.outputs
+        known = len(before.routed_experts)
+        assert output.resume == "forced"
+        assert output.token_ids[:30].tolist() == before.token_ids.tolist()
+        assert (output.routed_experts[:known] == before.routed_experts).all()
+        ids = torch.from_numpy(np.concatenate([completion.prompt_token_ids, output.token_ids]))
+        followed = torch.arange(len(output.routed_experts)) < known
+        log_probs, _ = reference(ids, routes=output.routed_experts, followed=followed)
+        off = torch.from_numpy(output.logprobs.copy()) - log_probs[len(completion.prompt_token_ids) :]
+        assert off[30:].abs().max() <= TOLERANCE
 
 
 DRIVER = """

@@ -7,7 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import lazy_stack
 
+from torchrl_moe.data import RoutedExperts
+from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.modules.serving.prompts import PromptBatch
 from torchrl_moe.modules.serving.requests import (
     Placement,
     check_timeout,
@@ -16,15 +20,16 @@ from torchrl_moe.modules.serving.requests import (
     make_request,
     one_each,
     placements,
+    rows_each,
 )
 
 
 def test_a_request_holds_text_or_ids() -> None:
-    fields = common_fields({"n": 2}, "lora", None, {"regex": "a"}, False)
+    fields = common_fields({"n": 2}, "lora", None, {"regex": "a"}, False, "live")
     text = make_request("hi", request_id="x", priority=3, **fields)
     assert (text.prompt, text.prompt_token_ids, text.request_id, text.priority) == ("hi", None, "x", 3)
     assert (text.sampling_params, text.lora_request, text.guided_options) == ({"n": 2}, "lora", {"regex": "a"})
-    assert text.return_routed_experts is False
+    assert (text.return_routed_experts, text.routed_experts, text.on_resume) == (False, None, "live")
     ids = make_request(np.array([1, 2], np.int32), request_id="x", **fields)
     assert ids.prompt is None
     assert ids.prompt_token_ids is not None
@@ -33,7 +38,13 @@ def test_a_request_holds_text_or_ids() -> None:
 
 def test_a_prompt_adapter_is_refused() -> None:
     with pytest.raises(ValueError, match="prompt_adapter_request must be None: vLLM has dropped prompt adapters"):
-        common_fields(None, None, object(), None, True)
+        common_fields(None, None, object(), None, True, None)
+
+
+@pytest.mark.parametrize("word", ["none", "Live", True, ""])
+def test_an_answer_goes_on_in_one_of_two_ways(word: Any) -> None:
+    with pytest.raises(ValueError, match=rf"on_resume must be None or one of \('forced', 'live'\), got {word!r}"):
+        common_fields(None, None, None, None, True, word)
 
 
 def test_names_come_one_for_each_prompt() -> None:
@@ -121,3 +132,89 @@ def test_a_deadline_is_in_the_future(seconds: float) -> None:
     assert check_timeout(0.5) == 0.5
     with pytest.raises(ValueError, match=f"timeout_seconds must be positive or None, got {seconds:g}"):
         check_timeout(seconds)
+
+
+# -- routes to follow -------------------------------------------------------------------------------------------------
+
+IDS = np.array([1, 2, 3], np.int32)
+ONE, TWO = PromptBatch([IDS], single=True), PromptBatch([IDS, IDS], single=False)
+ROWS = np.arange(12, dtype=np.int16).reshape(2, 3, 2)
+"""Two rows of a model of three layers."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ROWS,
+        torch.from_numpy(ROWS),
+        RoutedExperts(full=torch.tensor(ROWS)),
+    ],
+    ids=["array", "tensor", "RoutedExperts"],
+)
+def test_routes_of_one_prompt_come_in_whatever_holds_them(value: Any) -> None:
+    (rows,) = rows_each(value, ONE)
+    assert isinstance(rows, np.ndarray)
+    assert (rows.dtype, rows.tolist()) == (np.int16, ROWS.tolist())
+
+
+def test_lists_of_numbers_are_routes_too() -> None:
+    (rows,) = rows_each(ROWS.tolist(), ONE)
+    assert rows is not None
+    assert rows.tolist() == ROWS.tolist()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [ROWS, ROWS + 1],
+        (torch.from_numpy(ROWS), RoutedExperts(full=torch.tensor(ROWS + 1))),
+        np.stack([ROWS, ROWS + 1]),
+        torch.from_numpy(np.stack([ROWS, ROWS + 1])),
+        RoutedExperts(full=torch.from_numpy(np.stack([ROWS, ROWS + 1])), batch_size=[2]),
+        lazy_stack([RoutedExperts(full=torch.tensor(ROWS)), RoutedExperts(full=torch.tensor(ROWS + 1))]),
+    ],
+    ids=["arrays", "mixed", "array", "tensor", "RoutedExperts", "lazy stack"],
+)
+def test_several_prompts_have_routes_each(values: Any) -> None:
+    first, second = rows_each(values, TWO)
+    assert first is not None and second is not None
+    assert (first.tolist(), second.tolist()) == (ROWS.tolist(), (ROWS + 1).tolist())
+
+
+def test_some_prompts_have_none_and_others_another_number_of_rows() -> None:
+    assert rows_each(None, ONE) == [None]
+    assert rows_each(None, TWO) == [None, None]
+    assert rows_each([None, None], TWO) == [None, None]
+    first, second = rows_each([None, ROWS[:1]], TWO)
+    assert first is None and second is not None
+    assert second.tolist() == ROWS[:1].tolist()
+    (alone,) = rows_each([ROWS], PromptBatch([IDS], single=False))
+    assert alone is not None
+    assert alone.shape == (2, 3, 2)
+
+
+@pytest.mark.parametrize("values", [[ROWS], [ROWS] * 3, ROWS[None], []])
+def test_there_are_as_many_routes_as_prompts(values: Any) -> None:
+    with pytest.raises(ValueError, match=rf"one entry per prompt: got {len(values)} for 2 prompts"):
+        rows_each(values, TWO)
+
+
+@pytest.mark.parametrize("value", ["experts", object(), np.array(["a"]), b"abc"])
+def test_what_is_no_array_of_numbers_is_named(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"routed_experts\[0\] must be an array of integers, got"):
+        rows_each(value, ONE)
+    with pytest.raises(TypeError, match=r"routed_experts\[1\] must be an array of integers, got"):
+        rows_each([None, value], TWO)
+
+
+def test_what_is_resumed_follows_its_own_routes() -> None:
+    had = Completion(
+        request_id="r", prompt=None, prompt_token_ids=IDS.astype(np.int64), num_cached_tokens=0, outputs=[]
+    )
+    assert rows_each(None, PromptBatch([had], single=True)) == [None]
+    for batch, values in (
+        (PromptBatch([had], single=True), ROWS),
+        (PromptBatch([had, had], single=False), [ROWS, None]),
+    ):
+        with pytest.raises(ValueError, match="what is resumed follows its own; leave it out"):
+            rows_each(values, batch)

@@ -236,6 +236,121 @@ def test_the_number_of_a_group_and_its_text_are_one_group(serve: Any) -> None:
     assert asyncio.run(engine.agenerate("a", group_id=3)).metrics.replica == 0
 
 
+# -- recorded experts -------------------------------------------------------------------------------------------------
+
+IDS = [104, 105, 106]
+
+
+def rows_of(*experts: int) -> Any:
+    """Rows for the fake engine's four layers, the first of them dense: an expert and the next one; -1 for no route."""
+    rows = np.full((len(experts), 4, 2), -1, np.int8)
+    for row, expert in zip(rows, experts, strict=True):
+        if expert >= 0:
+            row[1:] = expert, expert + 1
+    return rows
+
+
+def test_routes_reach_the_replica_and_come_back(serve: Any) -> None:
+    engine = serve()
+    plain = ask(engine, IDS)
+    rows = rows_of(6, -1, 2)
+    for value in (rows, torch.from_numpy(rows), rows.astype(np.int64)):
+        (followed,) = ask(engine, IDS, routed_experts=value).outputs
+        assert followed.token_ids.tolist() == plain.outputs[0].token_ids.tolist()
+        assert followed.routed_experts[0].tolist() == [[0, 0], [6, 7], [6, 7], [6, 7]]
+        assert followed.routed_experts[2].tolist() == [[0, 0], [2, 3], [2, 3], [2, 3]]
+        assert np.array_equal(followed.routed_experts[[1, 3, 4, 5]], plain.outputs[0].routed_experts[[1, 3, 4, 5]])
+        assert np.array_equal(submitted(engine)[-1].routed_experts, rows)
+    awaited = asyncio.run(engine.agenerate(IDS, {"max_tokens": 4}, routed_experts=rows, on_resume="live"))
+    assert awaited.outputs[0].routed_experts[0, 1].tolist() == [6, 7]
+    assert submitted(engine)[-1].on_resume == "live"
+
+
+def test_each_prompt_follows_its_own_routes(serve: Any) -> None:
+    engine = serve()
+    ask(engine, [IDS, IDS, [1]], routed_experts=[rows_of(5), None, rows_of(1)])
+    assert [None if r.routed_experts is None else r.routed_experts[0, 1, 0] for r in submitted(engine)] == [5, None, 1]
+    assert {request.on_resume for request in submitted(engine)} == {None}
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (rows_of(1, 2, 3, 4), "at most a row per prompt token, 3, got 4"),
+        (rows_of(7), r"holds expert 8 .*0\.\.7"),
+        (rows_of(1).astype(np.uint8), "signed integer"),
+        (rows_of(1)[:, 1:], r"\[rows, 4, 2\], got \[1, 3, 2\]"),
+    ],
+)
+def test_a_request_with_bad_routes_is_refused_and_the_others_finish(serve: Any, rows: Any, words: str) -> None:
+    engine = serve()
+    with pytest.raises(RequestRefusedError, match=words) as caught:
+        ask(engine, [IDS, IDS, IDS], routed_experts=[None, rows, rows_of(1)])
+    first, refused, last = caught.value.partial
+    assert [len(one.outputs[0].token_ids) for one in (first, refused, last)] == [4, 0, 4]
+    assert last.outputs[0].routed_experts[0, 1].tolist() == [1, 2]
+    with pytest.raises(RequestRefusedError, match=words):
+        asyncio.run(engine.agenerate(IDS, {"max_tokens": 4}, routed_experts=rows))
+
+
+def test_routes_of_a_text_are_refused(serve: Any) -> None:
+    with pytest.raises(RequestRefusedError, match="pass token ids in place of text"):
+        ask(serve(), "hi", routed_experts=rows_of(1))
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"routed_experts": [rows_of(1)]}, "routed_experts must have one entry per prompt: got 1 for 2 prompts"),
+        ({"on_resume": "none"}, r"on_resume must be None or one of \('forced', 'live'\), got 'none'"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_before_anything_is_sent(serve: Any, asked: Any, words: str) -> None:
+    engine = serve()
+    with pytest.raises(ValueError, match=words):
+        ask(engine, [IDS, IDS], **asked)
+    if "on_resume" in asked:
+        with pytest.raises(ValueError, match=words):
+            asyncio.run(engine.agenerate(IDS, **asked))
+    assert submitted(engine) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"), [({"why_live": "it speculates"}, "it speculates"), ({"layout": None}, "captures no routes")]
+)
+def test_an_engine_that_cannot_follow_says_why(serve: Any, arguments: Any, why: str) -> None:
+    engine = serve(2, **arguments)
+    assert all(info.why_live.endswith(why) for info in engine.infos)
+    with pytest.raises(RequestRefusedError, match=f"routed_experts: .* cannot follow recorded experts: .*{why}"):
+        ask(engine, IDS, routed_experts=rows_of(1))
+    with pytest.raises(RequestRefusedError, match=f"on_resume='forced', but .*{why}"):
+        ask(engine, IDS, on_resume="forced")
+    assert [len(ask(engine, IDS, on_resume=how).outputs[0].token_ids) for how in (None, "live")] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked", "how"),
+    [
+        ({}, {}, "forced"),
+        ({}, {"on_resume": "forced"}, "forced"),
+        ({}, {"on_resume": "live"}, "live"),
+        ({"why_live": "it speculates"}, {}, "live"),
+    ],
+)
+def test_an_answer_that_goes_on_says_how_it_read_its_first_part(
+    serve: Any, arguments: Any, asked: Any, how: str
+) -> None:
+    engine = serve(**arguments)
+    full = ask(engine, IDS)
+    assert full.outputs[0].resume == "none"
+    done = ask(engine, None, resume=[cut(full, 2), full], **asked)
+    assert [completion.outputs[0].resume for completion in done] == [how, "none"]
+    awaited = asyncio.run(engine.agenerate(None, {"max_tokens": 4, "logprobs": 0}, resume=cut(full, 0), **asked))
+    assert awaited.outputs[0].resume == "none"  # there was nothing to be read again
+    with pytest.raises(ValueError, match="what is resumed follows its own"):
+        ask(engine, None, resume=cut(full, 2), routed_experts=rows_of(1))
+
+
 # -- resume -----------------------------------------------------------------------------------------------------------
 
 ANSWERS = {"max_tokens": 12, "logprobs": 0, "n": 2}

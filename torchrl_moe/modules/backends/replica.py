@@ -33,12 +33,21 @@ __all__ = [
     "PauseMode",
     "Replica",
     "Request",
+    "Scoring",
     "nothing_yet",
 ]
 
 PauseMode = Literal["keep", "wait", "abort"]
 OnResume = Literal["forced", "live"]
 """How an answer that goes on reads its first part again: by the experts it was sampled with, or as the model routes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How the tokens of a prompt are scored: at which temperature, and over which words; ``None``: over all."""
+
+    temperature: float = 1.0
+    kept: KeptIds | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +59,7 @@ class Request:
     ``resume`` is what there is of the answers to the prompt: those cut short go on from their last tokens.
     ``routed_experts``, integers ``[rows, L, K]`` with rows <= P, are followed for the first positions, -1 where the
     model routes. ``on_resume`` says how tokens that were routed once are read again; ``None``: as well as is possible.
+    ``scoring`` asks for the log-probs of the prompt's own tokens.
     """
 
     request_id: str
@@ -63,6 +73,7 @@ class Request:
     resume: Completion | None = None
     routed_experts: NDArray[np.integer[Any]] | None = None
     on_resume: OnResume | None = None
+    scoring: Scoring | None = None
 
     def param(self, name: str) -> Any:
         """Return a sampling parameter as the user gave it; ``None`` if it was not given."""
@@ -121,6 +132,7 @@ class Completion:
     """What came of one request, in the shape of vLLM's ``RequestOutput``.
 
     ``prompt_token_ids`` is int64 ``[P]`` however the prompt came; ``num_cached_tokens`` are its prefix-cache hits.
+    ``prompt_logprobs``, float32 ``[P]``, NaN for the first, are there if the request asked for scores.
     """
 
     request_id: str
@@ -130,6 +142,7 @@ class Completion:
     outputs: list[CompletionOutput]
     metrics: CompletionMetrics = field(default_factory=CompletionMetrics)
     finished: bool = True
+    prompt_logprobs: NDArray[np.float32] | None = None
 
     @property
     def aborted(self) -> bool:

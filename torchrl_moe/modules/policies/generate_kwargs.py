@@ -12,7 +12,7 @@ RENAMED = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "stop_se
 # Beam search is another algorithm, which vLLM does not run here; a value that means "off" is accepted.
 BEAM_ONLY = {"num_beams": (None, 1), "length_penalty": (None, 1.0), "early_stopping": (None, False)}
 # What is no sampling parameter, but an argument of the engine's own ``generate``.
-FOR_ENGINE = ("actor_index", "lora_request")
+FOR_ENGINE = ("actor_index", "lora_request", "on_resume")
 
 
 def engine_arguments_of(generate_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:

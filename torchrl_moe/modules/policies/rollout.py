@@ -17,11 +17,11 @@ from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_moe.data import UNSET_EXPERT, RoutedExperts, RoutingLayout
 from torchrl_moe.data.routed_experts import routes_from_vllm
-from torchrl_moe.data.segments import first_writer_wins, shared_prefix
+from torchrl_moe.data.segments import first_writer_wins, num_segments, shared_prefix, worst_resume
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
 from torchrl_moe.modules.policies.sampling_entry import SAMPLING, check_earlier_turn, pad_sampling, sampling_entry
 
-__all__ = ["RolloutKeys", "answer_tensordict", "check_prompt", "pad_answers", "stack_answers"]
+__all__ = ["RolloutKeys", "answer_tensordict", "check_prompts", "pad_answers", "stack_answers"]
 
 NO_VERSION = -1
 
@@ -47,23 +47,28 @@ def _unpadded(kind: Any, **tensors: Tensor) -> Any:
     return kind.from_tensordict(TensorDict({**tensors, "padded": NonTensorData(False)}))
 
 
-def check_prompt(prompt: Sequence[int], keys: RolloutKeys, params: Mapping[str, Any], earlier: TensorDictBase) -> None:
-    """Refuse a prompt whose answer :func:`answer_tensordict` could not put beside an earlier turn's.
+def check_prompts(
+    prompts: Sequence[Sequence[int]],
+    keys: RolloutKeys,
+    params: Mapping[str, Any],
+    inputs: Sequence[TensorDictBase],
+) -> None:
+    """Refuse prompts whose answers :func:`answer_tensordict` could not put beside an earlier turn's.
 
     Args:
-        prompt: token ids.
+        prompts: token ids.
         keys: where an earlier turn was written.
-        params: what the answer is to be sampled with.
-        earlier: the input of this turn.
+        params: what the answers are to be sampled with.
+        inputs: of this turn, one for each prompt.
 
     Raises:
         ValueError: see :func:`~torchrl_moe.modules.policies.sampling_entry.check_earlier_turn`.
     """
-    if earlier.get(SAMPLING, None) is None:
-        return
-    real = _repeated(earlier, torch.tensor(prompt), keys)
-    if real is not None:
-        check_earlier_turn(params, earlier, real)
+    for prompt, earlier in zip(prompts, inputs, strict=True):
+        if earlier.get(SAMPLING, None) is not None:
+            real = _repeated(earlier, torch.tensor(prompt), keys)
+            if real is not None:
+                check_earlier_turn(params, earlier, real)
 
 
 def answer_tensordict(
@@ -91,6 +96,7 @@ def answer_tensordict(
     real = None if earlier is None else _repeated(earlier, prompt, keys)
     if earlier is not None and real is not None:
         _keep_earlier(earlier, real, per_token)
+    goes_on_from = None if real is None else earlier
     assistant = _mask(len(prompt), len(full))
     versions = per_token["policy_versions"]
     source: dict[str, Any] = {
@@ -98,9 +104,11 @@ def answer_tensordict(
         keys.masks: _unpadded(Masks, all_attention_mask=torch.ones_like(assistant), all_assistant_mask=assistant),
         "policy_versions": TensorDict({"full": versions}),
         "policy_version": versions[len(prompt) :].min().long() if len(response) else torch.tensor(NO_VERSION),
+        "num_segments": torch.tensor(num_segments(versions)),
+        "resume": NonTensorData(_resume(output, goes_on_from)),
         "finish_reason": NonTensorData(output.finish_reason),
         "num_cached_tokens": torch.tensor(completion.num_cached_tokens),
-        SAMPLING: sampling_entry(params, output.kept, len(prompt), len(full), None if real is None else earlier, real),
+        SAMPLING: sampling_entry(params, output.kept, len(prompt), len(full), goes_on_from, real),
     }
     if keys.log_probs is not None:
         values = per_token[keys.log_probs]
@@ -147,6 +155,12 @@ def _keep_earlier(earlier: TensorDictBase, real: Tensor, per_token: dict[str, Te
         known = earlier.get((key, "full"), None)
         if known is not None and len(known) == len(real):
             per_token[key] = first_writer_wins(known[real].to(later), later)
+
+
+def _resume(output: CompletionOutput, earlier: TensorDictBase | None) -> str:
+    """Return how parts of an answer, and of the turns that it goes on from, read what was before them, at worst."""
+    before = "none" if earlier is None else earlier.get("resume", "none")
+    return worst_resume(output.resume, getattr(before, "data", before))
 
 
 def stack_answers(answers: Sequence[TensorDictBase], shape: Sequence[int]) -> TensorDictBase:

@@ -23,7 +23,7 @@ from torchrl_moe.modules.policies.request_keys import request_argument, request_
 from torchrl_moe.modules.policies.rollout import (
     RolloutKeys,
     answer_tensordict,
-    check_prompt,
+    check_prompts,
     pad_answers,
     stack_answers,
 )
@@ -53,7 +53,7 @@ class vLLMWrapper(LLMWrapperBase):
         attention_mask_key: of padded token prompts, if there is one.
         generate: must be true; :class:`TransformersWrapper` scores.
         generate_kwargs: TorchRL's common names (``max_new_tokens``, ``temperature``, ...) or vLLM's own; also
-            ``actor_index`` and ``lora_request``.
+            ``actor_index``, ``lora_request`` and the engine's ``on_resume``.
         tokenizer_kwargs: for text prompts; padding and tensors are not asked for, whatever they say.
         pad_output: dense output, prompts padded left and responses right, instead of a lazy stack.
         pad_model_input: must be ``None``; vLLM takes no padding.
@@ -176,7 +176,8 @@ class vLLMWrapper(LLMWrapperBase):
         self.out_keys += [self.masks_key, self.tokens_key]
         self.out_keys += [key for key in (self.keys.log_probs, self.keys.routed_experts) if key is not None]
         self.out_keys += [self.history_key] if self.input_mode == "history" else []
-        self.out_keys += ["policy_versions", "policy_version", "finish_reason", "num_cached_tokens", SAMPLING]
+        self.out_keys += ["policy_versions", "policy_version", "num_segments", "resume"]
+        self.out_keys += ["finish_reason", "num_cached_tokens", SAMPLING]
 
     def _sampling_params(self, generate_kwargs: dict[str, Any] | None, num_samples: int | None) -> dict[str, Any]:
         params = sampling_params_of(generate_kwargs)
@@ -217,7 +218,7 @@ class vLLMWrapper(LLMWrapperBase):
             tensordict: holds the prompts at ``input_key``.
             tensordict_out: where to write, instead of what ``inplace`` says.
             return_routed_experts: false leaves the routes of this call out; evaluation does not need them.
-            **generate_kwargs: change the constructor's for this call, ``actor_index`` and ``lora_request`` too.
+            **generate_kwargs: change the constructor's for this call, the engine's arguments among them too.
 
         Raises:
             KeyError: there is no prompt at ``input_key``.
@@ -233,7 +234,8 @@ class vLLMWrapper(LLMWrapperBase):
         prompts = self._read(samples)
         given, sampling = engine_arguments_of(generate_kwargs)
         asked = {**self.engine_arguments, **given, **request_arguments(samples)}
-        params = self._params_of_call(overridden(self.sampling_params, sampling), keys, samples, prompts)
+        params = self._params_of_call(overridden(self.sampling_params, sampling), keys)
+        check_prompts(prompts.ids, keys, params, samples)
         completions = self._generate(prompts.ids, params, keys, asked)
         answers = self._answers(samples, prompts, completions, keys, params)
         shape = (*tensordict.batch_size, *(() if self.num_samples is None else (self.num_samples,)))
@@ -263,7 +265,8 @@ class vLLMWrapper(LLMWrapperBase):
         keys = self.keys if return_routed_experts else replace(self.keys, routed_experts=None)
         prompts = self._read(samples)
         given, sampling = engine_arguments_of(generate_kwargs)
-        params = self._params_of_call(overridden(self.sampling_params, sampling), keys, samples, prompts)
+        params = self._params_of_call(overridden(self.sampling_params, sampling), keys)
+        check_prompts(prompts.ids, keys, params, samples)
         common = {
             **self.engine_arguments,
             **given,
@@ -334,17 +337,13 @@ class vLLMWrapper(LLMWrapperBase):
             raise EngineError(words, completions)
         return completions
 
-    def _params_of_call(
-        self, params: dict[str, Any], keys: RolloutKeys, samples: Sequence[TensorDictBase], prompts: reading.Prompts
-    ) -> dict[str, Any]:
+    def _params_of_call(self, params: dict[str, Any], keys: RolloutKeys) -> dict[str, Any]:
         if params.get("n", 1) != (self.num_samples or 1):
             raise ValueError(f"n={params['n']} differs from the wrapper's num_samples={self.num_samples}")
         if keys.log_probs is not None and params.get("logprobs") is None:
             raise ValueError("logprobs is off, but return_log_probs=True: leave logprobs out, or set it to 0")
         if keys.log_probs is not None:
             refuse_changed_values(params)
-        for ids, sample in zip(prompts.ids, samples, strict=True):
-            check_prompt(ids, keys, params, sample)
         # text is decoded here from the ids; the engine needs it only to find a stop string
         params.setdefault("detokenize", bool(params.get("stop")))
         return params

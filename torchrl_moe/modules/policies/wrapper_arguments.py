@@ -36,7 +36,7 @@ def refuse(arguments: dict[str, Any]) -> None:
 def split_arguments(generate_kwargs: dict[str, Any] | None, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the engine's arguments, those among the ``generate_kwargs`` too, and what these say of sampling."""
     given, sampling = engine_arguments_of(generate_kwargs)
-    if twice := sorted(name for name in given if arguments[name] is not None):
+    if twice := sorted(name for name in given if arguments.get(name) is not None):
         raise ValueError(f"{', '.join(twice)}: given twice, also in generate_kwargs. Leave it out of one.")
     return {**arguments, **given}, sampling
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from torch import Tensor
+
 from torchrl_moe._errors import NoReplicaError
 from torchrl_moe.modules.backends.replica import Completion, OnResume, Replica, Request
 from torchrl_moe.modules.serving.admission import Admission
@@ -26,6 +28,7 @@ from torchrl_moe.modules.serving.progress import Progress
 from torchrl_moe.modules.serving.prompts import normalise_prompts
 from torchrl_moe.modules.serving.replica_service import ReplicaService
 from torchrl_moe.modules.serving.requests import (
+    Placement,
     check_timeout,
     common_fields,
     integers,
@@ -35,6 +38,7 @@ from torchrl_moe.modules.serving.requests import (
     rows_each,
 )
 from torchrl_moe.modules.serving.resumption import check_resume, whole
+from torchrl_moe.modules.serving.scores import ONE_TOKEN, scores_of, scorings
 
 __all__ = ["GenerationService"]
 
@@ -181,13 +185,75 @@ class GenerationService(ReplicaService):
             group_ids=group_ids,
             request_context=request_context,
         )
-        timeout = check_timeout(timeout_seconds)
-        asked = count - len(done)
-        with self.metrics.call(asked, done) as finished, Progress(asked, use_tqdm) as progress:
-            call = Call(self.load_balancer, requests, where, timeout, progress.add)
-            completions = self._dispatcher.run(call)
-            finished(completions)
+        completions = self._run(requests, where, timeout_seconds, use_tqdm, done)
         return completions[0] if batch.single else completions
+
+    def _run(
+        self,
+        requests: Sequence[Request],
+        where: Sequence[Placement],
+        timeout_seconds: float | None,
+        use_tqdm: bool,
+        done: Sequence[Completion] = (),
+    ) -> list[Completion]:
+        """Bring requests to their ends, and wait; ``done`` are those of which there was nothing to do."""
+        timeout = check_timeout(timeout_seconds)
+        asked = len(requests) - len(done)
+        with self.metrics.call(asked, done) as finished, Progress(asked, use_tqdm) as progress:
+            completions = self._dispatcher.run(Call(self.load_balancer, requests, where, timeout, progress.add))
+            finished(completions)
+        return completions
+
+    def score(
+        self,
+        tokens: Any,
+        routed_experts: Any = None,
+        *,
+        temperature: float | Sequence[float] = 1.0,
+        kept: Any = None,
+        min_version: int | Sequence[int | None] | None = None,
+        lora_request: Any = None,
+        actor_index: int | None = None,
+        timeout_seconds: float | None = None,
+        use_tqdm: bool = False,
+    ) -> Tensor | list[Tensor]:
+        """Return the log-probs of given tokens under the engine's weights of now; no gradients.
+
+        Old log-probs can come from a replica that serves anyway, and those of a reference policy from a second engine
+        that is never synced, in place of a second model in the trainer.
+
+        Args:
+            tokens: ids of one sequence, or a list of sequences.
+            routed_experts: the experts that tokens follow, as in :meth:`generate`; else the model routes.
+            temperature: that they were sampled at, of all sequences or of each.
+            kept: the words that each token was sampled from, ``KeptTokens``; of several sequences a list, with ``None``
+                where no word was left out.
+            min_version: the oldest weight version that will do, for all or for each.
+            lora_request: vLLM's ``LoRARequest``, or a mapping of its fields.
+            actor_index: the replica to use, instead of the balancer's choice.
+            timeout_seconds: per sequence.
+            use_tqdm: whether to show a progress bar.
+
+        Returns:
+            float32 ``[T]``, of token t given those before it, NaN for the first; for several sequences a list. A
+            sequence must be a token shorter than the engine's ``max_model_len``.
+
+        Raises:
+            ValueError: text, a temperature that is not positive, or another number of entries than of sequences.
+            RequestRefusedError: bad routes, or a sequence that is too long.
+            GenerationTimeout: some sequences were late.
+        """
+        self._check_running("score")
+        batch = normalise_prompts(prompt_token_ids=tokens)
+        count, rows = len(batch.prompts), rows_each(routed_experts, batch)
+        common = common_fields(ONE_TOKEN, lora_request, None, None, False, None)
+        requests = [
+            make_request(prompt, request_id=self._new_id(), routed_experts=followed, scoring=scoring, **common)
+            for prompt, followed, scoring in zip(batch.prompts, rows, scorings(batch, temperature, kept), strict=True)
+        ]
+        where = placements(count, actor_index=actor_index, min_version=min_version)
+        scores = scores_of(self._run(requests, where, timeout_seconds, use_tqdm))
+        return scores[0] if batch.single else scores
 
     def _check_resumes(self, requests: Sequence[Request]) -> list[Completion]:
         """Return what is whole already; raise ``ValueError`` for what cannot be resumed."""

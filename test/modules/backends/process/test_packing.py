@@ -33,7 +33,17 @@ def requests(draw: st.DrawFn) -> Request:
         guided_options=draw(st.sampled_from([None, {"regex": "a+"}])),
         return_routed_experts=draw(st.booleans()),
         resume=draw(st.none() | completions(np.uint8, packing.NOWHERE)),
+        routed_experts=draw(st.none() | followed()),
+        on_resume=draw(st.sampled_from([None, "forced", "live"])),
     )
+
+
+@st.composite
+def followed(draw: st.DrawFn) -> Any:
+    """Rows of any shape and dtype: one request may come from a user, the next one from an engine."""
+    shape = (draw(st.integers(0, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 3)))
+    dtype = draw(st.sampled_from([np.int8, np.int16, np.int64]))
+    return np.resize(np.arange(-1, 9).astype(dtype), shape)
 
 
 @st.composite
@@ -58,6 +68,7 @@ def outputs(draw: st.DrawFn, index: int, prompt_tokens: int, dtype: Any) -> Comp
         logprobs=np.linspace(-9, 0, len(ids), dtype=np.float32) if draw(st.booleans()) else None,
         routed_experts=np.resize(routes, (rows, LAYERS, TOP_K)) if draw(st.booleans()) else None,
         kept=draw(st.none() | words(len(ids))),
+        resume=draw(st.sampled_from(["none", "forced", "live"])),
     )
 
 
@@ -126,6 +137,26 @@ def test_requests_that_share_parameters_still_share_them() -> None:
     first, *others = packing.unpack_requests(through(pack_requests(batch)))
     assert first.sampling_params == params
     assert all(other.sampling_params is first.sampling_params for other in others)
+
+
+def test_each_request_keeps_the_rows_that_it_follows() -> None:
+    rows: list[Any] = [
+        None,
+        np.full((3, 2, 4), 127, np.int8),
+        np.full((1, 5, 1), -1, np.int64),
+        np.zeros((0, 3, 2), np.int16),
+        np.arange(24, dtype=np.int16).reshape(4, 3, 2)[::2, :, ::-1],  # a view, as a user may pass
+    ]
+    batch = [
+        Request(request_id=str(i), sampling_params=None, prompt_token_ids=np.arange(4, dtype=np.int32), **asked)
+        for i, asked in enumerate(
+            {"routed_experts": one, "on_resume": "live"} if one is not None else {} for one in rows
+        )
+    ]
+    received = packing.unpack_requests(through(pack_requests(batch)))
+    for request, one in zip(received, rows, strict=True):
+        same(request.routed_experts, one)
+    assert [request.on_resume for request in received] == [None, *["live"] * 4]
 
 
 def test_bytes_do_not_grow_with_python_objects_per_token() -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.process.plain import Packed, from_plain, to_plain
-from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
+from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request, Scoring
 
 __all__ = [
     "NOWHERE",
@@ -63,6 +63,7 @@ def pack_requests(requests: Sequence[Request]) -> Packed:
         ids=_concatenate([row for row in ids if row is not None], np.int32),
         lengths=np.array([-1 if row is None else len(row) for row in ids], np.int64),
         rest=[(r.request_id, r.prompt, r.priority, r.return_routed_experts, r.on_resume) for r in requests],
+        scoring={i: _pack_scoring(r.scoring) for i, r in enumerate(requests) if r.scoring is not None},
         forced={i: r.routed_experts for i, r in enumerate(requests) if r.routed_experts is not None},
         options=to_plain(list(distinct.values())),
         places=[places[key] for key in keys],
@@ -95,10 +96,23 @@ def unpack_requests(packed: Packed) -> list[Request]:
                 return_routed_experts=routes,
                 resume=resumed.get(i),
                 routed_experts=packed["forced"].get(i),
+                scoring=_unpack_scoring(packed["scoring"].get(i)),
                 on_resume=on_resume,
             )
         )
     return requests
+
+
+def _pack_scoring(scoring: Scoring) -> tuple[Any, ...]:
+    kept = scoring.kept
+    return (scoring.temperature, *(() if kept is None else (kept.ids, kept.sizes)))
+
+
+def _unpack_scoring(packed: Sequence[Any] | None) -> Scoring | None:
+    if packed is None:
+        return None
+    temperature, *kept = packed
+    return Scoring(temperature=temperature, kept=KeptIds(*kept) if kept else None)
 
 
 def pack_completions(completions: Sequence[Completion]) -> Packed:
@@ -122,6 +136,8 @@ def pack_completions(completions: Sequence[Completion]) -> Packed:
         routes=np.concatenate(kept) if kept else None,
         route_lengths=np.array([-1 if rows is None else len(rows) for rows in routes], np.int64),
         outputs=[(o.index, o.text, o.finish_reason, o.stop_reason, o.resume) for o in outputs],
+        scores=_concatenate([c.prompt_logprobs for c in completions if c.prompt_logprobs is not None], np.float32),
+        has_scores=[c.prompt_logprobs is not None for c in completions],
         rest=[
             (
                 c.request_id,
@@ -139,7 +155,7 @@ def pack_completions(completions: Sequence[Completion]) -> Packed:
 
 def completion_bytes(completion: Completion) -> int:
     """Return how many bytes the arrays of a completion have."""
-    arrays: list[NDArray[Any] | None] = [completion.prompt_token_ids]
+    arrays: list[NDArray[Any] | None] = [completion.prompt_token_ids, completion.prompt_logprobs]
     for output in completion.outputs:
         arrays += [output.token_ids, output.policy_versions, output.logprobs, output.routed_experts]
         arrays += [] if output.kept is None else [output.kept.ids, output.kept.sizes]
@@ -150,9 +166,11 @@ def unpack_completions(packed: Packed, replica: int) -> list[Completion]:
     """Undo :func:`pack_completions`; ``replica`` is stamped on the metrics."""
     outputs = iter(_unpack_outputs(packed))
     prompts = _split(packed["prompt_ids"].astype(np.int64), packed["prompt_lengths"])
+    scored = np.array(packed["has_scores"], bool)
+    scores = iter(_split(packed["scores"], packed["prompt_lengths"][scored]))
     completions = []
-    for prompt_ids, (request_id, prompt, cached, count, queued, first, total) in zip(
-        prompts, packed["rest"], strict=True
+    for prompt_ids, has_scores, (request_id, prompt, cached, count, queued, first, total) in zip(
+        prompts, packed["has_scores"], packed["rest"], strict=True
     ):
         metrics = CompletionMetrics(
             queue_seconds=queued, first_token_seconds=first, total_seconds=total, replica=replica
@@ -165,6 +183,7 @@ def unpack_completions(packed: Packed, replica: int) -> list[Completion]:
                 num_cached_tokens=cached,
                 outputs=[next(outputs) for _ in range(count)],
                 metrics=metrics,
+                prompt_logprobs=next(scores) if has_scores else None,
             )
         )
     return completions

@@ -97,6 +97,7 @@ class EngineProcess:
             names_words=_compat_sampling.carries_masks(engine.vllm_config),
             layout=info.layout,
             why_live=info.why_live,
+            why_unscored=_compat_sampling.why_unscored(engine.vllm_config),
         )
         self.weights.in_flight = self.requests
         self.adapters = AdapterVersions(engine, self.requests)
@@ -292,6 +293,8 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Lo
     if _compat_sampling.carries_masks(engine.vllm_config):
         _compat_sampling.keep_masks_as_arrays()
         await engine.collective_rpc("torchrl_moe_name_kept_words")
+    if not _compat_sampling.why_unscored(engine.vllm_config):
+        await engine.collective_rpc("torchrl_moe_adjust_scores")
     why_live = _compat_routing.why_live(engine.vllm_config)
     if not why_live:
         why_live = (await engine.collective_rpc("torchrl_moe_follow_routes"))[0]

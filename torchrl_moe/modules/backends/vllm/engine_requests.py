@@ -102,6 +102,7 @@ class EngineRequests:
         names_words: whether the engine says which words sampling kept.
         layout: the engine's routers; ``None`` if it captures no routes.
         why_live: why the engine cannot follow recorded experts; empty if it can.
+        why_unscored: why it cannot score prompts; empty if it can.
 
     Attributes:
         adapter: vLLM's request of the adapter that requests without one of their own get; ``None`` for the bare model.
@@ -116,6 +117,7 @@ class EngineRequests:
         names_words: bool = True,
         layout: RoutingLayout | None = None,
         why_live: str = "",
+        why_unscored: str = "",
     ) -> None:
         self.engine = engine
         self.weights = weights
@@ -130,7 +132,7 @@ class EngineRequests:
         self._sampling = SamplingParamsBuilder(names_words)
         self._adapters = Adapters(engine)
         self._serial = itertools.count(1)
-        self._routes = RequestRoutes(layout, why_live)
+        self._routes = RequestRoutes(layout, why_live, why_unscored)
 
     def __len__(self) -> int:
         return len(self._open)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
+from torchrl_moe.modules.backends.vllm.prompt_scores import prompt_logprobs
 
 __all__ = ["completion_from_vllm", "sampled_logprobs"]
 
@@ -60,6 +61,7 @@ def completion_from_vllm(output: Any, request: Request, version: int) -> Complet
                 kept=None if item.logprobs is None else KeptIds.of_steps(item.sampling_mask or (), len(token_ids)),
             )
         )
+    prompt_tokens = len(output.prompt_token_ids)
     return Completion(
         request_id=request.request_id,
         prompt=output.prompt,
@@ -67,4 +69,5 @@ def completion_from_vllm(output: Any, request: Request, version: int) -> Complet
         num_cached_tokens=output.num_cached_tokens or 0,
         outputs=outputs,
         metrics=_metrics(output.metrics),
+        prompt_logprobs=None if request.scoring is None else prompt_logprobs(output.prompt_logprobs, prompt_tokens),
     )

@@ -1,4 +1,4 @@
-"""Which recorded experts a request of an engine process follows, and whether it may.
+"""What a request of an engine process asks for beside answers, and whether it may: recorded experts, and scores.
 
 Letters: P prompt tokens, G tokens so far, L decoder layers, K experts per token.
 """
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.replica import CompletionOutput, Request
 from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach, check_rows, rows_of_answer
+from torchrl_moe.modules.backends.vllm.prompt_scores import scoring_params
 
 __all__ = ["RequestRoutes"]
 
@@ -24,19 +25,23 @@ class RequestRoutes:
     Args:
         layout: the engine's routers; ``None`` if it captures no routes.
         why_live: why the engine cannot follow recorded experts; empty if it can.
+        why_unscored: why it cannot score prompts; empty if it can.
     """
 
-    def __init__(self, layout: RoutingLayout | None, why_live: str = "") -> None:
+    def __init__(self, layout: RoutingLayout | None, why_live: str = "", why_unscored: str = "") -> None:
         self._layout = layout
         self._why_live = why_live
+        self._why_unscored = why_unscored
 
     def checked(self, request: Request) -> Request:
         """Return a request with its rows in the engine's dtype.
 
         Raises:
-            ValueError: it follows rows, or has to when it is resumed, and the engine cannot; the prompt is no token
-                ids; or the rows are no routes of this engine's.
+            ValueError: it asks for scores, follows rows, or has to when it is resumed, and the engine cannot; the
+                prompt is no token ids; or the rows are no routes of this engine's.
         """
+        if request.scoring is not None and self._why_unscored:
+            raise ValueError(f"this engine cannot score: {self._why_unscored}")
         if request.on_resume == "forced" and self._why_live:
             raise ValueError(f"on_resume='forced', but this engine cannot follow recorded experts: {self._why_live}")
         rows, ids = request.routed_experts, request.prompt_token_ids
@@ -55,7 +60,9 @@ class RequestRoutes:
         return rows_of_answer(first.routed_experts, self._layout)
 
     def attached(self, params: Any, request: Request) -> Any:
-        """Return vLLM's ``SamplingParams`` with the request's rows in them."""
+        """Return vLLM's ``SamplingParams`` with what else the request asks for in them: rows, and scores."""
+        if request.scoring is not None:
+            params = scoring_params(params, request.scoring)
         if self._why_live:
             return params
         return attach(params, Forced(rows=request.routed_experts, is_live=self._is_live(request)))

@@ -20,6 +20,7 @@ from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process.parent_watch import end_with_leader
 from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
 from torchrl_moe.modules.backends.vllm.forced_routing import ForcedRouting, prove
+from torchrl_moe.modules.backends.vllm.prompt_scores import adjusted
 
 __all__ = ["WorkerExtension"]
 
@@ -58,9 +59,16 @@ class WorkerExtension:
         else:
             _compat_sampling.leave_masks(self.model_runner)
 
-    def torchrl_moe_follow_routes(self) -> str:
-        """Have the routers follow recorded experts from now on; return why they cannot, or ""."""
+    def torchrl_moe_adjust_scores(self) -> None:
+        """Compute scores of prompts at the temperature, and over the words, that a request names."""
+        _compat_sampling.adjust_prompt_logits(self.model_runner, adjusted)
+
+    def torchrl_moe_follow_routes(self, on: bool = True) -> str:
+        """Have the routers follow recorded experts; or no longer, to measure it. Return why they cannot, or ""."""
         runner = self.model_runner
+        if not on:
+            _compat_routing.leave_routers(runner, _compat_routing.routers_of(runner.get_model()))
+            return ""
         config = runner.model_config
         try:
             routers = _compat_routing.routers_of(runner.get_model())

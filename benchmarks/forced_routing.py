@@ -1,0 +1,261 @@
+"""What it is worth, and what it costs, that an engine follows recorded experts.
+
+Worth: a partial rollout over a weight change. Its first half was sampled by the old weights, the second half by the new
+ones, which read the first half again: as they route it, or by the experts it was sampled with. A trainer replays the
+rows that were recorded first (R3). By how far its log-probs of the second half are from the engine's, and in how many
+rows the re-reading chose the experts that were recorded.
+
+Cost: seconds of reading 2048 tokens with given experts over without, and of generating with the hook in place over
+without it, in pairs; and what a worker holds per request. A model with enough to compute that a step is no overhead.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torchrl.modules.llm.policies import Tokens
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.report import Row, finish
+from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
+from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach, forced_in, rows_of_answer
+from torchrl_moe.testing.tiny_moe import save_tiny_moe
+from torchrl_moe.weight_update import VLLMWeightSyncScheme
+
+DEEP: dict[str, Any] = {"num_hidden_layers": 16, "num_experts": 64, "num_experts_per_tok": 8, "hidden_size": 256}
+HALF, PROMPTS, PROMPT_TOKENS = 64, 12, 24
+BOUND, GAIN = 1e-5, 100.0
+LONG, REQUESTS, TOKENS, PAIRS = 2048, 16, 32, 30
+PREFILL, DECODE = 1.05, 0.97
+
+
+def engine_of(folder: Path, dtype: str, length: int) -> AsyncVLLM:
+    """An engine of a saved model."""
+    return AsyncVLLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        enforce_eager=True,
+        max_model_len=length,
+        max_num_batched_tokens=max(length, 2048),
+        kv_cache_memory_bytes=1 << 29,
+    )
+
+
+# -- worth ------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def change(model: PreTrainedModel, scale: float) -> None:
+    """Move every weight by a share of its spread."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.add_((scale * parameter.float().std() * noise).to(parameter.dtype))
+
+
+def first_half(completion: Completion) -> Completion:
+    """As if a weight update had cut it there."""
+    (output,) = completion.outputs
+    return replace(completion, outputs=[replace(output, finish_reason="abort")])
+
+
+def worth(words: str, dtype: str, scale: float, **config: Any) -> list[Row]:
+    """One model, one weight change; the same first halves read again in both ways."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = save_tiny_moe(Path(name), "qwen3_moe", dtype=getattr(torch, dtype), **config)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        with engine_of(folder, dtype, 256) as engine:
+            kwargs = {"max_new_tokens": 2 * HALF, "ignore_eos": True, "temperature": 1.0}
+            policy = vLLMWrapper(engine, input_mode="tokens", generate_kwargs=kwargs, inplace=False)
+            ids = torch.randint(0, 256, (PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+            requests = policy.requests(lazy_stack([TensorDict(tokens=Tokens(prompt=row)) for row in ids]))
+            params = requests[0].arguments["sampling_params"]
+            firsts = engine.generate(
+                prompt_token_ids=[row.tolist() for row in ids],
+                sampling_params={**params, "max_tokens": HALF},
+                use_tqdm=False,
+            )
+            assert isinstance(firsts, list)
+            change(model, scale)
+            sender = VLLMWeightSyncScheme().create_sender()
+            sender.register_model(model)
+            sender.init_all_workers_group(None, vllm_engine=engine)
+            sender.update_weights()
+            actor = TransformersWrapper(model, replay="R3")
+            rows, means = [], {}
+            for how in ("live", "forced"):
+                wholes = engine.generate(
+                    resume=[first_half(one) for one in firsts],
+                    sampling_params=params,
+                    on_resume=how,
+                    use_tqdm=False,
+                )
+                assert isinstance(wholes, list)
+                batch = lazy_stack([policy.answer(one, whole) for one, whole in zip(requests, wholes, strict=True)])
+                off = tail_gap(batch, actor)
+                means[how] = float(off.mean())
+                claim = f"{words}, weights changed by {scale:.1%}, re-read {how}: |dlogp| of the tail, mean; max"
+                exact = how == "forced" and dtype == "float32"
+                rows.append(
+                    Row(
+                        claim=claim,
+                        value=f"{off.mean():.1e}; {off.max():.1e}",
+                        target=f"max <= {BOUND:.0e}" if exact else "",
+                        met=bool(off.max() <= BOUND) if exact else None,
+                    )
+                )
+            sender.shutdown()
+        ratio = means["live"] / means["forced"]
+        return [
+            *rows,
+            Row(
+                claim=f"{words}, weights changed by {scale:.1%}: live over forced, means",
+                value=f"{ratio:.1f}",
+                target=f">= {GAIN:.0f}" if dtype == "float32" else "",
+                met=ratio >= GAIN if dtype == "float32" else None,
+            ),
+        ]
+
+
+def tail_gap(batch: TensorDictBase, actor: TransformersWrapper) -> torch.Tensor:
+    """|log-prob, trainer - engine| of the second halves."""
+    with torch.no_grad():
+        scores = actor.score(batch.copy(), entropy=False)[0]
+    sampled = torch.stack([row["log_probs", "full"] for row in batch.unbind(0)])
+    return (scores - sampled)[:, -HALF:].abs()
+
+
+# -- cost -------------------------------------------------------------------------------------------------------------
+
+
+def paired(one: Callable[[], float], other: Callable[[], float]) -> list[float]:
+    """Ratios of seconds, of runs side by side in either order."""
+    ratios = []
+    for i in range(PAIRS):
+        order = (one, other) if i % 2 else (other, one)
+        seconds = {run: run() for run in order}
+        ratios.append(seconds[one] / seconds[other])
+    return ratios
+
+
+def interval(values: Sequence[float]) -> str:
+    """The median, and the middle 95 % of medians of resamples."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
+    return f"{statistics.median(values):.3f} ({medians[50]:.3f} to {medians[-51]:.3f}, {len(values)} pairs)"
+
+
+def cost() -> list[Row]:
+    """Reading with given experts, generating without any."""
+    with tempfile.TemporaryDirectory() as name:
+        config: dict[str, Any] = {**DEEP, "num_hidden_layers": 8, "max_position_embeddings": 4096}
+        folder = save_tiny_moe(Path(name), "qwen3_moe", **config)
+        with engine_of(folder, "float32", LONG + 2) as engine:
+            rows, reading = read_pairs(engine)
+            generating = write_pairs(engine)
+    return [
+        Row(
+            claim=f"reading {LONG} tokens: seconds with given experts, its own / as routed",
+            value=interval(reading),
+            target=f"<= {PREFILL}",
+            met=statistics.median(reading) <= PREFILL,
+        ),
+        Row(
+            claim=f"generating {REQUESTS} x {TOKENS} tokens without any: tokens/s with the hook / without",
+            value=interval(generating),
+            target=f">= {DECODE}",
+            met=statistics.median(generating) >= DECODE,
+        ),
+        memory(rows),
+    ]
+
+
+def read_pairs(engine: AsyncVLLM) -> tuple[np.ndarray[Any, Any], list[float]]:
+    """Rows of a prompt, and ratios. Given experts are the router's own: others would load the kernels otherwise."""
+    ids = np.random.default_rng(0).integers(0, 256, LONG).tolist()
+    layout = engine.routing_layout
+    assert layout is not None
+    completion = engine.generate(prompt_token_ids=ids, sampling_params={"max_tokens": 1}, use_tqdm=False)
+    assert isinstance(completion, Completion)
+    recorded = completion.outputs[0].routed_experts
+    assert recorded is not None
+    rows = rows_of_answer(recorded, layout)
+
+    def read(given: Any) -> float:
+        engine.reset_prefix_cache()
+        began = time.perf_counter()
+        engine.generate(
+            prompt_token_ids=ids,
+            sampling_params={"max_tokens": 1, "detokenize": False},
+            routed_experts=given,
+            return_routed_experts=False,
+            use_tqdm=False,
+        )
+        return time.perf_counter() - began
+
+    read(rows)
+    return rows, paired(lambda: read(rows), lambda: read(None))
+
+
+def write_pairs(engine: AsyncVLLM) -> list[float]:
+    """Ratios of tokens per second. The hook is in place before and after."""
+    ids = np.random.default_rng(1).integers(0, 256, (REQUESTS, 12)).tolist()
+    params = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
+
+    def write() -> float:
+        began = time.perf_counter()
+        engine.generate(prompt_token_ids=ids, sampling_params=params, use_tqdm=False)
+        return time.perf_counter() - began
+
+    def write_without() -> float:
+        engine.collective_rpc("torchrl_moe_follow_routes", args=(False,))
+        seconds = write()
+        engine.collective_rpc("torchrl_moe_follow_routes")
+        return seconds
+
+    write()
+    return paired(write_without, write)
+
+
+def memory(rows: np.ndarray[Any, Any]) -> Row:
+    """What a worker holds of a request: its parameters, and a view into them."""
+    from vllm import SamplingParams
+
+    packed = attach(SamplingParams(), Forced(rows=rows))
+    held = sum(len(value) for value in packed.extra_args["torchrl_moe"].values() if isinstance(value, bytes))
+    seen = forced_in(packed).rows
+    assert seen is not None
+    assert seen.base is not None  # a view
+    return Row(
+        claim=f"bytes that a worker holds for {LONG} tokens, {rows.shape[1]} layers, top-{rows.shape[2]} / of the rows",
+        value=f"{held / rows.nbytes:.2f} ({held} bytes)",
+        target="1",
+        met=held == rows.nbytes,
+    )
+
+
+def main() -> None:
+    """Both."""
+    torch.set_num_threads(1)
+    rows = [
+        *worth("float32, 4 layers, 16 experts", "float32", 0.005),
+        *worth("float32, 4 layers, 16 experts", "float32", 0.02),
+        *worth("bfloat16, 16 layers, 64 experts", "bfloat16", 0.005, **DEEP),
+        *worth("bfloat16, 16 layers, 64 experts", "bfloat16", 0.02, **DEEP),
+    ]
+    finish("forced_routing", [*rows, *cost()])
+
+
+if __name__ == "__main__":
+    main()

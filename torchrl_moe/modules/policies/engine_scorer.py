@@ -1,0 +1,101 @@
+"""Log-probs of a batch's tokens by an engine: what ``vLLMWrapper(generate=False)`` does.
+
+The engine follows the experts that were recorded (R3), at the temperature and over the words that the batch says. No
+gradient goes through it: it gives old log-probs by a replica that serves anyway, or those of a reference policy by an
+engine that is never synced, in place of a second model in the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_moe._errors import ReplayError
+from torchrl_moe.data import KeptTokens
+from torchrl_moe.data.kept_tokens import select_rows
+from torchrl_moe.modules.policies.request_keys import request_arguments
+from torchrl_moe.modules.policies.routes import no_routes, read_routes
+from torchrl_moe.modules.policies.sampled_from import read_sampling
+from torchrl_moe.modules.policies.scoring import ScoringBatch, read_batch
+from torchrl_moe.modules.serving.service import GenerationService
+
+__all__ = ["EngineScorer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineScorer:
+    """Scores rollouts with an engine.
+
+    Args:
+        engine: a service.
+        replay: ``"R3"``: tokens follow the experts at ``routed_experts_key``; ``"none"``: the engine's weights route.
+        temperature: see :class:`TransformersWrapper`.
+        tokens_key, mask_key, routed_experts_key: where to read.
+        arguments: of the engine's ``score``: ``actor_index``, ``lora_request``, ``timeout_seconds``, ``use_tqdm``.
+    """
+
+    engine: GenerationService
+    replay: Literal["R3", "none"] = "R3"
+    temperature: float | None = None
+    tokens_key: Any = ("tokens", "full")
+    mask_key: Any = ("masks", "all_attention_mask")
+    routed_experts_key: Any = ("routed_experts", "full")
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def score(self, td: TensorDictBase) -> list[Tensor]:
+        """Return the log-probs of each sample's tokens, float32 ``[T]``; 0 on pads and on first tokens.
+
+        Args:
+            td: batch size ``[B]``, dense or lazily stacked. ``"min_version"``, one per sample, is read if present.
+
+        Raises:
+            RoutingError: the routes that ``replay`` asks for are not there, or do not fit.
+            ValueError: a batch that was sampled otherwise than ``temperature`` says, or a sample of no real tokens.
+        """
+        batch = read_batch(td, self.tokens_key, self.mask_key)
+        sampled_from = read_sampling(td, batch, self.temperature)
+        routes = self._routes(td, batch)
+        real = batch.split(batch.mask)
+        if empty := [i for i, mask in enumerate(real) if not mask.any()]:
+            raise ValueError(f"sample {empty[0]} has no tokens but pads")
+        rows = [] if routes is None else batch.split(routes)
+        scores = self.engine.score(
+            [ids[mask] for ids, mask in zip(batch.split(batch.ids), real, strict=True)],
+            None if routes is None else [one[mask] for one, mask in zip(rows, real, strict=True)],
+            temperature=sampled_from.temperatures.tolist(),
+            kept=[_of_tokens(kept, mask) for kept, mask in zip(sampled_from.kept, real, strict=True)],
+            min_version=request_arguments(td.unbind(0)).get("min_version"),
+            **self.arguments,
+        )
+        assert isinstance(scores, list)  # a list of sequences was passed
+        return [_laid_out(one, mask) for one, mask in zip(scores, real, strict=True)]
+
+    def _routes(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor | None:
+        if self.replay == "none":
+            return None
+        layout = self.engine.routing_layout
+        if layout is None:
+            raise ReplayError("replay='R3' needs an engine that captures routes: pass replay='none' for this one")
+        tail = (layout.num_layers, layout.top_k)
+        routes = read_routes(td, self.routed_experts_key, batch, tail, "raise")
+        if routes is None:
+            raise no_routes("R3", self.routed_experts_key)
+        return routes
+
+
+def _of_tokens(kept: KeptTokens | None, mask: Tensor) -> KeptTokens | None:
+    if kept is None:
+        return None
+    ids, sizes = select_rows(kept.ids, kept.sizes, mask)
+    return KeptTokens(ids=ids, sizes=sizes)
+
+
+def _laid_out(scores: Tensor, mask: Tensor) -> Tensor:
+    row = torch.zeros(len(mask))
+    row[mask] = scores.nan_to_num(0.0)
+    return row

@@ -1,0 +1,78 @@
+"""Scores of given tokens: from the arguments of ``score`` to what a request asks for, and back to tensors.
+
+Letters: T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_moe._errors import EngineError
+from torchrl_moe.modules.backends.kept_ids import KeptIds
+from torchrl_moe.modules.backends.replica import Completion, Scoring
+from torchrl_moe.modules.serving.prompts import PromptBatch
+
+__all__ = ["ONE_TOKEN", "scores_of", "scorings"]
+
+ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+"""What is sampled beside the scores, and dropped: vLLM answers each prompt with a token at least."""
+
+
+def scorings(batch: PromptBatch, temperature: Any, kept: Any) -> list[Scoring]:
+    """Return how each sequence is scored.
+
+    Args:
+        batch: the sequences.
+        temperature: of all, or of each.
+        kept: the words of each token, :class:`~torchrl_moe.data.KeptTokens` of one sequence as they are, of several a
+            list with ``None`` where no word was left out; ``None`` for none at all.
+
+    Raises:
+        ValueError: text, a temperature that is not positive, a list of another length, or words for other tokens.
+    """
+    count = len(batch.prompts)
+    sequences = [prompt for prompt in batch.prompts if isinstance(prompt, np.ndarray)]
+    if len(sequences) < count:
+        raise ValueError("score takes token ids: text may be encoded to others than those that were sampled")
+    values = np.atleast_1d(np.asarray(temperature, np.float64))
+    temperatures = values.tolist() * (count if len(values) == 1 else 1)
+    words = [kept] if batch.single or kept is None else list(kept)
+    words = words * count if kept is None else words
+    for name, given in (("temperature", temperatures), ("kept", words)):
+        if len(given) != count:
+            raise ValueError(f"{name} must have one entry per sequence: got {len(given)} for {count} sequences")
+    if not all(0 < value < math.inf for value in temperatures):
+        raise ValueError(f"temperature must be positive, got {temperature!r}: at 0 a token has no log-prob but 0")
+    return [
+        Scoring(temperature=value, kept=_ids(one, len(ids), i))
+        for i, (ids, value, one) in enumerate(zip(sequences, temperatures, words, strict=True))
+    ]
+
+
+def _ids(kept: Any, tokens: int, position: int) -> KeptIds | None:
+    if kept is None:
+        return None
+    if len(kept.sizes) != tokens:
+        raise ValueError(f"kept[{position}] is for {len(kept.sizes)} tokens, and there are {tokens}")
+    ids, sizes = (np.asarray(part.cpu(), np.int32) for part in (kept.ids, kept.sizes))
+    return KeptIds(ids[: int(np.abs(sizes).sum())], sizes)
+
+
+def scores_of(completions: Sequence[Completion]) -> list[Tensor]:
+    """Return the log-probs of each sequence, float32 ``[T]``.
+
+    Raises:
+        EngineError: a request was aborted, and has none.
+    """
+    found = []
+    for completion in completions:
+        if completion.prompt_logprobs is None:
+            raise EngineError(f"request {completion.request_id!r} was aborted before its tokens had scores")
+        found.append(torch.from_numpy(completion.prompt_logprobs.copy()))
+    return found
