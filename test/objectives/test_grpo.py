@@ -365,7 +365,7 @@ def test_unknown_sample_log_probs_drop_their_tokens() -> None:
     for rollout in rollouts[:2]:
         rollout[LOG_PROBS][-1] = float("nan")
     for i in range(2):  # the same without the last token
-        per_sample = {("advantage",), ("current_version",)}
+        per_sample = {("advantage",), ("current_version",), ("sampling", "temperature")}
         cut[i] = TensorDict({key: value if key in per_sample else value[:-1] for key, value in _leaves(cut[i])})
         cut[i]["tokens", "prompt"] = rollouts[i]["tokens", "prompt"]
     for strategy, dropped in (("sft", 2), ("rlhf", 2), ("generic", 0)):  # generic names prompts, which nobody sampled

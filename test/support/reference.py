@@ -119,6 +119,7 @@ class Reference:
         temperature: float = 1.0,
         routes: Any = None,
         followed: Tensor | None = None,
+        words: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Return log-probs ``[T]``, those of token t given the tokens before it (NaN for the first), and routes.
 
@@ -129,6 +130,7 @@ class Reference:
             temperature: of the log-probs.
             routes: the engine's ``[R, L, K]``, R <= T, to side with at ties; -1 where it has none.
             followed: bool ``[R]``, rows in which the model takes the engine's experts, whatever it would choose.
+            words: bool ``[T, V]``, which words each token is one of; by default all.
         """
         row = torch.as_tensor(ids).view(1, -1)
         self._seen.clear()
@@ -138,6 +140,8 @@ class Reference:
             logits = self.model(row).logits[0].float() / temperature
         finally:
             self._theirs = self._followed = None  # others run the model too
+        if words is not None:
+            logits[:-1] = logits[:-1].masked_fill(~words[1:], float("-inf"))
         log_probs = logits.log_softmax(-1)[:-1].gather(1, row[0, 1:, None])[:, 0]
         return torch.cat([log_probs.new_full((1,), float("nan")), log_probs]), dict(self._seen)
 

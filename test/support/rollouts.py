@@ -69,6 +69,7 @@ def sample(prompt: int, response: int, seed: int = 0, advantage: Tensor | None =
             "prox_log_prob": proximal.masked_fill(~answered, float("nan")),
             "policy_versions": {"full": versions.masked_fill(~answered, -1)},
             "current_version": torch.tensor(CURRENT_VERSION),
+            "sampling": {"temperature": torch.tensor(1.0)},
             "advantage": given if advantage is None else advantage,
         }
     )
@@ -112,6 +113,7 @@ def dense(rollouts: Sequence[TensorDictBase], left: int = 0, right: int = 0) -> 
             "prox_log_prob": pad("prox_log_prob", 0.0),
             "policy_versions": {"full": pad(("policy_versions", "full"), -1)},
             "current_version": torch.full((len(rollouts),), CURRENT_VERSION),
+            "sampling": {"temperature": torch.ones(len(rollouts))},
             "advantage": pad("advantage", 0.0) if per_token else torch.stack([r["advantage"] for r in rollouts]),
         },
         batch_size=[len(rollouts)],

@@ -103,3 +103,17 @@ def exchange(routes: Tensor, one: int, other: int) -> tuple[Tensor, Tensor]:
     table = torch.arange(int(routes.max()) + 1)
     table[one], table[other] = other, one
     return torch.where(rows[:, None], table[routes], routes), rows
+
+
+def test_log_probs_are_over_the_words_that_each_token_was_one_of(tmp_path: Path) -> None:
+    reference = Reference(save_tiny_moe(tmp_path, "qwen3_moe"))
+    ids = torch.tensor([7, 3, 9, 5])
+    words = torch.ones(4, reference.model.config.vocab_size, dtype=torch.bool)
+    words[2] = False
+    words[2, [9, 20]] = True
+    words[3] = torch.arange(words.shape[1]) == 5
+    given, _ = reference(ids, words=words)
+    with torch.no_grad():
+        logits = reference.model(ids[None]).logits[0]
+    expected = [reference(ids)[0][1], logits[1, 9] - torch.logaddexp(logits[1, 9], logits[1, 20]), torch.tensor(0.0)]
+    torch.testing.assert_close(given[1:], torch.stack(expected), atol=1e-5, rtol=0)

@@ -16,8 +16,11 @@ from support.engines import EngineShelf
 from support.processes import ids_request
 from support.reference import TOLERANCE, Reference
 from support.waiting import until
+from torchrl_moe.data import KeptTokens
+from torchrl_moe.data.kept_tokens import dense_mask
 from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
 from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, OnResume, Request
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.weight_update.transports.gloo import GlooTransport
@@ -99,6 +102,7 @@ class Versions:
     ) -> None:
         """Each token's log-prob, and each row, is what its version makes of all that stands before it.
 
+        Log-probs are over the words that sampling kept.
         Earlier versions' tokens are read with the experts that were recorded for them.
 
         Args:
@@ -162,7 +166,8 @@ class Versions:
             own: which rows are.
             followed: which rows the model takes from the answer.
         """
-        log_probs, routes = self.reference(ids, routes=sides, followed=followed)
+        words = None if output.kept is None else self._words(output.kept, ids)
+        log_probs, routes = self.reference(ids, routes=sides, followed=followed, words=words)
         off = (torch.from_numpy(output.logprobs.copy()) - log_probs[-len(tokens) :]).abs()
         wrong = (off > TOLERANCE) & tokens
         if wrong.any():
@@ -173,6 +178,15 @@ class Versions:
             if not same[own].all():
                 return f"rows {(~same & own).nonzero().flatten().tolist()} of layer {layer} differ"
         return ""
+
+    def _words(self, kept: KeptIds, ids: Tensor) -> Tensor:
+        """Return which words each token was sampled from, bool ``[T, V]``; it must be one of them."""
+        vocabulary = self.reference.model.config.vocab_size
+        sizes = torch.zeros(len(ids), dtype=torch.int32)
+        sizes[-len(kept.sizes) :] = torch.from_numpy(kept.sizes.copy())
+        words = KeptTokens(ids=torch.from_numpy(kept.ids.copy()), sizes=sizes)
+        words.validate(vocabulary=vocabulary, num_tokens=len(ids), tokens=ids)
+        return dense_mask(words.ids, words.sizes, vocabulary)
 
     def changed(self, before: int, after: int) -> float:
         """Return by how much two versions differ, as log-probs show it."""

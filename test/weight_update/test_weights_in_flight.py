@@ -11,7 +11,7 @@ import pytest
 
 from support.engines import EngineShelf
 from support.reference import TOLERANCE
-from support.versions import Versions, ask, let_run, random_ids
+from support.versions import SECONDS, Versions, ask, let_run, random_ids
 from support.waiting import until
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion, OnResume, Request
@@ -60,6 +60,34 @@ def test_what_swaps_cut_goes_on_by_itself_and_every_token_is_exact(versions: Ver
     assert set(answer.text) <= set("ab")
     assert 200 <= len(answer.text) <= 300
     assert set(answer.policy_versions.tolist()) == {versions.now}
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.parametrize("pause", ["abort", "keep"])
+def test_words_that_sampling_kept_are_those_of_the_version_that_sampled(versions: Versions, pause: str) -> None:
+    """Its tokens are exact over them, in both parts of an answer that goes on, or whose cache is made again."""
+    (replica,) = versions.replicas
+    before, manifest = versions.now, versions.prepare(51)
+    assert versions.changed(before, manifest.version) > 100 * TOLERANCE
+    plain: dict[str, Any] = {}
+    kinds = [{"top_p": 0.9}, {"min_p": 0.03, "n": 2}, plain]
+    asked = [ask(f"w-{i}", random_ids(300 + i, 12), max_tokens=300, **kind) for i, kind in enumerate(kinds)]
+    futures = replica.submit(asked)
+    until(lambda: fewest_tokens(replica) >= 30, SECONDS)
+    versions.swap(manifest, pause, clear_cache=True)
+    for future, kind in zip(futures, kinds, strict=True):
+        completion = future.result(60)
+        for output in completion.outputs:
+            assert set(output.policy_versions.tolist()) == {before, versions.now}
+            assert (output.kept is None) == (kind is plain)
+            for version in (before, versions.now):
+                assert kind is plain or output.kept.sizes[output.policy_versions == version].any()
+            versions.check(completion, output)
+
+
+def fewest_tokens(replica: Any) -> int:
+    """Of the answers that are under way."""
+    return min((len(output.token_ids) for one in replica.snapshot(SECONDS) for output in one.outputs), default=0)
 
 
 @pytest.mark.engine("qwen3_moe")

@@ -16,7 +16,13 @@ from torchrl_moe._errors import RouteShapeError
 from torchrl_moe.data import KeptTokens, RoutedExperts, RoutingLayout
 from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
-from torchrl_moe.modules.policies.rollout import RolloutKeys, answer_tensordict, pad_answers, stack_answers
+from torchrl_moe.modules.policies.rollout import (
+    RolloutKeys,
+    answer_tensordict,
+    check_prompts,
+    pad_answers,
+    stack_answers,
+)
 
 NAN = float("nan")
 U = -1
@@ -373,11 +379,21 @@ def test_words_of_another_prompt_are_not_joined() -> None:
 
 
 def test_another_temperature_in_a_later_turn_is_refused() -> None:
-    earlier = answer(SHORT, params={"temperature": 0.5})
-    with pytest.raises(ValueError, match=r"this turn's temperature is 1, that of the turn before 0\.5"):
-        answer(NEXT, earlier=earlier, params={"logprobs": 0})
-    other = completion([10, 13, 12, 30], NEXT.outputs[0])  # does not go on from it
-    assert answer(other, earlier=earlier)["sampling", "temperature"] == 1
+    """Before it is generated; alone, and padded."""
+    alone = answer(SHORT, params={"temperature": 0.5})
+    padded = pad_answers([alone, answer(LONG)], PAD, KEYS, (2,))[0]
+    for earlier in (alone, padded):
+        with pytest.raises(ValueError, match=r"this turn's temperature is 1, that of the turn before 0\.5"):
+            check_prompts([NEXT.prompt_token_ids.tolist()], KEYS, {"logprobs": 0}, [earlier])
+        check_prompts([[10, 13, 12, 30]], KEYS, {"logprobs": 0}, [earlier])  # does not go on from it
+        check_prompts([NEXT.prompt_token_ids.tolist()], KEYS, {"logprobs": 0, "temperature": 0.5}, [earlier])
+
+
+def test_words_of_other_tokens_than_an_earlier_turn_has_are_refused() -> None:
+    earlier = answer(sampled(SHORT, [12], [1]))
+    earlier[KEPT] = earlier[KEPT].truncate(2)
+    with pytest.raises(ValueError, match=r"of the turn before is for 2 tokens, and it has 3: both must have been cut"):
+        check_prompts([NEXT.prompt_token_ids.tolist()], KEYS, {"logprobs": 0}, [earlier])
 
 
 def test_a_padded_earlier_turn_is_kept_too() -> None:

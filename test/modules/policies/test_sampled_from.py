@@ -11,11 +11,12 @@ from torch import Tensor
 
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import dense_mask
-from torchrl_moe.modules.policies.sampled_from import parts_by_temperature, read_sampling
+from torchrl_moe.modules.policies.sampled_from import parts_by_temperature, read_sampling, says_nothing
 from torchrl_moe.modules.policies.scoring import ScoringBatch, read_batch
 
 V = 5
 LENGTHS = (2, 4, 3)
+LOG_PROBS = ("log_probs", "full")
 
 
 def kept(ids: list[int], sizes: list[int]) -> KeptTokens:
@@ -79,6 +80,25 @@ def test_words_that_became_a_plain_tensordict_are_read() -> None:
     (one,) = read(lazy_stack([sample(4, 1.0, words.to_tensordict())])).kept
     assert type(one) is KeptTokens
     assert (one.ids.tolist(), one.sizes.tolist()) == ([4, 2, 1], [0, 2, 0, -1])
+
+
+def of_an_engine(td: TensorDict) -> TensorDict:
+    per_token = torch.zeros_like(td["tokens", "full"])
+    return td.update({"log_probs": {"full": per_token.float()}, "policy_versions": {"full": per_token.int()}})
+
+
+def test_an_engines_answer_that_says_nothing_is_found() -> None:
+    said, unsaid = of_an_engine(sample(2, 1.0)), of_an_engine(sample(3))
+    assert says_nothing(lazy_stack([said, unsaid]), LOG_PROBS) == 1
+    assert says_nothing(lazy_stack([said, said]), LOG_PROBS) is None
+    dense = TensorDict(tokens=TensorDict(full=torch.zeros(2, 3).long(), batch_size=[2]), batch_size=[2])
+    assert says_nothing(of_an_engine(dense), LOG_PROBS) == 0
+
+
+@pytest.mark.parametrize("key", ["log_probs", "policy_versions"])
+def test_what_no_engine_sampled_need_not_say_anything(key: str) -> None:
+    assert says_nothing(lazy_stack([of_an_engine(sample(3)).exclude(key)]), LOG_PROBS) is None
+    assert says_nothing(lazy_stack([of_an_engine(sample(3))]), ("mu", "full")) is None  # another key is the engine's
 
 
 def test_temperatures_and_words_of_some_tokens_by_hand() -> None:

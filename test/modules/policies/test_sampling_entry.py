@@ -11,7 +11,12 @@ from tensordict import TensorDict, TensorDictBase
 
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.policies.sampling_entry import pad_sampling, refuse_changed_values, sampling_entry
+from torchrl_moe.modules.policies.sampling_entry import (
+    check_earlier_turn,
+    pad_sampling,
+    refuse_changed_values,
+    sampling_entry,
+)
 
 NUCLEUS = {"top_p": 0.9, "logprobs": 0}
 
@@ -140,20 +145,29 @@ def test_pads_of_the_earlier_turn_fall_away() -> None:
 def test_words_of_other_tokens_than_the_earlier_turns_are_refused() -> None:
     first = turn(entry(NUCLEUS, ids([7, 3, 5], [2, -1])))
     with pytest.raises(ValueError, match=r"\('sampling', 'kept'\) of the turn before is for 4 tokens, and it has 3"):
-        entry(NUCLEUS, ids([9], [1]), 5, 6, earlier=first, real=real(1, 1, 1))
+        check_earlier_turn(NUCLEUS, first, real(1, 1, 1))
+    check_earlier_turn(NUCLEUS, first, real(1, 1, 1, 1))
 
 
 def test_another_temperature_in_a_later_turn_is_refused() -> None:
     first = turn(entry({"temperature": 0.5}))
     for params, word in (({"temperature": 0.7}, "0.7"), ({}, "1")):
         with pytest.raises(ValueError, match=rf"this turn's temperature is {word}, that of the turn before 0.5"):
-            entry({**params, "logprobs": 0}, earlier=first, real=real(1, 1))
-        entry(params, earlier=first, real=real(1, 1))  # without log-probs it is scored by nobody
-    assert entry({"temperature": 0.5}, earlier=first, real=real(1, 1))["temperature"] == 0.5
+            check_earlier_turn({**params, "logprobs": 0}, first, real(1, 1))
+        check_earlier_turn(params, first, real(1, 1))  # without log-probs it is scored by nobody
+    check_earlier_turn({"temperature": 0.5, "logprobs": 0}, first, real(1, 1))
+
+
+def test_temperatures_are_compared_as_they_are_stored() -> None:
+    """In float32, and as vLLM raises those that are nearly 0."""
+    for given in (0.7, 0.1, 1e-7):
+        check_earlier_turn({"temperature": given, "logprobs": 0}, turn(entry({"temperature": given})), real(1, 1))
 
 
 def test_a_turn_that_says_nothing_of_its_sampling_is_taken() -> None:
-    check(entry({"temperature": 0.5}, ids([9], [1]), 3, 4, earlier=TensorDict(), real=real(1, 1)), [9], [0, 0, 0, 1])
+    params = {"temperature": 0.5, "logprobs": 0}
+    check_earlier_turn(params, TensorDict(), real(1, 1))
+    check(entry(params, ids([9], [1]), 3, 4, earlier=TensorDict(), real=real(1, 1)), [9], [0, 0, 0, 1])
 
 
 # batches

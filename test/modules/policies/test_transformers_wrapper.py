@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -244,9 +246,36 @@ def scored_mask(mask: Tensor) -> Tensor:
 
 def test_a_batch_that_says_nothing_was_sampled_at_1(actor: TransformersWrapper, td: TensorDictBase) -> None:
     wanted = actor.score(at(1.0, td.clone()))[0]
-    assert torch.equal(actor.score(td.exclude("sampling"))[0], wanted)
+    assert torch.equal(actor.score(td.exclude("sampling", "policy_versions"))[0], wanted)
     hot = actor.get_new_version(temperature=2.0)
     torch.testing.assert_close(hot.score(td.exclude("sampling"))[0], actor.score(at(2.0, td))[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ask", ["score", "get_dist", "forward"])
+def test_of_an_engines_answer_that_says_nothing_one_is_warned_once(
+    actor: TransformersWrapper, td: TensorDictBase, layout: str, ask: str
+) -> None:
+    batch = LAYOUTS[layout](td)
+    unsaid = batch.exclude("sampling")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet, scorer = actor.get_new_version(temperature=1.0), actor.get_new_version(inplace=False)
+        for one, given in ((scorer, batch), (quiet, unsaid), (scorer, unsaid.exclude("log_probs"))):
+            getattr(one, ask)(given.copy())
+        assert not caught
+        for _ in range(2):
+            getattr(scorer, ask)(unsaid.copy())
+    (warning,) = caught
+    assert warning.category is UserWarning
+    text = r"^sample 0 has an engine's log-probs, and no 'sampling' .* scored at temperature 1, over all words\."
+    assert re.match(text, str(warning.message))
+
+
+def test_the_warning_points_at_the_line_that_asks_for_scores(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    with pytest.warns(UserWarning, match="no 'sampling'") as caught:
+        actor.get_new_version().score(td.exclude("sampling"))
+    assert caught[0].filename == __file__
 
 
 def test_a_number_must_be_what_each_sample_says(actor: TransformersWrapper, td: TensorDictBase) -> None:

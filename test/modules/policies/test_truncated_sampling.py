@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.modules.llm.policies import Tokens
 from transformers import AutoModelForCausalLM
 
 from support.completions import cut
-from support.engines import EngineShelf
+from support.engines import ADAPTED, EngineShelf
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.objectives import GSPOLoss
+from torchrl_moe.testing import make_tiny_moe
 
 BOUND = 1e-5
+CRAMPED = 1 << 21  # bytes of a KV cache: some 750 tokens
 NEW = 16
 WORDS = 259
 SAMPLING: dict[str, tuple[dict[str, Any], float]] = {
@@ -171,10 +174,55 @@ def test_siblings_and_padded_rows_have_their_own_words(engine: AsyncVLLM, shelf:
 
 
 @pytest.mark.engine("qwen3_moe", max_num_batched_tokens=64, max_num_seqs=8, enable_chunked_prefill=True)
-def test_prompts_that_are_prefilled_in_chunks_do_not_shift_them(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    batch = policy(engine, {"top_p": 0.9})(prompts(400, 150, 65, 64, 63, 5, seed=5))
+@pytest.mark.parametrize("num_samples", [None, 3])
+def test_prompts_that_are_prefilled_in_chunks_do_not_shift_them(
+    engine: AsyncVLLM, shelf: EngineShelf, num_samples: int | None
+) -> None:
+    questions = prompts(400, 150, 65, 64, 63, 5, seed=5)
+    batch = policy(engine, {"top_p": 0.9}, num_samples=num_samples)(questions).reshape(-1)
+    assert len(batch) == 6 * (num_samples or 1)
     check_words(batch)
     assert gaps(batch, scorer_of(shelf.folder("qwen3_moe"))).max() <= BOUND
+
+
+@pytest.mark.engine("qwen3_moe", kv_cache_memory_bytes=CRAMPED, max_num_batched_tokens=64, max_num_seqs=8)
+def test_requests_that_are_preempted_keep_their_words(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    """Eight answers that cannot all be held at once; what was taken from one is read again later, in chunks."""
+    before = engine.stats()[0]["preemptions"]
+    batch = policy(engine, {"top_p": 0.9, "max_new_tokens": 90, "ignore_eos": True}, num_samples=2)(
+        prompts(60, 90, 33, 100, seed=8)
+    ).reshape(-1)
+    assert engine.stats()[0]["preemptions"] > before
+    assert {len(row["tokens", "response"]) for row in batch.unbind(0)} == {90}
+    check_words(batch)
+    assert gaps(batch, scorer_of(shelf.folder("qwen3_moe"))).max() <= BOUND
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformersWrapper, dict[str, Any]]:
+    """A scorer of the engine's model with an adapter on its attention, and how requests name the adapter."""
+    torch.manual_seed(1)
+    config = LoraConfig(
+        r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(make_tiny_moe("qwen3_moe"), config)
+    folder = tmp_path_factory.mktemp("adapter")
+    model.save_pretrained(folder)
+    fields = {"lora_name": "words", "lora_int_id": 17, "lora_path": str(folder)}
+    return TransformersWrapper(model, replay="R3"), fields
+
+
+@pytest.mark.engine("qwen3_moe", **ADAPTED)
+def test_requests_with_an_adapter_have_its_words(
+    engine: AsyncVLLM, shelf: EngineShelf, adapter: tuple[TransformersWrapper, dict[str, Any]]
+) -> None:
+    scorer, fields = adapter
+    plain = scorer_of(shelf.folder("qwen3_moe"))
+    for lora_request, own, other in ((fields, scorer, plain), (None, plain, scorer)):
+        batch = policy(engine, {"top_p": 0.9}, lora_request=lora_request)(prompts(3, 20, 41, 9, seed=9))
+        check_words(batch)
+        assert gaps(batch, own).max() <= BOUND
+        assert gaps(batch, other).max() > 1e-2
 
 
 @pytest.mark.engine("qwen3_moe")

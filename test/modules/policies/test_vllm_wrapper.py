@@ -838,8 +838,11 @@ def test_another_temperature_in_a_later_turn_is_refused(fake: FakeAsyncVLLM) -> 
     later = torch.cat([td[0]["tokens", "full"], torch.tensor([33])])
     again = td.clone()
     again[0]["tokens"] = Tokens(prompt=later, full=td[0]["tokens", "full"])
-    with pytest.raises(ValueError, match=r"this turn's temperature is 0\.75, that of the turn before 0\.5"):
-        policy(again.clone(), temperature=0.75)
+    asked = len(fake.replicas[0].submitted)
+    for ask in (policy, policy.requests):
+        with pytest.raises(ValueError, match=r"this turn's temperature is 0\.75, that of the turn before 0\.5"):
+            ask(again.clone(), temperature=0.75)
+    assert len(fake.replicas[0].submitted) == asked  # before anything is generated
     assert policy(again, temperature=0.5)[0]["sampling", "temperature"] == 0.5
 
 

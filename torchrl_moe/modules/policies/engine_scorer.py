@@ -53,8 +53,16 @@ class EngineScorer:
         """What it reads of every sample."""
         return [self.tokens_key, *([self.routed_experts_key] if self.replay == "R3" else [])]
 
-    def answers(self, samples: Sequence[TensorDictBase], log_probs_key: str) -> list[TensorDictBase]:
-        """Return a TensorDict of each sample's log-probs, ``(log_probs_key, "full")`` ``[T]``; see :meth:`score`."""
+    def answers(
+        self, samples: Sequence[TensorDictBase], log_probs_key: str, sampling: Mapping[str, Any] | None = None
+    ) -> list[TensorDictBase]:
+        """Return a TensorDict of each sample's log-probs, ``(log_probs_key, "full")`` ``[T]``; see :meth:`score`.
+
+        Raises:
+            ValueError: the call says how to sample.
+        """
+        if sampling:
+            raise ValueError(f"{sorted(sampling)} are of generating, and this wrapper has generate=False")
         rows = self.score(lazy_stack(list(samples)))
         return [TensorDict({log_probs_key: LogProbs(full=row, padded=False)}) for row in rows]
 

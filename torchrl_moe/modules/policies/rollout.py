@@ -19,9 +19,9 @@ from torchrl_moe.data import UNSET_EXPERT, RoutedExperts, RoutingLayout
 from torchrl_moe.data.routed_experts import routes_from_vllm
 from torchrl_moe.data.segments import first_writer_wins, num_segments, shared_prefix, worst_resume
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
-from torchrl_moe.modules.policies.sampling_entry import SAMPLING, pad_sampling, sampling_entry
+from torchrl_moe.modules.policies.sampling_entry import SAMPLING, check_earlier_turn, pad_sampling, sampling_entry
 
-__all__ = ["RolloutKeys", "answer_tensordict", "flat_samples", "pad_answers", "stack_answers"]
+__all__ = ["RolloutKeys", "answer_tensordict", "check_prompts", "flat_samples", "pad_answers", "stack_answers"]
 
 NO_VERSION = -1
 
@@ -45,6 +45,30 @@ def _mask(prompt: int, total: int) -> Tensor:
 def _unpadded(kind: Any, **tensors: Tensor) -> Any:
     """Return a TensorClass of one answer; its constructor, called once per field, costs five times as much."""
     return kind.from_tensordict(TensorDict({**tensors, "padded": NonTensorData(False)}))
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]],
+    keys: RolloutKeys,
+    params: Mapping[str, Any],
+    inputs: Sequence[TensorDictBase],
+) -> None:
+    """Refuse prompts whose answers :func:`answer_tensordict` could not put beside an earlier turn's.
+
+    Args:
+        prompts: token ids.
+        keys: where an earlier turn was written.
+        params: what the answers are to be sampled with.
+        inputs: of this turn, one for each prompt.
+
+    Raises:
+        ValueError: see :func:`~torchrl_moe.modules.policies.sampling_entry.check_earlier_turn`.
+    """
+    for prompt, earlier in zip(prompts, inputs, strict=True):
+        if earlier.get(SAMPLING, None) is not None:
+            real = _repeated(earlier, torch.tensor(prompt), keys)
+            if real is not None:
+                check_earlier_turn(params, earlier, real)
 
 
 def answer_tensordict(

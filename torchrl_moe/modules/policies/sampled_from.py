@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_moe.data import KeptTokens
@@ -17,7 +17,7 @@ from torchrl_moe.data.kept_tokens import dense_mask, select_rows
 from torchrl_moe.modules.policies.sampling_entry import SAMPLING
 from torchrl_moe.modules.policies.scoring import ScoringBatch
 
-__all__ = ["SampledFrom", "parts_by_temperature", "read_sampling"]
+__all__ = ["SampledFrom", "parts_by_temperature", "read_sampling", "says_nothing"]
 
 Kept = tuple[Tensor, Tensor]
 """``ids`` int32 ``[M]`` and ``sizes`` int32 ``[N]``, as in :class:`~torchrl_moe.data.KeptTokens`."""
@@ -76,6 +76,22 @@ def parts_by_temperature(temperature: float | Tensor) -> Iterator[tuple[float, T
         return
     for value in temperature.unique().tolist():
         yield value, temperature == value
+
+
+def says_nothing(td: TensorDictBase, log_probs: NestedKey) -> int | None:
+    """Return the first sample that an engine sampled, and that does not say how; ``None`` if there is none.
+
+    An engine's answers have log-probs and policy versions; what somebody else wrote has not both.
+
+    Args:
+        td: batch size ``[B]``.
+        log_probs: where an engine's are.
+    """
+    sampled = (log_probs, ("policy_versions", "full"))
+    for i, sample in enumerate(td.unbind(0)):
+        if sample.get(SAMPLING, None) is None and all(sample.get(key, None) is not None for key in sampled):
+            return i
+    return None
 
 
 def read_sampling(td: TensorDictBase, batch: ScoringBatch, temperature: float | None) -> SampledFrom:

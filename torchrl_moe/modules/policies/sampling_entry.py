@@ -16,7 +16,7 @@ from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import select_rows
 from torchrl_moe.modules.backends.kept_ids import KeptIds, leaves_words_out
 
-__all__ = ["SAMPLING", "pad_sampling", "refuse_changed_values", "sampling_entry"]
+__all__ = ["SAMPLING", "check_earlier_turn", "pad_sampling", "refuse_changed_values", "sampling_entry"]
 
 SAMPLING = "sampling"
 CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
@@ -45,6 +45,33 @@ def refuse_changed_values(params: Mapping[str, Any]) -> None:
             )
 
 
+def check_earlier_turn(params: Mapping[str, Any], earlier: TensorDictBase, real: Tensor) -> None:
+    """Refuse a turn whose answer could not be scored together with the turn before, which its prompt repeats.
+
+    Args:
+        params: it is sampled with.
+        earlier: the turn before.
+        real: bool, tokens of that turn that are no pads.
+
+    Raises:
+        ValueError: the turn before was sampled at another temperature: a sample is scored at one. Or its kept words are
+            for other tokens than it has.
+    """
+    now, first = _temperature(params), earlier.get((SAMPLING, "temperature"), None)
+    names_words = params.get("logprobs") is not None
+    if names_words and first is not None and float(first) != float(torch.tensor(now)):
+        raise ValueError(
+            f"this turn's temperature is {now:g}, that of the turn before {float(first):g}, and a sample is scored at "
+            "one: sample all turns alike, or pass return_log_probs=False"
+        )
+    kept = earlier.get((SAMPLING, "kept"), None)
+    if kept is not None and len(kept.get("sizes")) != len(real):
+        raise ValueError(
+            f"('{SAMPLING}', 'kept') of the turn before is for {len(kept.get('sizes'))} tokens, and it has "
+            f"{len(real)}: both must have been cut or padded alike"
+        )
+
+
 def sampling_entry(
     params: Mapping[str, Any],
     kept: KeptIds | None,
@@ -61,23 +88,14 @@ def sampling_entry(
         prompt: P.
         total: T.
         earlier: the turn that the prompt repeats and goes on from, if there is one.
-        real: bool, tokens of the earlier turn that are no pads; ``None`` without one.
-
-    Raises:
-        ValueError: the earlier turn was sampled at another temperature: a sample is scored at one. Or its kept words
-            are for other tokens than it has.
+        real: bool, tokens of the earlier turn that are no pads; ``None`` without one. :func:`check_earlier_turn` has
+            let it pass.
     """
     source: dict[str, Any] = {"temperature": torch.tensor(_temperature(params))}
     before = None if earlier is None else earlier.get((SAMPLING, "kept"), None)
     names_words = params.get("logprobs") is not None  # else nobody knows which were kept
     if kept is not None or before is not None or (names_words and leaves_words_out(params.get)):
         source["kept"] = _kept(kept, prompt, total, before, real)
-    first = None if earlier is None else earlier.get((SAMPLING, "temperature"), None)
-    if names_words and first is not None and float(first) != float(source["temperature"]):
-        raise ValueError(
-            f"this turn's temperature is {float(source['temperature']):g}, that of the turn before {float(first):g}, "
-            "and a sample is scored at one: sample all turns alike, or pass return_log_probs=False"
-        )
     return TensorDict(source)
 
 
@@ -96,13 +114,7 @@ def _kept(kept: KeptIds | None, prompt: int, total: int, before: Any, real: Tens
     own = KeptTokens(ids=ids, sizes=sizes)
     if before is None or real is None:
         return own
-    ids, sizes = before.get("ids").cpu(), before.get("sizes").cpu()
-    if len(sizes) != len(real):
-        raise ValueError(
-            f"('{SAMPLING}', 'kept') of the turn before is for {len(sizes)} tokens, and it has {len(real)}: both must "
-            "have been cut or padded alike"
-        )
-    first_ids, first_sizes = select_rows(ids, sizes, real.cpu())
+    first_ids, first_sizes = select_rows(before.get("ids").cpu(), before.get("sizes").cpu(), real.cpu())
     return KeptTokens(ids=first_ids, sizes=first_sizes).followed_by(own)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -27,7 +28,7 @@ from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.modules.policies.dense_distributions import DenseDistributions
 from torchrl_moe.modules.policies.rollout import stack_answers
 from torchrl_moe.modules.policies.routes import RECORDED, no_routes, note_routing, read_routes, write_recorded
-from torchrl_moe.modules.policies.sampled_from import read_sampling
+from torchrl_moe.modules.policies.sampled_from import SampledFrom, read_sampling, says_nothing
 from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, align, read_batch
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.modules.replay.discovery import discover, number_of_layers
@@ -49,7 +50,8 @@ class TransformersWrapper(DenseDistributions):
         generate: must be false; :class:`vLLMWrapper` generates.
         replay: which experts to use, see above.
         temperature: that of sampling; the logits are divided by it, as the engine does for its log-probs. Default: what
-            each sample says, ``("sampling", "temperature")``, 1 if it says nothing.
+            each sample says, ``("sampling", "temperature")``, 1 if it says nothing; of an engine's answer that says
+            nothing you are warned, once.
         pad_model_input: run a padded batch (``True``), or one row that holds all sequences (``False``). Default: a
             padded batch, or several sequences in a row where that means fewer pads and the model keeps them apart.
         measure_agreement: also compute the live router's choice, for ``("routing", "agreement")``.
@@ -110,6 +112,7 @@ class TransformersWrapper(DenseDistributions):
         self.in_keys = [self.input_key, *([(routed_experts_key, "full")] if replay == "R3" else [])]
         self.out_keys = [log_probs_key, *(["routing"] if replay != "none" else [])]
         self.out_keys += [RECORDED] if replay == "R2" else []
+        self._has_warned = False
         # what TorchRL's base class reads
         self.num_samples, self.layout, self.pad_output = None, None, True
         self._min_batch_size = self._max_batch_size = self._batching_lock = None
@@ -191,7 +194,7 @@ class TransformersWrapper(DenseDistributions):
             wanted = wanted & mask.bool().to(wanted.device)
         self.scoring_model.check()
         layout = self._layout(batch)
-        selection = Selection.of(batch, layout, wanted, read_sampling(td, batch, self.temperature), entropy)
+        selection = Selection.of(batch, layout, wanted, self._sampled_from(td, batch), entropy)
         with self._routed(td, batch, layout):
             log_probs, spread, routers = self.scoring_model(layout.inputs, selection, router_logits)
         blank = log_probs.new_zeros(wanted.shape)
@@ -203,6 +206,19 @@ class TransformersWrapper(DenseDistributions):
 
     def _batch(self, td: TensorDictBase) -> ScoringBatch:
         return read_batch(td, self.input_key, (self.masks_key, "all_attention_mask")).to(self.device)
+
+    def _sampled_from(self, td: TensorDictBase, batch: ScoringBatch) -> SampledFrom:
+        if self.temperature is None and not self._has_warned:
+            unsaid = says_nothing(td, (self.log_probs_key, "full"))
+            if unsaid is not None:
+                self._has_warned = True
+                warnings.warn(
+                    f"sample {unsaid} has an engine's log-probs, and no 'sampling' to say at which temperature and "
+                    "from which words it was sampled: it is scored at temperature 1, over all words. Select 'sampling' "
+                    "along with the other keys, or, if no word was left out, pass temperature=. Said once.",
+                    stacklevel=3,
+                )
+        return read_sampling(td, batch, self.temperature)
 
     def _layout(self, batch: ScoringBatch) -> Layout:
         if self.pad_model_input:
@@ -241,7 +257,7 @@ class TransformersWrapper(DenseDistributions):
         layout = self._layout(batch) if self.pad_model_input is False else batch.padded()
         with self._routed(td, batch, layout):
             output, _ = self.scoring_model.run(layout.inputs)
-        sampled_from = read_sampling(td, batch, self.temperature)
+        sampled_from = self._sampled_from(td, batch)
         return sampled_from.truncate(align(layout.read(output.logits.flatten(0, 1)), sampled_from.temperatures), batch)
 
     def _routes(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor:

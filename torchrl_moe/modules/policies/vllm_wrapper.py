@@ -23,6 +23,7 @@ from torchrl_moe.modules.policies.request_keys import request_argument, request_
 from torchrl_moe.modules.policies.rollout import (
     RolloutKeys,
     answer_tensordict,
+    check_prompts,
     flat_samples,
     pad_answers,
     stack_answers,
@@ -233,7 +234,8 @@ class vLLMWrapper(LLMWrapperBase):
 
         Raises:
             KeyError: there is no prompt at ``input_key``.
-            ValueError: the batch or a prompt is empty, or an argument makes no sense.
+            ValueError: the batch or a prompt is empty, an argument makes no sense, or a prompt goes on from a turn of
+                another temperature.
             TypeError: what the batch says of a request is of a wrong type.
             EngineError: a request failed, or was aborted: a cut answer is never passed on as a whole one.
         """
@@ -241,23 +243,19 @@ class vLLMWrapper(LLMWrapperBase):
         if not samples:
             raise ValueError(f"the input has no samples: its batch size is {list(tensordict.batch_size)}")
         if self.scorer is not None:
-            if generate_kwargs:
-                raise ValueError(f"{sorted(generate_kwargs)} are of generating, and this wrapper has generate=False")
-            scored = stack_answers(self.scorer.answers(samples, self.log_probs_key), tensordict.batch_size)
-            return self._write(tensordict, tensordict_out, scored)
+            scored = self.scorer.answers(samples, self.log_probs_key, generate_kwargs)
+            return self._write(tensordict, tensordict_out, stack_answers(scored, tensordict.batch_size))
         keys = self.keys if return_routed_experts else replace(self.keys, routed_experts=None)
         prompts = self._read(samples)
         given, sampling = engine_arguments_of(generate_kwargs)
         asked = {**self.engine_arguments, **given, **request_arguments(samples)}
         params = self._params_of_call(overridden(self.sampling_params, sampling), keys)
+        check_prompts(prompts.ids, keys, params, samples)
         completions = self._generate(prompts.ids, params, keys, asked)
         answers = self._answers(samples, prompts, completions, keys, params)
         shape = (*tensordict.batch_size, *(() if self.num_samples is None else (self.num_samples,)))
-        out: TensorDictBase
-        if self.pad_output:
-            out = pad_answers(answers, self._pad_token_id() or 0, keys, shape)
-        else:
-            out = stack_answers(answers, shape)
+        pad = self._pad_token_id() or 0
+        out = pad_answers(answers, pad, keys, shape) if self.pad_output else stack_answers(answers, shape)
         return self._write(tensordict, tensordict_out, out if self._device is None else out.to(self._device))
 
     @set_list_to_stack(True)  # type: ignore[untyped-decorator]
@@ -280,6 +278,7 @@ class vLLMWrapper(LLMWrapperBase):
         prompts = self._read(samples)
         given, sampling = engine_arguments_of(generate_kwargs)
         params = self._params_of_call(overridden(self.sampling_params, sampling), keys)
+        check_prompts(prompts.ids, keys, params, samples)
         common = {
             **self.engine_arguments,
             **given,
