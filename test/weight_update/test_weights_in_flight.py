@@ -11,7 +11,7 @@ import pytest
 
 from support.engines import EngineShelf
 from support.reference import TOLERANCE
-from support.versions import SECONDS, Versions, ask, let_run, random_ids
+from support.versions import Versions, ask, let_run, random_ids
 from support.waiting import until
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion, OnResume, Request
@@ -73,7 +73,7 @@ def test_words_that_sampling_kept_are_those_of_the_version_that_sampled(versions
     kinds = [{"top_p": 0.9}, {"min_p": 0.03, "n": 2}, plain]
     asked = [ask(f"w-{i}", random_ids(300 + i, 12), max_tokens=300, **kind) for i, kind in enumerate(kinds)]
     futures = replica.submit(asked)
-    until(lambda: fewest_tokens(replica) >= 30, SECONDS)
+    until(lambda: fewest(replica, asked) >= 30)
     versions.swap(manifest, pause, clear_cache=True)
     for future, kind in zip(futures, kinds, strict=True):
         completion = future.result(60)
@@ -83,11 +83,6 @@ def test_words_that_sampling_kept_are_those_of_the_version_that_sampled(versions
             for version in (before, versions.now):
                 assert kind is plain or output.kept.sizes[output.policy_versions == version].any()
             versions.check(completion, output)
-
-
-def fewest_tokens(replica: Any) -> int:
-    """Of the answers that are under way."""
-    return min((len(output.token_ids) for one in replica.snapshot(SECONDS) for output in one.outputs), default=0)
 
 
 @pytest.mark.engine("qwen3_moe")
