@@ -7,6 +7,7 @@ engine that is never synced, in place of a second model in the trainer.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import select_rows
 from torchrl_moe.modules.policies.request_keys import request_arguments
 from torchrl_moe.modules.policies.routes import no_routes, read_routes
-from torchrl_moe.modules.policies.sampled_from import read_sampling
+from torchrl_moe.modules.policies.sampled_from import UNSAID, read_sampling, says_nothing
 from torchrl_moe.modules.policies.scoring import ScoringBatch, read_batch
 from torchrl_moe.modules.serving.service import GenerationService
 
@@ -36,7 +37,8 @@ class EngineScorer:
         engine: a service.
         replay: ``"R3"``: tokens follow the experts at ``routed_experts_key``; ``"none"``: the engine's weights route.
         temperature: see :class:`TransformersWrapper`.
-        tokens_key, mask_key, routed_experts_key: where to read.
+        tokens_key, mask_key, routed_experts_key, sampled_key: where to read; the last is where an engine's answers have
+            log-probs, which then must say how they were sampled, else you are warned.
         arguments: of the engine's ``score``: ``actor_index``, ``lora_request``, ``timeout_seconds``, ``use_tqdm``.
     """
 
@@ -46,6 +48,7 @@ class EngineScorer:
     tokens_key: Any = ("tokens", "full")
     mask_key: Any = ("masks", "all_attention_mask")
     routed_experts_key: Any = ("routed_experts", "full")
+    sampled_key: Any = ("log_probs", "full")
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -77,6 +80,8 @@ class EngineScorer:
             ValueError: a batch that was sampled otherwise than ``temperature`` says, or a sample of no real tokens.
         """
         batch = read_batch(td, self.tokens_key, self.mask_key)
+        if self.temperature is None and (unsaid := says_nothing(td, self.sampled_key)) is not None:
+            warnings.warn(UNSAID.format(unsaid), stacklevel=4)
         sampled_from = read_sampling(td, batch, self.temperature)
         routes = self._routes(td, batch)
         real = batch.split(batch.mask)

@@ -17,10 +17,18 @@ from torchrl_moe.data.kept_tokens import dense_mask, select_rows
 from torchrl_moe.modules.policies.sampling_entry import SAMPLING
 from torchrl_moe.modules.policies.scoring import ScoringBatch
 
-__all__ = ["SampledFrom", "parts_by_temperature", "read_sampling", "says_nothing"]
+__all__ = ["UNSAID", "SampledFrom", "parts_by_temperature", "read_sampling", "says_nothing"]
 
 Kept = tuple[Tensor, Tensor]
 """``ids`` int32 ``[M]`` and ``sizes`` int32 ``[N]``, as in :class:`~torchrl_moe.data.KeptTokens`."""
+
+
+UNSAID = (
+    "sample {} has an engine's log-probs, and no 'sampling' to say at which temperature and from which words it was "
+    "sampled: it is scored at temperature 1, over all words. Select 'sampling' along with the other keys, or, if no "
+    "word was left out, pass temperature=. Said once."
+)
+"""What to warn of; see :func:`says_nothing`."""
 
 
 @dataclass(frozen=True, slots=True)

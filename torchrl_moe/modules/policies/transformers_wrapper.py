@@ -28,7 +28,7 @@ from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.modules.policies.dense_distributions import DenseDistributions
 from torchrl_moe.modules.policies.rollout import stack_answers
 from torchrl_moe.modules.policies.routes import RECORDED, no_routes, note_routing, read_routes, write_recorded
-from torchrl_moe.modules.policies.sampled_from import SampledFrom, read_sampling, says_nothing
+from torchrl_moe.modules.policies.sampled_from import UNSAID, SampledFrom, read_sampling, says_nothing
 from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, align, read_batch
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.modules.replay.discovery import discover, number_of_layers
@@ -212,12 +212,7 @@ class TransformersWrapper(DenseDistributions):
             unsaid = says_nothing(td, (self.log_probs_key, "full"))
             if unsaid is not None:
                 self._has_warned = True
-                warnings.warn(
-                    f"sample {unsaid} has an engine's log-probs, and no 'sampling' to say at which temperature and "
-                    "from which words it was sampled: it is scored at temperature 1, over all words. Select 'sampling' "
-                    "along with the other keys, or, if no word was left out, pass temperature=. Said once.",
-                    stacklevel=3,
-                )
+                warnings.warn(UNSAID.format(unsaid), stacklevel=3)
         return read_sampling(td, batch, self.temperature)
 
     def _layout(self, batch: ScoringBatch) -> Layout:
