@@ -512,10 +512,15 @@ async def two_turns(data: TensorDictBase, ask: Ask) -> float:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "asked", "how"),
-    [({}, {}, "forced"), ({}, {"on_resume": "live"}, "live"), ({"why_live": "it speculates"}, {}, "live")],
+    ("env", "arguments", "asked", "how"),
+    [
+        (lambda: chat(1, turns=2), {}, {}, "forced"),
+        (two_turns, {}, {}, "forced"),
+        (two_turns, {}, {"on_resume": "live"}, "live"),
+        (two_turns, {"why_live": "it speculates"}, {}, "live"),
+    ],
+    ids=["environment", "function", "live", "unable"],
 )
-@pytest.mark.parametrize("env", [lambda: chat(1, turns=2), two_turns], ids=["environment", "function"])
 def test_rows_of_answers_in_parts_say_so(
     env: Any, arguments: Any, asked: Any, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -207,6 +207,12 @@ def test_what_is_no_array_of_numbers_is_named(value: Any) -> None:
         rows_each([None, value], TWO)
 
 
+@pytest.mark.parametrize("values", ["experts", 3, {"full": ROWS}, RoutedExperts(full=torch.tensor(ROWS))])
+def test_the_routes_of_one_prompt_are_not_those_of_several(values: Any) -> None:
+    with pytest.raises(TypeError, match="routed_experts must be a list with an entry per prompt, got"):
+        rows_each(values, TWO)
+
+
 def test_what_is_resumed_follows_its_own_routes() -> None:
     had = Completion(
         request_id="r", prompt=None, prompt_token_ids=IDS.astype(np.int64), num_cached_tokens=0, outputs=[]
