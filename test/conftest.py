@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -29,6 +30,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hands out whole files, and those that ask for the Ray cluster together: one worker starts it, and its engines."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        @functools.cache  # noqa: B019  one scheduler, as long as the run
+        def _split_scope(self, nodeid: str) -> str:
+            file = config.rootpath / super()._split_scope(nodeid)
+            return "ray" if "pytest.mark.ray" in file.read_text() else str(file)
+
+    return Files(config, log)
 
 
 def _engine_order(item: pytest.Item) -> str:
