@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -34,16 +33,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hands out whole files, and those that ask for the Ray cluster together: one worker starts it, and its engines."""
-    from xdist.scheduler import LoadFileScheduling
+    """Hands out the tests as ``support.scheduling`` says, if files are asked for, as by ``make test``."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from support.scheduling import FileScheduling
 
-    class Files(LoadFileScheduling):
-        @functools.cache  # noqa: B019  one scheduler, as long as the run
-        def _split_scope(self, nodeid: str) -> str:
-            file = config.rootpath / super()._split_scope(nodeid)
-            return "ray" if "pytest.mark.ray" in file.read_text() else str(file)
-
-    return Files(config, log)
+    return FileScheduling(config, log)
 
 
 def _engine_order(item: pytest.Item) -> str:

@@ -1049,10 +1049,11 @@ def test_a_start_that_runs_out_of_time_names_the_variable(
     assert not isinstance(caught.value, ReplicaDiedError)
 
 
-def has_loaded(pid: int, library: str) -> bool:
-    """Whether a process has a library in its memory; "" is in that of each."""
+def has_loaded(process: str, library: str, driver: int) -> bool:
+    """Whether one of :func:`processes_in`, but for the driver, has a library in its memory; "" is in that of each."""
+    pid = int(process.split()[0])
     try:
-        return any(library in area.path for area in psutil.Process(pid).memory_maps())
+        return pid != driver and any(library in area.path for area in psutil.Process(pid).memory_maps())
     except psutil.Error:
         return False
 
@@ -1083,8 +1084,7 @@ def test_ctrl_c_while_an_engine_starts_leaves_no_process(no_engine: EngineShelf,
     ) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == "starting\n"
-        others = lambda: {int(one.split()[0]) for one in processes_in(marked)} - {driver.pid}
-        until(lambda: any(has_loaded(pid, loaded) for pid in others()))
+        until(lambda: [one for one in processes_in(marked) if has_loaded(one, loaded, driver.pid)])
         os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: the driver's group, not the engine's
         assert driver.communicate(timeout=60.0)[0] == "interrupted DEAD\n"
     assert driver.returncode == 0
