@@ -350,6 +350,7 @@ def test_an_actor_that_outlives_its_drivers_is_restarted_by_ray_and_found_again(
     for victim in (1, 0):  # the engine's process, then the actor's
         os.kill(before[victim], signal.SIGKILL)
         until(lambda replica=last: not replica.is_alive())
+        until(lambda actor=before[0]: is_gone(actor))  # until then it tells who comes that it was ready, and died
         last = in_cluster(service)  # waits for it
         assert answer(last) == [2, 3]
         assert set(pids(last)).isdisjoint(before)
