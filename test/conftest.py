@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -29,6 +29,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hands out the tests as ``support.scheduling`` says, if files are asked for, as by ``make test``."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from support.scheduling import FileScheduling
+
+    return FileScheduling(config, log)
 
 
 def _engine_order(item: pytest.Item) -> str:

@@ -11,6 +11,7 @@ from support.engines import start_engine
 from support.processes import PYTHONPATH
 from torchrl_moe.modules import AsyncVLLM
 
+FEW_PROCESSES = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
 STORE_BYTES = 80 << 20  # Ray's least; our messages do not go through it
 
 
@@ -33,7 +34,7 @@ class ClusterHolder:
         with pytest.MonkeyPatch.context() as patch:  # what its workers import is what this process imports
             patch.setenv("PYTHONPATH", PYTHONPATH)
             patch.setenv("RAY_worker_niceness", "0")  # at Ray's 15 a busy machine starves actors: 10 s became 100
-            self._cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+            self._cluster = Cluster(initialize_head=True, head_node_args={**node, **FEW_PROCESSES})
             self._cluster.add_node(**node)
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="error")
 

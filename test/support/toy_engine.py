@@ -1,6 +1,4 @@
-"""An ``AsyncLLM`` without vLLM, and an engine process around it that starts in a second: for tests of processes.
-
-Forked, or run as ``python -m support.toy_engine FD DRIVER_PID``, it is our real engine process over the toy engine.
+"""An ``AsyncLLM`` without vLLM, for an engine process that starts at once; ``toy_program.py`` is that.
 
 The engine argument ``start`` says how it starts: ``seconds`` it blocks, ``error`` it fails with, ``print`` for the log,
 ``sleeper`` a grandchild in the process group, ``shared`` a shared memory that it never removes, named in its info. A
@@ -15,8 +13,7 @@ import builtins
 import contextlib
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable
-from multiprocessing.connection import Connection
+from collections.abc import AsyncIterator
 from multiprocessing.shared_memory import SharedMemory
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -188,23 +185,8 @@ async def bring(process: engine_process.EngineProcess, version: int) -> None:
     process.weights.version = process.weights.proved_version = version
 
 
-def _use_toys() -> None:
+def use_toys() -> None:
+    """Have this process's engine process be one over the toy engine."""
     engine_process.EngineProcess.command_bring = bring  # type: ignore[attr-defined]
     without_vllm()
     engine_process._start_engine = start
-
-
-def preload() -> str:
-    """There is nothing slow to import, and no reason not to fork."""
-    return ""
-
-
-def run(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:
-    """Our real engine process over the toy engine, forked."""
-    _use_toys()
-    engine_process.run(connection, driver_is_gone)
-
-
-if __name__ == "__main__":
-    _use_toys()
-    engine_process.main()

@@ -12,4 +12,4 @@ from torchrl_moe.modules.backends.vllm.kind import (
 
 __all__ = ["PROGRAM", "arguments_of", "devices_per_replica", "engine_environment", "reason_not_to_fork", "seeded"]
 
-PROGRAM = "support.toy_engine"
+PROGRAM = "support.toy_program"

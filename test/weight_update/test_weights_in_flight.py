@@ -27,8 +27,8 @@ def versions(engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path) -> Iterator[
 @pytest.mark.engine("qwen3_moe")
 def test_what_swaps_cut_goes_on_by_itself_and_every_token_is_exact(versions: Versions) -> None:
     (replica,) = versions.replicas
-    asked = [ask(f"one-{i}", random_ids(i, 12), max_tokens=460) for i in range(6)]
-    asked += [ask(f"three-{i}", random_ids(50 + i, 12), max_tokens=460, n=3) for i in range(4)]
+    asked = [ask(f"one-{i}", random_ids(i, 12), max_tokens=300) for i in range(6)]
+    asked += [ask(f"three-{i}", random_ids(50 + i, 12), max_tokens=300, n=3) for i in range(4)]
     guided = Request(
         request_id="guided",
         sampling_params={"max_tokens": 310, "logprobs": 0},
@@ -50,7 +50,7 @@ def test_what_swaps_cut_goes_on_by_itself_and_every_token_is_exact(versions: Ver
         assert completion.request_id == request.request_id
         assert [output.index for output in completion.outputs] == list(range(request.sampling_params.get("n", 1)))
         for output in completion.outputs:
-            assert (len(output.token_ids), output.finish_reason) == (460, "length")
+            assert (len(output.token_ids), output.finish_reason) == (300, "length")
             assert output.policy_versions.tolist() == sorted(output.policy_versions.tolist())
             seen.append(set(output.policy_versions.tolist()))
             versions.check(completion, output)
@@ -90,7 +90,7 @@ def test_after_a_hot_swap_no_first_token_comes_from_an_old_cache(versions: Versi
     """Many requests share a prefix that is cached; most of them wait in vLLM's queue when the weights change."""
     (replica,) = versions.replicas
     shared = random_ids(7, 400)
-    asked = [ask(f"q-{i}", np.append(shared, i), max_tokens=40, n=3) for i in range(150)]
+    asked = [ask(f"q-{i}", np.append(shared, i), max_tokens=40, n=3) for i in range(100)]
     before, manifest = versions.now, versions.prepare(31)
     futures = replica.submit(asked)
     futures[0].result(60)
@@ -112,7 +112,7 @@ def test_what_a_hot_swap_froze_goes_on_and_is_exact_if_the_cache_was_dropped(
     """Else the old weights' keys and values stay in its prefix: only what it had before the swap is exact."""
     (replica,) = versions.replicas
     before, manifest = versions.now, versions.prepare(41)
-    futures = replica.submit([ask(f"f-{i}", random_ids(i, 12), max_tokens=460, n=2) for i in range(8)])
+    futures = replica.submit([ask(f"f-{i}", random_ids(i, 12), max_tokens=300, n=2) for i in range(8)])
     let_run(replica, futures)
     versions.swap(manifest, "keep", clear_cache)
     for future in futures:

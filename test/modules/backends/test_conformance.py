@@ -34,13 +34,13 @@ class Kind:
     """One kind of replica.
 
     ``make`` gives a new one, which ``kill`` ends as a fault would. ``quick`` and ``slow`` are sampling parameters: of
-    a moment, and of some seconds.
+    a moment, and of a second or more.
     """
 
     make: Callable[[], Any]
     kill: Callable[[Any], None]
     quick: dict[str, Any] = field(default_factory=lambda: {"max_tokens": 3})
-    slow: dict[str, Any] = field(default_factory=lambda: {"max_tokens": 3, "seconds": 2.0})
+    slow: dict[str, Any] = field(default_factory=lambda: {"max_tokens": 3, "seconds": 1.0})
     refused: Request = field(default_factory=lambda: ids_request("bad", sampling_params={"refuse": "too long"}))
 
 
@@ -89,7 +89,7 @@ VLLM = Kind(
     make=lambda: None,
     kill=lambda replica: None,
     quick={"max_tokens": 3, "ignore_eos": True},
-    slow={"max_tokens": 400, "ignore_eos": True},
+    slow={"max_tokens": 200, "ignore_eos": True},
     refused=ids_request("bad", LONG_IDS, sampling_params={"max_tokens": 3}),
 )
 
@@ -279,7 +279,7 @@ def test_an_id_in_flight_is_refused_and_is_free_afterwards(one: tuple[Replica, K
 def test_an_abort_cuts_those_it_names_and_no_other(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
     with paused(replica):
-        cut, spared = replica.submit(requests(2, kind.slow))
+        cut, spared = replica.submit(requests(2, kind.quick))  # neither goes on during a pause
         replica.abort(["r0", "unknown"])
         assert cut.result(SECONDS).aborted
         assert cut.result().outputs[0].finish_reason == "abort"

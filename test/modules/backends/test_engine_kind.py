@@ -10,7 +10,7 @@ from torchrl_moe.modules.backends.engine_kind import find_kind
 
 def test_a_kind_is_found_by_its_modules_name() -> None:
     assert find_kind("support.toy_kind") is toy_kind
-    assert find_kind(toy_kind.__name__).PROGRAM == "support.toy_engine"
+    assert find_kind(toy_kind.__name__).PROGRAM == "support.toy_program"
 
 
 def test_a_kind_that_is_not_there_is_an_import_error() -> None:

@@ -520,7 +520,7 @@ def test_a_refused_request_is_named_and_the_rest_is_let_go(
     engine: AsyncVLLM, bad: list[int], kwargs: Any, words: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"(?s){words}"):
-        generate(engine, [IDS, bad, IDS], 400, **kwargs)
+        generate(engine, [IDS, bad, IDS], 40, **kwargs)
     assert engine.get_num_unfinished_requests() == [0]
     until_idle(engine)
     assert len(generate(engine, IDS).outputs[0].token_ids) == 4
@@ -701,7 +701,7 @@ def test_many_tasks_at_once(engine: AsyncVLLM) -> None:
 def test_pause_keep_freezes_requests_and_resume_finishes_them(engine: AsyncVLLM, clear_cache: bool) -> None:
     def attempt() -> bool:
         with ThreadPoolExecutor(1) as pool:
-            call = pool.submit(generate, engine, [IDS] * 8, 400)
+            call = pool.submit(generate, engine, [IDS] * 8, 200)
             time.sleep(0.2)
             engine.pause("keep", clear_cache=clear_cache)
             first = counts(engine)
@@ -710,8 +710,8 @@ def test_pause_keep_freezes_requests_and_resume_finishes_them(engine: AsyncVLLM,
             engine.resume()
             completions = call.result(60.0)
         for (output,) in (completion.outputs for completion in completions):
-            assert (len(output.token_ids), output.finish_reason) == (400, "length")
-            assert output.routed_experts.shape == (9 + 400 - 1, 4, 4)
+            assert (len(output.token_ids), output.finish_reason) == (200, "length")
+            assert output.routed_experts.shape == (9 + 200 - 1, 4, 4)
         return frozen
 
     until_caught(attempt)
@@ -777,7 +777,7 @@ def test_stats_are_the_engines_own(engine: AsyncVLLM) -> None:
     def attempt() -> bool:
         (before,) = engine.stats()
         with ThreadPoolExecutor(1) as pool:
-            call = pool.submit(generate, engine, [IDS] * 4, 300)
+            call = pool.submit(generate, engine, [IDS] * 4, 150)
             time.sleep(0.2)
             engine.pause()
             during, usage = engine.to_pandas().iloc[0], engine.get_cache_usage(0)
@@ -788,7 +788,7 @@ def test_stats_are_the_engines_own(engine: AsyncVLLM) -> None:
         assert {name: after[name] - before[name] for name in ("requests", "prompt_tokens", "generated_tokens")} == {
             "requests": 4,
             "prompt_tokens": 36,
-            "generated_tokens": 1200,
+            "generated_tokens": 600,
         }
         assert after["generation_seconds"] > before["generation_seconds"]
         assert (after["state"], after["version"], after["inflight"]) == ("SERVING", 0, 0)
@@ -805,7 +805,7 @@ def test_stats_are_pushed_while_requests_run_and_say_when_they_are_over(engine: 
     prompt = list(range(40, 240))
     seen = []
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(lambda: [generate(engine, prompt, 300) for _ in range(2)])
+        call = pool.submit(lambda: [generate(engine, prompt, 150) for _ in range(2)])
         while not call.done():
             seen.append(entry.replica.last_stats)
             time.sleep(0.05)
@@ -822,7 +822,7 @@ def test_stats_are_pushed_while_requests_run_and_say_when_they_are_over(engine: 
     assert (last.running, last.cache_usage) == (0, 0.0)
     assert last.cache_queries - before["cache_queries"] == 400
     assert last.cache_hits - before["cache_hits"] == second
-    assert last.steps - before["steps"] >= 600
+    assert last.steps - before["steps"] >= 300
     assert abs(last.step_at - time.time()) < 60
     assert last.preemptions == before["preemptions"]
 
@@ -1049,6 +1049,15 @@ def test_a_start_that_runs_out_of_time_names_the_variable(
     assert not isinstance(caught.value, ReplicaDiedError)
 
 
+def has_loaded(process: str, library: str, driver: int) -> bool:
+    """Whether one of :func:`processes_in`, but for the driver, has a library in its memory; "" is in that of each."""
+    pid = int(process.split()[0])
+    try:
+        return pid != driver and any(library in area.path for area in psutil.Process(pid).memory_maps())
+    except psutil.Error:
+        return False
+
+
 INTERRUPTED = """
     import signal, sys
     from torchrl_moe.modules import AsyncVLLM
@@ -1064,10 +1073,8 @@ INTERRUPTED = """
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("after_seconds", [0.3, 8.0], ids=["at once", "while vLLM loads"])
-def test_ctrl_c_while_an_engine_starts_leaves_no_process(
-    no_engine: EngineShelf, marked: Path, after_seconds: float
-) -> None:
+@pytest.mark.parametrize("loaded", ["", "libtorch_cpu"], ids=["at once", "while vLLM loads"])
+def test_ctrl_c_while_an_engine_starts_leaves_no_process(no_engine: EngineShelf, marked: Path, loaded: str) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(INTERRUPTED), str(no_engine.folder("qwen3_moe"))],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -1077,8 +1084,7 @@ def test_ctrl_c_while_an_engine_starts_leaves_no_process(
     ) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == "starting\n"
-        until(lambda: len(processes_in(marked)) > 1)
-        time.sleep(after_seconds)
+        until(lambda: [one for one in processes_in(marked) if has_loaded(one, loaded, driver.pid)])
         os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: the driver's group, not the engine's
         assert driver.communicate(timeout=60.0)[0] == "interrupted DEAD\n"
     assert driver.returncode == 0

@@ -628,14 +628,17 @@ def test_a_service_that_is_forgotten_is_collected() -> None:
 
 AT_EXIT = """
 import time, weakref
+from torchrl_moe.modules.serving import supervisor
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.testing import FakeAsyncVLLM
+
+supervisor.TICK_SECONDS = 0.02
 
 class Child: pass
 
 def end():  # as the replicas of processes do
     engine.replicas[0].die()
-    time.sleep(1.0)
+    time.sleep(0.4)
     print(engine.replica_table[0].restarts, engine.replica_table[0].state.name, flush=True)
 
 child = Child()

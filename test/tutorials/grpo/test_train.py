@@ -58,6 +58,11 @@ def first_run(shelf: EngineShelf, tmp_path_factory: pytest.TempPathFactory) -> I
         run.shutdown()
 
 
+def trained_model(first_run: Any) -> str:
+    """The setting of a run that needs a model with something learned, and no warm-up of its own."""
+    return f"model.path={first_run.folder.path / 'model'}"
+
+
 def rows_of(run: Any) -> list[dict[str, str]]:
     with (run.folder.path / "metrics.csv").open(newline="") as stream:
         return list(csv.DictReader(stream))
@@ -111,7 +116,8 @@ def test_a_fault_on_purpose_is_noticed(first_run: Any, tmp_path: Path, control: 
     from settings import load_settings
     from train import Run
 
-    settings = load_settings(short(tmp_path, f"control={control}", f"train.steps={steps}"))
+    starts_from = [trained_model(first_run)] if noticed == "agreement" else []  # a trained one has little to learn
+    settings = load_settings(short(tmp_path, *starts_from, f"control={control}", f"train.steps={steps}"))
     run = Run(settings, engine=first_run.engine)
     try:
         run.train()
@@ -128,7 +134,8 @@ def test_the_engine_may_be_renewed_every_few_steps(first_run: Any, tmp_path: Pat
     from settings import load_settings
     from train import Run
 
-    run = Run(load_settings(short(tmp_path, "train.sync_every=2", "train.steps=4")), engine=first_run.engine)
+    settings = load_settings(short(tmp_path, trained_model(first_run), "train.sync_every=2", "train.steps=4"))
+    run = Run(settings, engine=first_run.engine)
     try:
         run.train()
     finally:
@@ -155,17 +162,18 @@ def test_a_killed_run_goes_on_from_its_checkpoint(first_run: Any, tmp_path: Path
 
     # an older run's checkpoint lies about: it is not this one's
     (tmp_path / "checkpoint.pt").write_bytes(b"stale")
-    command = [sys.executable, str(GRPO / "train.py"), *short(tmp_path, "train.steps=500", "seed=3")]
+    few = ("rollout.answers=16", "train.checkpoint_every=2", trained_model(first_run))
+    command = [sys.executable, str(GRPO / "train.py"), *short(tmp_path, *few, "train.steps=500", "seed=3")]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
-        wait_for_rows(tmp_path / "metrics.csv", 6, killed)  # the last checkpoint is that of step 4, or of 8
+        wait_for_rows(tmp_path / "metrics.csv", 3, killed)  # the last checkpoint is that of step 2, or a later one
         killed.kill()
     kept = torch.load(tmp_path / "checkpoint.pt", weights_only=False)
-    assert kept["step"] >= 4
+    assert kept["step"] >= 2
 
-    steps = kept["step"] + 4
+    steps = kept["step"] + 2
     again = Run(load_settings([f"out={tmp_path}", "resume=true", f"train.steps={steps}"]), engine=first_run.engine)
     try:
-        assert again.settings.seed == 3 and again.settings.rollout.answers == 64
+        assert again.settings.seed == 3 and again.settings.rollout.answers == 16
         assert (again.first_step, again.sender.version) == (kept["step"], kept["version"])
         assert all(torch.equal(value, kept["model"][name]) for name, value in again.model.state_dict().items())
         again.train()

@@ -21,9 +21,9 @@ from ray.exceptions import RayError
 from support.actors import groups_in_use, pids, ray_service, toy_actors
 from support.fake_cluster import FakeActor, FakeCluster
 from support.processes import PYTHONPATH, group, ids_request, is_gone
-from support.waiting import PATIENCE, until
+from support.waiting import HOUR, PATIENCE, until
 from torchrl_moe._errors import EngineError, ReplicaDiedError
-from torchrl_moe.modules.backends.ray import actor_link
+from torchrl_moe.modules.backends.ray import actor_link, cluster
 from torchrl_moe.modules.backends.ray.actor_link import ActorLink
 from torchrl_moe.modules.backends.ray.cluster import end_service, find_service, running_services
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
@@ -47,6 +47,7 @@ NAME = "policy-replica-0"
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    monkeypatch.setattr(actor_link, "WAIT_SECONDS", 0.001)
     return FakeCluster(monkeypatch)
 
 
@@ -83,7 +84,7 @@ def test_who_ends_a_service_ends_the_actor_that_another_driver_has_put_there_sin
 def test_who_ends_a_service_leaves_alone_another_one_that_has_its_name_since(
     fake: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor_link, "GONE_SECONDS", 0.0)
+    monkeypatch.setattr(actor_link, "GONE_SECONDS", HOUR)  # it waits for its own actor's end, which has come
     fake.actors[NAME] = old = FakeActor(SERVICE, "old")
     link = ended_link(places=False)
     fake.actors[NAME] = other = FakeActor(ray_service(name="policy", detached=True, cpus=2.0), "other")
@@ -186,49 +187,55 @@ def test_two_replicas_that_each_fill_a_node_lie_on_two_and_are_known_by_name(in_
 
 
 KILLED_WHILE_PLACING = """
-import os, sys, time
+import os, sys, threading
 import ray
 from support.actors import ray_service, toy_actors
 from torchrl_moe.modules.backends.ray.actor_link import ActorLink
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
-address, index = sys.argv[1:]
+address, *names = sys.argv[1:]
 ray.init(address=address, log_to_driver=False, logging_level="error")
-ActorLink._create = lambda link, group: os.kill(os.getpid(), 9)
+have_groups = threading.Barrier(len(names), action=lambda: os.kill(os.getpid(), 9))
+ActorLink._create = lambda link, group: have_groups.wait()
 with toy_actors():
-    RayReplica(int(index), ray_service(name="torn/a", detached=True)).start()
-    time.sleep(600)
+    replicas = [RayReplica(0, ray_service(name=name, detached=True)) for name in names]
+    for replica in replicas:
+        replica.start()
+    threading.Event().wait(600)
 """
 
 
-def die_while_placing(address: str, index: int) -> None:
-    """A driver that is killed between a group and its actor."""
+def die_while_placing(address: str, *names: str) -> None:
+    """A driver that is killed between the group and the actor of the first replica of each service."""
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    command = [sys.executable, "-c", KILLED_WHILE_PLACING, address, str(index)]
+    command = [sys.executable, "-c", KILLED_WHILE_PLACING, address, *names]
     assert subprocess.run(command, env=environment, timeout=120).returncode == -signal.SIGKILL
+
+
+def placed() -> list[Any]:
+    return [parse_group_name(name) for name in groups_in_use()]
 
 
 @pytest.mark.ray
 def test_a_group_of_a_driver_that_was_killed_is_found_by_its_name_and_removed_whoever_comes(
-    in_cluster: Any, ray_cluster: Any
+    in_cluster: Any, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    die_while_placing(ray_cluster.address, 0)
-    assert [parse_group_name(name) for name in groups_in_use()] == [(NAMESPACE, "torn/a", 0)]
+    monkeypatch.setattr(cluster, "MAKING_SECONDS", 0.2)  # nobody is about to make an actor
+    service = ray_service(name="torn/c", detached=True)
+    lives = in_cluster(service, 1)
+    die_while_placing(ray_cluster.address, "torn/a", "torn/b", "torn/c")
+    torn = [(NAMESPACE, f"torn/{name}", 0) for name in "abc"]
+    assert placed() == [*torn, (NAMESPACE, "torn/c", 1)]
     with pytest.raises(EngineError, match="no service 'torn/a' is running"):
         find_service("torn/a", None)
-    until(lambda: groups_in_use() == [])
-    die_while_placing(ray_cluster.address, 0)
-    end_service("torn/a", None)
-    until(lambda: groups_in_use() == [])
-    with pytest.raises(EngineError, match="no service 'torn/a' is running"):
-        end_service("torn/a", None)
-    service = ray_service(name="torn/a", detached=True)
-    lives = in_cluster(service, 1)
-    die_while_placing(ray_cluster.address, 0)
-    assert len(groups_in_use()) == 2
-    assert find_service("torn/a", None) == service
-    until(lambda: [parse_group_name(name) for name in groups_in_use()] == [(NAMESPACE, "torn/a", 1)])
+    until(lambda: placed() == [*torn[1:], (NAMESPACE, "torn/c", 1)])
+    end_service("torn/b", None)
+    until(lambda: placed() == [torn[2], (NAMESPACE, "torn/c", 1)])
+    with pytest.raises(EngineError, match="no service 'torn/b' is running"):
+        end_service("torn/b", None)
+    assert find_service("torn/c", None) == service
+    until(lambda: placed() == [(NAMESPACE, "torn/c", 1)])
     assert answer(lives) == [2, 3]
-    end_service("torn/a", None)
+    end_service("torn/c", None)
     assert running_services(NAMESPACE) == {}
     until(lambda: groups_in_use() == [] and not lives.is_alive())
 
@@ -343,6 +350,7 @@ def test_an_actor_that_outlives_its_drivers_is_restarted_by_ray_and_found_again(
     for victim in (1, 0):  # the engine's process, then the actor's
         os.kill(before[victim], signal.SIGKILL)
         until(lambda replica=last: not replica.is_alive())
+        until(lambda actor=before[0]: is_gone(actor))  # until then it tells who comes that it was ready, and died
         last = in_cluster(service)  # waits for it
         assert answer(last) == [2, 3]
         assert set(pids(last)).isdisjoint(before)

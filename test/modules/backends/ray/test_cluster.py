@@ -188,6 +188,33 @@ def test_groups_in_which_no_actor_lies_are_removed_and_no_others(
     assert cluster.remove_leftovers("b", "ours") == 0
 
 
+def test_who_ends_a_service_asks_those_that_run_and_kills_those_that_wait_for_a_place_at_once(
+    actors: dict[str, Any], groups: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups += [
+        group("ours/b/0/aaaaaaaa", 1, state="PENDING"),
+        group("ours/b/1/aaaaaaaa", 2, state="PENDING"),
+        group("ours/b/1/bbbbbbbb", 3),
+    ]
+    asked, killed = [], []
+
+    def get_actor(name: str, namespace: str) -> Any:
+        return SimpleNamespace(name=name, shut_down=SimpleNamespace(remote=lambda: name))
+
+    def wait(references: list[str], num_returns: int, timeout: float) -> None:
+        assert num_returns == len(references)
+        asked.extend(references)
+
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "kill", lambda actor: killed.append(actor.name))
+    monkeypatch.setattr(cluster, "GONE_SECONDS", 0.0)
+    cluster.end_service("b", "ours")
+    assert asked == ["b-replica-1"]
+    assert killed == ["b-replica-0", "b-replica-1"]
+    assert removed(groups) == [1, 2, 3]
+
+
 def test_of_two_groups_of_an_actor_that_does_not_answer_none_is_removed(
     actors: dict[str, Any], groups: list[dict[str, str]]
 ) -> None:

@@ -25,12 +25,14 @@ class HostLink:
     def __init__(self, host: ToyHost) -> None:
         self.driver = uuid.uuid4().hex[:8]
         self.words = ""
+        self.was_left = False
         self.connection = dial(host.address())
         self.outbox = wire.Outbox(self.connection)
         self.outbox.put(wire.encode((self.driver, {})))
         self.host = host
 
     def end(self) -> None:
+        self.words = self.words or ("left" if self.was_left else "")
         self.outbox.close()
 
     end_and_forget = end
@@ -139,6 +141,17 @@ def test_a_killed_engine_was_not_ended_by_anybody(two: tuple[RayReplica, RayRepl
     for replica in two:
         until(lambda replica=replica: not replica.is_alive())
         assert not replica.was_ended
+
+
+def test_of_an_actor_that_ends_since_its_driver_left_ray_that_is_said_and_not_how_its_engine_died(
+    two: tuple[RayReplica, RayReplica], host: ToyHost
+) -> None:
+    left, stays = two
+    left._child.was_left = True
+    host._child.process.kill()  # as Ray does, after the driver has left and before the actor's socket ends
+    until(lambda: left.death and stays.death)
+    assert left.death == "replica 6 was lost: left"
+    assert stays.death.startswith("replica 6 died: its engine process ended with exit code -9")
 
 
 def test_what_has_no_plain_form_is_refused_before_it_is_sent(two: tuple[RayReplica, RayReplica]) -> None:

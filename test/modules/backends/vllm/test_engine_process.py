@@ -601,7 +601,7 @@ def test_an_abort_on_the_heels_of_its_request_ends_it(engine: Any) -> None:
 @pytest.mark.parametrize("clear_cache", [False, True])
 def test_a_pause_freezes_requests_and_a_resume_lets_them_go_on(engine: Any, clear_cache: bool) -> None:
     replica = replica_of(engine)
-    greedy = {**LONG, "max_tokens": 160, "temperature": 0.0}
+    greedy = {**LONG, "max_tokens": 80, "temperature": 0.0}
     (whole,) = generate(engine, by_ids("whole", *prompt(6, 12), **greedy))
 
     def act(future: Future[Completion]) -> Completion | None:
@@ -732,7 +732,7 @@ def test_a_real_engine_says_what_it_is(engine: Any, shelf: Any) -> None:
 @pytest.mark.engine("qwen3_moe")
 def test_a_snapshot_of_a_real_engine_can_be_resumed(engine: Any) -> None:
     replica = replica_of(engine)
-    params = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
+    params = {"max_tokens": 150, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
     (running,) = replica.submit([ids_request("shot", (65, 66, 67), sampling_params=params)])
 
     def snapshot() -> Any:

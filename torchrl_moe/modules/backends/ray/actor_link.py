@@ -258,7 +258,7 @@ class ActorLink:
             ray.kill(mine)
         self._free_group()
         deadline = time.monotonic() + GONE_SECONDS
-        while mine is not None and self._find() is not None and time.monotonic() < deadline:
+        while mine is not None and self._find() == mine and time.monotonic() < deadline:  # another may have its name
             time.sleep(WAIT_SECONDS / 10)
 
     def _free_group(self) -> None:
@@ -268,6 +268,11 @@ class ActorLink:
                 remove_placement_group(group)
 
     # -- questions --------------------------------------------------------------------------------------------------
+
+    @property
+    def was_left(self) -> bool:
+        """Whether this process has left Ray, which then ends the actor and all that is in it."""
+        return not self._service.detached and not ray.is_initialized()
 
     def log_tail(self) -> str:
         """Return the last errors of the engine process, or what it is waiting for."""

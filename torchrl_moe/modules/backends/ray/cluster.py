@@ -29,6 +29,7 @@ ASK_SECONDS = 20.0
 MAKING_SECONDS = 2.0  # between a group and its actor, of a driver that lives: milliseconds
 END_SECONDS = 15.0  # more than the engine processes get to end
 GONE_SECONDS = 10.0
+PLACED = "CREATED"  # Ray's word for a placement group that has its node
 
 
 def join_cluster(start: bool = True) -> bool:
@@ -149,12 +150,12 @@ def remove_leftovers(name: str, namespace: str) -> int:
     return len(leftovers)
 
 
-def _groups_of(name: str, namespace: str) -> dict[int, set[str]]:
-    """Return the placement groups of a service: the replica -> their ids."""
-    found: dict[int, set[str]] = {}
+def _groups_of(name: str, namespace: str) -> dict[int, dict[str, str]]:
+    """Return the placement groups of a service: the replica -> their ids -> their states."""
+    found: dict[int, dict[str, str]] = {}
     for row in placement_group_table().values():
         if row["state"] != "REMOVED" and (parsed := parse_group_name(row["name"])) and parsed[:2] == (namespace, name):
-            found.setdefault(parsed[2], set()).add(row["placement_group_id"])
+            found.setdefault(parsed[2], {})[row["placement_group_id"]] = row["state"]
     return found
 
 
@@ -164,10 +165,10 @@ def _groups_without_actor(name: str, namespace: str) -> set[str]:
     without: set[str] = set()
     for index, ids in groups.items():
         if index not in running:
-            without |= ids
+            without |= ids.keys()
         elif len(ids) > 1:
             with contextlib.suppress(RayError, ValueError):  # nobody can tell now which is its own
-                without |= ids - {_ask(name, namespace, index).group.id.hex()}
+                without |= ids.keys() - {_ask(name, namespace, index).group.id.hex()}
     return without
 
 
@@ -192,19 +193,20 @@ def end_service(name: str, namespace: str | None) -> None:
     namespace = namespace or NAMESPACE
     join_cluster(start=False)
     indices = running_services(namespace).get(name, [])
-    groups = set().union(*_groups_of(name, namespace).values())
+    groups = _groups_of(name, namespace)
     if not indices and not groups:
         raise EngineError(f"no service {name!r} is running. {_describe(namespace)}")
-    actors = []
+    actors = {}
     for index in indices:
         with contextlib.suppress(ValueError):
-            actors.append(ray.get_actor(f"{name}-replica-{index}", namespace))
-    ending = [actor.shut_down.remote() for actor in actors]
+            actors[index] = ray.get_actor(f"{name}-replica-{index}", namespace)
+    waiting = {index for index, states in groups.items() if PLACED not in states.values()}  # they would not answer
+    ending = [actor.shut_down.remote() for index, actor in actors.items() if index not in waiting]
     if ending:
         ray.wait(ending, num_returns=len(ending), timeout=END_SECONDS)
-    for actor in actors:
+    for actor in actors.values():
         ray.kill(actor)
-    _remove_groups(groups | set().union(*_groups_of(name, namespace).values()))
+    _remove_groups(set().union(*groups.values(), *_groups_of(name, namespace).values()))
     deadline = time.monotonic() + GONE_SECONDS
     while name in running_services(namespace) and time.monotonic() < deadline:
         time.sleep(MAKING_SECONDS / 10)

@@ -79,6 +79,8 @@ class RayReplica(EngineReplica[ActorLink]):
         return wrap((kind, *rest), opened)
 
     def _handle(self, kind: str, *rest: Any) -> None:
+        if kind in ("tail", "died") and self._started().was_left:
+            return  # the connection ends too, and then the link says why; what was heard last is Ray's doing
         if kind == "tail":
             self._started().words = rest[0]
         elif kind == "ended":

@@ -1,0 +1,42 @@
+"""The program of the toy engine's processes. It computes nothing, so torch, most of a start's time, stays out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any
+
+
+class Absent(ModuleType):
+    """In the place of a module that is imported and not used: each of its names is an empty class."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(self, name, made := type(name, (), {}))
+        return made
+
+
+def _use_toys() -> Any:
+    sys.modules.setdefault("torch", Absent("torch"))
+    from support import toy_engine
+
+    toy_engine.use_toys()
+    return toy_engine.engine_process
+
+
+def preload() -> str:
+    """There is nothing slow to import, and no reason not to fork."""
+    _use_toys()
+    return ""
+
+
+def run(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:
+    """Our real engine process over the toy engine, forked."""
+    _use_toys().run(connection, driver_is_gone)
+
+
+if __name__ == "__main__":
+    _use_toys().main()
