@@ -126,3 +126,42 @@ def test_a_block_that_follows_nothing_is_anybodys(rows: Any, start: int, monkeyp
 
 def test_a_salt_stays_beside_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert keys_of(ROWS, 0, 4, monkeypatch, "salt") == ("salt", *keys_of(ROWS, 0, 4, monkeypatch))
+
+
+# -- the routers of a model -------------------------------------------------------------------------------------------
+
+
+def model_of(monolithic: bool = False, **attributes: Any) -> Any:
+    """A model with an expert layer that is decoder layer 2."""
+    from torch import nn
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    class Runner(MoERunner):
+        _quant_method: Any = SimpleNamespace(is_monolithic=monolithic)
+        layer_id = 2
+
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.router = CPURouter(top_k=2, global_num_experts=4)
+            vars(self).update(attributes)
+
+    return nn.ModuleDict({"experts": Runner()})
+
+
+def test_routers_are_found_by_their_layers() -> None:
+    model = model_of()
+    assert _compat_routing.routers_of(model) == {2: model["experts"].router}
+
+
+@pytest.mark.parametrize(
+    ("attributes", "words"),
+    [
+        ({"monolithic": True}, "experts: SimpleNamespace routes inside its kernel"),
+        ({"_moe_state": object()}, "experts: Runner takes experts that transformers' code has chosen"),
+        ({"router": "none"}, "experts: str is no router that vLLM records"),
+    ],
+)
+def test_a_layer_whose_experts_are_chosen_elsewhere_is_named(attributes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        _compat_routing.routers_of(model_of(**attributes))

@@ -129,6 +129,8 @@ def routers_of(model: Any) -> dict[int, Any]:
         if isinstance(module, MoERunner):
             if module._quant_method.is_monolithic:
                 raise ValueError(f"{name}: {type(module._quant_method).__name__} routes inside its kernel")
+            if hasattr(module, "_moe_state"):  # vLLM's backend for models that it has from transformers
+                raise ValueError(f"{name}: {type(module).__name__} takes experts that transformers' code has chosen")
             if not isinstance(module.router, BaseRouter):
                 raise ValueError(f"{name}: {type(module.router).__name__} is no router that vLLM records")
             found[int(module.layer_id)] = module.router

@@ -161,9 +161,21 @@ def fewest(replica: Any, asked: Sequence[Request]) -> int:
     return min((len(running[one.request_id].outputs[0].token_ids) for one in asked), default=0)
 
 
-@pytest.mark.engine("qwen3_moe", kv_cache_memory_bytes=10 << 18)
+TIGHT: dict[str, Any] = {"kv_cache_memory_bytes": 10 << 18}
+WAITING: dict[str, Any] = {**TIGHT, "async_scheduling": False}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(TIGHT, marks=pytest.mark.engine("qwen3_moe", **TIGHT), id="begins a step during another"),
+        pytest.param(
+            WAITING, marks=[pytest.mark.engine("qwen3_moe", **WAITING), pytest.mark.soak], id="waits for each step"
+        ),
+    ],
+)
 def test_a_request_that_is_preempted_is_read_again_by_the_experts_that_it_had(
-    versions: Versions, engine: AsyncVLLM
+    spec: Any, versions: Versions, engine: AsyncVLLM
 ) -> None:
     """The cache holds nine blocks, and each answer takes four in the end; its first part is of older weights."""
     (replica,) = versions.replicas

@@ -12,6 +12,7 @@ import torch
 
 from support.engines import ADAPTED
 from support.llm import FakeLLM
+from support.reference import TOLERANCE
 from torchrl_moe._compat import vllm_client_errors
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion
@@ -152,6 +153,46 @@ def test_a_request_with_an_adapter_gets_the_adapted_model_and_one_without_does_n
     with model.disable_adapter():
         check_against(model, plain)
     assert by_mapping.outputs[0].token_ids.tolist() != plain.outputs[0].token_ids.tolist()
+
+
+@pytest.mark.engine("qwen3_moe", **ADAPTED)
+@pytest.mark.usefixtures("one_thread")
+def test_the_adapted_model_follows_recorded_experts_and_so_does_the_one_without(
+    engine: AsyncVLLM, tuned: tuple[Any, Path]
+) -> None:
+    model, folder = tuned
+    fields = {"lora_name": "tiny", "lora_int_id": 1, "lora_path": str(folder)}
+    rng = np.random.default_rng(3)
+    rows = np.full((len(IDS), 4, 4), -1, np.int8)
+    rows[:, 1:] = rng.permuted(np.tile(np.arange(16), (len(IDS), 3, 1)), axis=-1)[..., :4]
+    rows[2] = -1
+
+    def ask(adapter: Any) -> Completion:
+        done = engine.generate([IDS], GREEDY, routed_experts=[rows], use_tqdm=False, lora_request=adapter)
+        return done[0]  # type: ignore[no-any-return]
+
+    adapted, plain = ask(fields), ask(None)  # one after the other: of one sequence at a time, with a shared cache
+    check_following(model, adapted, rows)
+    with model.disable_adapter():
+        check_following(model, plain, rows)
+    assert adapted.outputs[0].token_ids.tolist() != plain.outputs[0].token_ids.tolist()
+
+
+def check_following(model: Any, completion: Completion, rows: Any) -> None:
+    """Log-probs are those of the model that follows the rows, and routes by itself where there are none."""
+    (output,) = completion.outputs
+    assert output.routed_experts is not None
+    known = rows[:, 1, 0] >= 0
+    assert np.array_equal(output.routed_experts[: len(IDS)][known][:, 1:], rows[known][:, 1:])
+    full = torch.tensor([[*IDS, *output.token_ids.tolist()]])
+    routes = torch.full((1, full.shape[1], 4, 4), -1)
+    routes[0, : len(IDS)] = torch.from_numpy(rows)
+    replay = RouterReplay(model)
+    with torch.no_grad(), replay.replay(routes):
+        log_probs = model(full).logits.log_softmax(-1)[0, len(IDS) - 1 : -1]
+    replay.remove()
+    expected = log_probs.gather(-1, full[0, len(IDS) :, None])[:, 0].numpy()
+    np.testing.assert_allclose(output.logprobs, expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.engine("qwen3_moe", **ADAPTED)

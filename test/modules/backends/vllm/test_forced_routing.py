@@ -182,6 +182,19 @@ def half_topk(hidden_states: Tensor, gating_output: Tensor, topk: int, renormali
     return gating_output.gather(1, ids), ids.int()
 
 
+def weights_by_rank(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
+    """Follows, and weighs whatever it follows as its own choice."""
+    ids = torch.topk(gating_output, topk, dim=-1).indices
+    return gating_output.sort(-1, descending=True).values[:, :topk].softmax(-1), ids.int()
+
+
+def nothing_outside(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
+    """Follows, and weighs with nothing what it would not have chosen."""
+    ids = torch.topk(gating_output, topk, dim=-1).indices
+    least = gating_output.sort(-1, descending=True).values[:, topk - 1 : topk]
+    return (gating_output.softmax(-1) * (gating_output >= least)).gather(1, ids), ids.int()
+
+
 def confused(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
     raise IndexError("out of my depth")
 
@@ -191,6 +204,8 @@ def confused(hidden_states: Tensor, gating_output: Tensor, topk: int, renormaliz
     [
         (argmax_one_by_one, "does not follow other experts"),
         (half_topk, "does not follow other experts"),
+        (weights_by_rank, "does not weigh the experts that it follows"),
+        (nothing_outside, "does not weigh the experts that it follows"),
         (confused, "cannot follow: IndexError: out of my depth"),
     ],
 )

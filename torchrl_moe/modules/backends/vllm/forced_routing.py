@@ -147,10 +147,14 @@ def prove(layer: int, router: Any, hidden_size: int, dtype: torch.dtype) -> Rout
         weights, ids = live()
         same_weights, same = following(ids)
         other_weights, others = following(other[:, : site.top_k])
+        turned_weights, _ = following(other[:, : site.top_k].flip(1))
     except Exception as error:  # whatever a router's own code does with experts that it did not choose
         raise ValueError(f"layer {layer}: {site.name} cannot follow: {type(error).__name__}: {error}") from error
     if not torch.equal(same, ids) or not torch.equal(same_weights, weights):
         raise ValueError(f"layer {layer}: {site.name} does not give its own choice back")
-    if not torch.equal(others.long(), other[:, : site.top_k]) or not bool(other_weights.isfinite().all()):
+    if not torch.equal(others.long(), other[:, : site.top_k]):
         raise ValueError(f"layer {layer}: {site.name} does not follow other experts than its own")
+    belongs = torch.allclose(turned_weights.flip(1), other_weights, rtol=1e-2)  # whatever the dtype, and adding up
+    if not belongs or not bool((other_weights.isfinite() & (other_weights != 0)).all()):
+        raise ValueError(f"layer {layer}: {site.name} does not weigh the experts that it follows")
     return replace(site, layer=layer)
