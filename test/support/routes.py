@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +32,15 @@ def random_routes(replay: RouterReplay, *shape: int, seed: int = 0) -> Tensor:
         noise = torch.rand(*shape, site.num_experts, generator=generator)
         routes[:, :, site.layer, : site.top_k] = noise.argsort(-1)[..., : site.top_k]
     return routes
+
+
+def rows_of(*experts: int) -> Any:
+    """Rows int8 ``[T, 4, 2]``: an expert and the next one on all layers but the first, or -1 for no route."""
+    rows = np.full((len(experts), 4, 2), U, np.int8)
+    for row, expert in zip(rows, experts, strict=True):
+        if expert >= 0:
+            row[1:] = expert, expert + 1
+    return rows
 
 
 def recorded(model: nn.Module, replay: RouterReplay, ids: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from support.completions import cut
+from support.routes import rows_of
 from torchrl_moe._errors import RouteShapeError, RouteValueError
 from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.testing.fake_engine import LAYOUT
@@ -82,15 +83,6 @@ def test_the_shortest_answer_has_most_tokens_to_come() -> None:
 def follow(rows: Any, model: FakeModel = OLD, **fields: Any) -> Request:
     asked = replace(ask(), prompt=None, prompt_token_ids=PROMPT.astype(np.int32), routed_experts=rows, **fields)
     return model.checked(asked)
-
-
-def rows_of(*experts: int) -> Any:
-    """An expert and the next one on the three layers with a router; -1 for no route."""
-    rows = np.full((len(experts), LAYOUT.num_layers, LAYOUT.top_k), -1, np.int64)
-    for row, expert in zip(rows, experts, strict=True):
-        if expert >= 0:
-            row[1:] = expert, expert + 1
-    return rows
 
 
 def test_rows_that_are_followed_come_back_and_all_else_is_as_it_was() -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from support.completions import assert_same_answers, cut
+from support.routes import rows_of
 from support.services import HOUR, QUICK, ask, slow_if, submitted, until_running
 from support.strategies import Says
 from support.waiting import in_thread, until
@@ -241,15 +242,6 @@ def test_the_number_of_a_group_and_its_text_are_one_group(serve: Any) -> None:
 IDS = [104, 105, 106]
 
 
-def rows_of(*experts: int) -> Any:
-    """Rows for the fake engine's four layers, the first of them dense: an expert and the next one; -1 for no route."""
-    rows = np.full((len(experts), 4, 2), -1, np.int8)
-    for row, expert in zip(rows, experts, strict=True):
-        if expert >= 0:
-            row[1:] = expert, expert + 1
-    return rows
-
-
 def test_routes_reach_the_replica_and_come_back(serve: Any) -> None:
     engine = serve()
     plain = ask(engine, IDS)
@@ -347,8 +339,15 @@ def test_an_answer_that_goes_on_says_how_it_read_its_first_part(
     assert [completion.outputs[0].resume for completion in done] == [how, "none"]
     awaited = asyncio.run(engine.agenerate(None, {"max_tokens": 4, "logprobs": 0}, resume=cut(full, 0), **asked))
     assert awaited.outputs[0].resume == "none"  # there was nothing to be read again
-    with pytest.raises(ValueError, match="what is resumed follows its own"):
-        ask(engine, None, resume=cut(full, 2), routed_experts=rows_of(1))
+
+
+def test_an_answer_that_begins_again_follows_the_rows_that_are_passed_again(serve: Any) -> None:
+    engine = serve()
+    full = ask(engine, IDS, routed_experts=rows_of(2, 4))
+    begun, again = ask(engine, None, resume=[cut(full, 2), cut(full, 0)], routed_experts=[rows_of(2, 4)] * 2)
+    for completion in (full, begun, again):
+        assert (completion.outputs[0].routed_experts[:2, 1:] == rows_of(2, 4)[:, 1:]).all()
+    assert [completion.outputs[0].resume for completion in (begun, again)] == ["forced", "none"]
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------
@@ -800,6 +799,7 @@ USES: dict[str, Callable[[GenerationService], Any]] = {
     "remove_replica": lambda s: s.remove_replica(0),
     "reset_prefix_cache": lambda s: s.reset_prefix_cache(),
     "resume": lambda s: s.resume(),
+    "score": lambda s: s.score([1, 2]),
     "set_seed": lambda s: s.set_seed(3),
     "routing_layout": lambda s: s.routing_layout,
     "stats": lambda s: s.stats(),

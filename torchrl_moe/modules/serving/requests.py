@@ -120,14 +120,12 @@ def rows_each(values: Any, batch: PromptBatch) -> list[NDArray[Any] | None]:
         batch: the prompts.
 
     Raises:
-        ValueError: another number of them, or what is to be followed by a completion that is resumed.
+        ValueError: another number of them.
         TypeError: something that is no array of numbers, or for several prompts no list.
     """
     count = len(batch.prompts)
     if values is None:
         return [None] * count
-    if any(isinstance(prompt, Completion) for prompt in batch.prompts):
-        raise ValueError("routed_experts: what is resumed follows its own; leave it out, or pass token ids as a prompt")
     if not batch.single and not _is_list(values):
         raise TypeError(f"routed_experts must be a list with an entry per prompt, got {type(values).__name__}")
     given = [values] if batch.single else list(values)

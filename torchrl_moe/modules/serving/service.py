@@ -143,7 +143,8 @@ class GenerationService(ReplicaService):
                 to one weight version.
             return_routed_experts: whether to bring the routes back; evaluation does not need them.
             routed_experts: of a prompt of token ids: the experts ``[rows, L, K]`` that its first tokens follow, -1 in
-                rows that the model routes; for several prompts a list, with ``None`` for those without.
+                rows that the model routes; for several prompts a list, with ``None`` for those without. With ``resume``
+                they are of answers that have no token yet; the others follow what they recorded.
             on_resume: how an answer that goes on, after a weight swap, a preemption or from ``resume``, reads its first
                 part again: ``"forced"``, by the experts that it was sampled with, or ``"live"``, as the model then
                 routes it. Default: forced where the engine can; ``infos[i].why_live`` says why not.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from support.engines import EngineShelf
 from support.reference import TOLERANCE, Reference
+from support.routes import rows_of
 from support.versions import random_ids
 from torchrl_moe._errors import ReplayError, RequestRefusedError
 from torchrl_moe.data import RoutingLayout
@@ -26,17 +27,8 @@ from torchrl_moe.modules.replay.discovery import RouterSite
 
 # -- one worker's steps -----------------------------------------------------------------------------------------------
 
-LAYERS, WIDTH, EXPERTS = 3, 2, 8
-SITES = {layer: RouterSite(layer, "toy", EXPERTS, WIDTH, 2) for layer in (1, 2)}
-
-
-def rows_of(*experts: int) -> NDArray[np.int16]:
-    """Rows that name an expert and the next one, on each layer with a router."""
-    rows = np.full((len(experts), LAYERS, WIDTH), -1, np.int16)
-    for row, expert in zip(rows, experts, strict=True):
-        if expert >= 0:
-            row[1:] = expert, expert + 1
-    return rows
+LAYERS, WIDTH, EXPERTS = 4, 2, 8
+SITES = {layer: RouterSite(layer, "toy", EXPERTS, WIDTH, 2) for layer in (1, 2, 3)}
 
 
 def choices(routing: ForcedRouting, tokens: int, layer: int = 1) -> list[int]:
@@ -56,7 +48,11 @@ def params_of(rows: NDArray[Any]) -> Any:
 
 def test_rows_go_with_their_requests_in_chunks_and_beside_others() -> None:
     routing = ForcedRouting(SITES, LAYERS, WIDTH)
-    routing.take({}, {"a": params_of(rows_of(3, 4, -1, 5)), "b": SimpleNamespace(extra_args=None)}, ())
+    routing.take(
+        {},
+        {"a": params_of(rows_of(3, 4, -1, 5)), "b": SimpleNamespace(extra_args=None)},
+        (),
+    )
     routing.begin([("b", 0, 2), ("a", 0, 3)])
     assert choices(routing, 5) == [0, 0, 3, 4, 0]
     routing.begin([("a", 3, 3), ("b", 2, 1)])
@@ -84,7 +80,7 @@ def test_rows_are_held_once() -> None:
     routing.take({}, {"a": params}, ())
     packed = params.extra_args["torchrl_moe"]["rows"]
     assert len(packed) == routing.rows["a"].nbytes
-    assert np.shares_memory(routing.rows["a"], np.frombuffer(packed, np.int16))
+    assert np.shares_memory(routing.rows["a"], np.frombuffer(packed, np.int8))
 
 
 def test_what_was_recorded_must_be_what_was_to_be_followed() -> None:

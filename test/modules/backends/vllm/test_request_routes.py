@@ -60,6 +60,7 @@ def test_rows_are_brought_to_the_layouts_dtype() -> None:
     [
         (UNABLE, {"routed_experts": ROWS}, ValueError, f"cannot follow recorded experts: {WHY}"),
         (UNABLE, {"on_resume": "forced"}, ValueError, f"on_resume='forced', .* {WHY}"),
+        (ABLE, {"on_resume": "forced", "return_routed_experts": False}, ValueError, "needs return_routed_experts=True"),
         (ABLE, {"routed_experts": ROWS, "prompt_token_ids": None, "prompt": "a"}, ValueError, "token ids in place of"),
         (ABLE, {"routed_experts": np.repeat(ROWS, 2, 0)}, RouteShapeError, "at most a row per prompt token, 3, got 4"),
         (ABLE, {"routed_experts": ROWS[:, :1]}, RouteShapeError, r"\[rows, 2, 2\], got \[2, 1, 2\]"),

@@ -44,6 +44,8 @@ class RequestRoutes:
             raise ValueError(f"this engine cannot score: {self._why_unscored}")
         if request.on_resume == "forced" and self._why_live:
             raise ValueError(f"on_resume='forced', but this engine cannot follow recorded experts: {self._why_live}")
+        if request.on_resume == "forced" and not request.return_routed_experts:
+            raise ValueError("on_resume='forced' needs return_routed_experts=True: else there is nothing to follow")
         rows, ids = request.routed_experts, request.prompt_token_ids
         if rows is None:
             return request
