@@ -73,6 +73,15 @@ def test_what_an_engine_is_says_why_it_routes_live(
     assert words in _compat_routing.why_live(config)
 
 
+def test_a_release_that_keeps_rows_elsewhere_routes_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.fused_moe import routed_experts_capturer
+
+    config = config_of()
+    _compat_routing.take_scheduler(config)
+    monkeypatch.delattr(routed_experts_capturer, "RoutedExpertsManager")
+    assert "keeps recorded rows elsewhere" in _compat_routing.why_live(config)
+
+
 def test_steps_that_are_not_compiled_need_no_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     config = config_of(enforce_eager=False)

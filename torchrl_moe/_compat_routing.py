@@ -71,6 +71,10 @@ def why_live(config: Any) -> str:
     parallel = config.parallel_config
     if not config.model_config.enable_return_routed_experts:
         return "the engine captures no routes"
+    from vllm.model_executor.layers.fused_moe import routed_experts_capturer
+
+    if not hasattr(routed_experts_capturer, "RoutedExpertsManager"):
+        return "this release of vLLM keeps recorded rows elsewhere: 0.30 is the one that can follow"
     if config.use_v2_model_runner:
         return "vLLM's Model Runner V2 prepares its inputs elsewhere: VLLM_USE_V2_MODEL_RUNNER=0 turns it off"
     if config.speculative_config is not None:
