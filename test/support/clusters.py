@@ -9,6 +9,7 @@ import pytest
 
 from support.engines import start_engine
 from support.processes import PYTHONPATH
+from support.waiting import PATIENCE
 from torchrl_moe.modules import AsyncVLLM
 
 FEW_PROCESSES = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
@@ -34,9 +35,15 @@ class ClusterHolder:
         with pytest.MonkeyPatch.context() as patch:  # what its workers import is what this process imports
             patch.setenv("PYTHONPATH", PYTHONPATH)
             patch.setenv("RAY_worker_niceness", "0")  # at Ray's 15 a busy machine starves actors: 10 s became 100
-            self._cluster = Cluster(initialize_head=True, head_node_args={**node, **FEW_PROCESSES})
-            self._cluster.add_node(**node)
-        ray.init(address=self._cluster.address, log_to_driver=False, logging_level="error")
+            cluster = Cluster(initialize_head=True, head_node_args={**node, **FEW_PROCESSES})
+            try:
+                cluster.add_node(wait=False, **node)
+                cluster.wait_for_nodes(PATIENCE)  # by itself it gives a node 30 s, which a busy machine may need
+                ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+            except BaseException:
+                cluster.shutdown()  # the next test tries again
+                raise
+        self._cluster = cluster
 
     @property
     def address(self) -> str:
