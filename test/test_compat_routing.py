@@ -26,7 +26,7 @@ def config_of(**fields: Any) -> SimpleNamespace:
     return SimpleNamespace(
         scheduler_config=part(scheduler_cls=None, async_scheduling=True),
         model_config=part(enable_return_routed_experts=True, enforce_eager=True),
-        parallel_config=part(data_parallel_size=1, enable_dbo=False),
+        parallel_config=part(data_parallel_size=1, use_ubatching=False),
         **vars(part(speculative_config=None, use_v2_model_runner=False)),
     )
 
@@ -61,7 +61,7 @@ def test_other_engines_keep_their_scheduler_and_route_live(fields: dict[str, Any
     [
         ({"enable_return_routed_experts": False}, "captures no routes"),
         ({"data_parallel_size": 2}, "data_parallel_size=2"),
-        ({"enable_dbo": True}, "enable_dbo"),
+        ({"use_ubatching": True}, "enable_dbo"),
         ({"enforce_eager": False}, "enforce_eager=True turns both off"),
     ],
 )

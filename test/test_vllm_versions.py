@@ -34,7 +34,7 @@ MEMBERS = {
         " logprobs_processor routed_experts_chunks sampling_mask_chunks _new_completion_output"
     ),
     "vllm.config.vllm.VllmConfig": "scheduler_config speculative_config use_v2_model_runner",
-    "vllm.config.parallel.ParallelConfig": "data_parallel_size enable_dbo",
+    "vllm.config.parallel.ParallelConfig": "data_parallel_size use_ubatching",
     "vllm.config.scheduler.SchedulerConfig": "scheduler_cls async_scheduling",
     "vllm.v1.core.sched.scheduler.Scheduler": (
         "return_sampling_mask vllm_config kv_cache_manager requests schedule update_from_output _preempt_request"

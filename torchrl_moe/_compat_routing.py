@@ -83,8 +83,8 @@ def why_live(config: Any) -> str:
         return f"the engine has a scheduler of your own, {config.scheduler_config.scheduler_cls}"
     if parallel.data_parallel_size > 1:
         return f"data_parallel_size={parallel.data_parallel_size}: a router sees the tokens of other ranks"
-    if parallel.enable_dbo:
-        return "enable_dbo: a router sees half of a step's tokens"
+    if parallel.use_ubatching:
+        return "steps in micro-batches (enable_dbo): a router sees a part of the tokens"
     if not config.model_config.enforce_eager and os.environ.get("TORCH_COMPILE_DISABLE") != "1":
         return "compiled steps and CUDA graphs run past what a router is told: enforce_eager=True turns both off"
     return ""

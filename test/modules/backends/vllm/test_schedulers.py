@@ -30,7 +30,7 @@ def test_a_scheduler_hands_masks_on_whatever_the_model_says(
     model = SimpleNamespace(logprobs_mode=mode, logits_processors=None, enable_return_routed_experts=False)
     scheduling = SimpleNamespace(scheduler_cls=f"{SCHEDULERS}.{name}")
     config = SimpleNamespace(
-        model_config=model, scheduler_config=scheduling, parallel_config=SimpleNamespace(data_parallel_size=1, enable_dbo=False)
+        model_config=model, scheduler_config=scheduling, parallel_config=SimpleNamespace(data_parallel_size=1, use_ubatching=False)
     )
     scheduler = getattr(schedulers, name)(config, block_size=16)
     assert scheduler.return_sampling_mask is (mode == "processed_logprobs")
