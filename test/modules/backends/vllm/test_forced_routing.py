@@ -294,7 +294,9 @@ def test_two_workers_of_one_model_follow_alike(engine: AsyncVLLM, shelf: EngineS
         followed = np.full((len(ids), layout.num_layers, layout.top_k), -1)
         if one is not None:
             followed[: len(one)] = one
-        expected, _ = reference(ids, routes=followed, followed=torch.from_numpy(followed[:, layout.moe_layers[0], 0] >= 0))
+        expected, _ = reference(
+            ids, routes=followed, followed=torch.from_numpy(followed[:, layout.moe_layers[0], 0] >= 0)
+        )
         assert (scores - expected)[1:].abs().max() <= TOLERANCE
 
 

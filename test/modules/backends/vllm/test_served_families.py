@@ -18,7 +18,7 @@ from torch import Tensor
 from support.engines import EngineShelf, start_engine
 from support.families import FAMILIES, REFUSED, is_absent
 from support.reference import TOLERANCE
-from support.served_families import SERVED, engine_arguments, save_served
+from support.served_families import SERVED, Served, engine_arguments, save_served
 from support.versions import random_ids
 from torchrl_moe._errors import EngineError, RequestRefusedError
 from torchrl_moe.data import RoutingLayout
@@ -122,18 +122,23 @@ def test_a_family_follows_experts_that_it_would_not_choose(
     assert replay.layers == layout.moe_layers
     replay.remove()
     rows = [some_rows(layout, 40), some_rows(layout, 9)]
-    for completion, one in zip(generate(engine, rows), rows, strict=True):
-        routes = recorded(completion, layout)
-        assert np.array_equal(routes[: len(one)], one)
-        following, alone = family.off(completion, routes), family.off(completion)
-        if served.outcome == "exact":
-            assert following.max() <= TOLERANCE
-            assert alone.max() > 100 * TOLERANCE
-        else:
-            assert following.mean() <= min(ROUNDED, float(alone.mean()) / 4)
-    if served.outcome == "exact":
-        live = max(float(family.off(completion).max()) for completion in generate(engine, None))
-        assert live > TOLERANCE if served.live else live <= TOLERANCE
+    completions = generate(engine, rows)
+    routes = [recorded(completion, layout) for completion in completions]
+    assert all(np.array_equal(made[: len(one)], one) for made, one in zip(routes, rows, strict=True))
+    following = torch.cat([family.off(*pair) for pair in zip(completions, routes, strict=True)])
+    alone = torch.cat([family.off(completion) for completion in completions])
+    if served.outcome == "rounded":
+        assert following.mean() <= ROUNDED
+        assert alone[: len(alone) // 2].mean() >= 2 * following[: len(following) // 2].mean()  # all rows were given
+        return
+    assert following.max() <= TOLERANCE
+    assert alone.max() > 100 * TOLERANCE
+    check_live(served, family, engine)
+
+
+def check_live(served: Served, family: Family, engine: AsyncVLLM) -> None:
+    off = max(float(family.off(completion).max()) for completion in generate(engine, None))
+    assert off > 100 * TOLERANCE if served.live else off <= TOLERANCE
 
 
 @pytest.mark.parity
@@ -141,29 +146,18 @@ def test_a_family_follows_experts_that_it_would_not_choose(
 def test_a_family_that_cannot_follow_says_by_what_name(
     family: Family, engine: AsyncVLLM, request: pytest.FixtureRequest
 ) -> None:
-    why = SERVED[request.node.callspec.params["family"]].why
-    assert why in engine.infos[0].why_live
-    assert engine.routing_layout is not None
-    for completion in generate(engine, None):
-        assert family.off(completion).max() <= TOLERANCE
-    with pytest.raises(RequestRefusedError, match=why):
-        generate(engine, [some_rows(engine.routing_layout, 40), None])
-
-
-@pytest.mark.parity
-@each("wrong")
-def test_a_family_that_vllm_computes_in_another_way(family: Family, engine: AsyncVLLM) -> None:
-    """Whatever it follows. Once this fails, the family has another place in the table."""
-    layout = engine.routing_layout
+    served, layout = SERVED[request.node.callspec.params["family"]], engine.routing_layout
+    assert served.why in engine.infos[0].why_live
     assert layout is not None
-    for completion in generate(engine, None):
-        assert family.off(completion, recorded(completion, layout)).max() > 100 * TOLERANCE
+    check_live(served, family, engine)
+    with pytest.raises(RequestRefusedError, match=served.why):
+        generate(engine, [some_rows(layout, 40), None])
 
 
 @pytest.mark.parity
 @each("unserved")
 def test_a_family_that_vllm_does_not_serve_on_a_cpu(family: Family, request: pytest.FixtureRequest) -> None:
     """Once this fails, the family has another place in the table."""
-    with pytest.raises(EngineError, match=SERVED[request.node.callspec.params["family"]].why):  # noqa: PT012
-        with family.engine() as engine:
-            generate(engine, None)
+    why = SERVED[request.node.callspec.params["family"]].why
+    with pytest.raises(EngineError, match=why), family.engine() as engine:
+        generate(engine, None)
