@@ -27,6 +27,7 @@ ACROSS: dict[str, str] = {
     "collectors/test_random_schedules.py": "no prompt lost or trained twice, whatever happens when",
     "modules/replay/test_families.py": "every MoE of transformers, and the page that lists them",
     "modules/policies/test_fidelity.py": "what replay is worth in bf16, with a real engine",
+    "modules/backends/vllm/test_served_families.py": "every MoE of transformers in vLLM: which follow recorded experts",
     "modules/backends/test_conformance.py": "the replica protocol, for each kind of replica",
     "modules/serving/test_connect.py": "a service in a Ray cluster, and its drivers",
     "modules/policies/test_truncated_sampling.py": "what a real engine samples from less than all words, scored",

@@ -275,6 +275,27 @@ def test_an_engine_follows_experts_that_it_would_not_choose(family: str, engine:
     assert (live[:40, layout.moe_layers] == followed[:40, layout.moe_layers]).mean() < 0.5
 
 
+@pytest.mark.soak
+@pytest.mark.engine("qwen3_moe", tensor_parallel_size=2)
+def test_two_workers_of_one_model_follow_alike(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    layout, reference = layout_of(engine), Reference(shelf.folder("qwen3_moe"))
+    prompts = [random_ids(40 + seed, length).tolist() for seed, length in enumerate((60, 60, 200, 33))]
+    rows = [some_rows(layout, 60, 1), None, some_rows(layout, 200, 2), some_rows(layout, 9, 3)]
+    for completion, one in zip(generate(engine, prompts, rows, n=2), rows, strict=True):
+        if one is None:
+            assert reference.distance(completion) <= TOLERANCE
+        else:
+            check(reference, completion, one)
+    for ids, one, scores in zip(prompts, rows, engine.score(prompts, rows), strict=True):
+        followed = np.full((len(ids), layout.num_layers, layout.top_k), -1)
+        if one is not None:
+            followed[: len(one)] = one
+        expected, _ = reference(
+            ids, routes=followed, followed=torch.from_numpy(followed[:, layout.moe_layers[0], 0] >= 0)
+        )
+        assert (scores - expected)[1:].abs().max() <= TOLERANCE
+
+
 def gaps(count: int) -> NDArray[np.bool_]:
     return np.random.default_rng(9).random(count) < 0.3
 
