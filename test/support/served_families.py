@@ -116,7 +116,7 @@ SERVED: Mapping[str, Served] = {
     "afmoe": exact(**FULL),
     "aria": unserved("size of tensor a .32. must match the size of tensor b .64."),
     "axk1": unserved("weights were not initialized from checkpoint"),
-    "axk2": unserved(NO_SIGMOID, index_head_dim=96),
+    "axk2": unserved(MLA, index_head_dim=96),
     "axk2 (groups)": unserved(MLA, index_head_dim=96),
     "bailing_hybrid": unserved(LINEAR),
     "beam": unserved("'NoneType' object is not subscriptable"),
