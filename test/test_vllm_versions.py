@@ -68,7 +68,7 @@ MEMBERS = {
     "vllm.outputs.CompletionOutput": "sampling_mask",
     "vllm.v1.engine.detokenizer.IncrementalDetokenizer": "num_output_tokens output_token_ids",
     "vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer": "get_next_output_text",
-    "vllm.v1.engine.logprobs.LogprobsProcessor": "logprobs",
+    "vllm.v1.engine.logprobs.LogprobsProcessor": "logprobs prompt_logprobs",
     "vllm.v1.engine.parallel_sampling.ParentRequest": "output_aggregator",
     "vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin": "lora_manager",
     "vllm.lora.worker_manager.WorkerLoRAManager": "_adapter_manager",

@@ -28,6 +28,7 @@ __all__ = [
     "has_packed",
     "hidden_weights",
     "import_engine",
+    "inspect_models_here",
     "keep_cpu_experts_with_lora",
     "load_beside",
     "make_async_llm",
@@ -111,11 +112,8 @@ def make_async_llm(engine_args: Any, stat_loggers: list[Any]) -> tuple[Any, str]
     reason = ""
     if os.environ.get(METHOD_VARIABLE) == "spawn":
         reason = f"{METHOD_VARIABLE}=spawn is set"
-    elif current_platform.is_cpu():
-        if os.environ.get(BIND_VARIABLE) != "nobind":
-            reason = f"{BIND_VARIABLE} is not 'nobind', and vLLM binds threads in processes that it starts"
-        else:
-            _inspect_models_here()
+    elif current_platform.is_cpu() and os.environ.get(BIND_VARIABLE) != "nobind":
+        reason = f"{BIND_VARIABLE} is not 'nobind', and vLLM binds threads in processes that it starts"
     config = engine_args.create_engine_config()
     if not reason and current_platform.is_cpu():
         os.environ[METHOD_VARIABLE] = "fork"
@@ -130,14 +128,17 @@ def make_async_llm(engine_args: Any, stat_loggers: list[Any]) -> tuple[Any, str]
     return engine, reason
 
 
-def _inspect_models_here() -> None:
+def inspect_models_here() -> None:
     """Have vLLM look at a model's class in this process: on a CPU no device would be initialised by that (0.30).
 
-    It starts another process to look, which imports vLLM; what is imported here, the forked processes need anyway.
+    It starts another process to look, which imports vLLM; what is imported here, the forked processes need anyway. To
+    be called before the first configuration of a model is made.
     """
     from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
 
-    registry._run_in_subprocess = lambda function: function()
+    if current_platform.is_cpu():
+        registry._run_in_subprocess = lambda function: function()
 
 
 WEIGHT_BACKEND = "torchrl_moe"
@@ -361,6 +362,7 @@ def running_outputs(engine: Any) -> dict[str, Any]:
                 prompt=state.prompt,
                 prompt_token_ids=state.prompt_token_ids,
                 num_cached_tokens=state.num_cached_tokens,
+                prompt_logprobs=state.logprobs_processor.prompt_logprobs,
                 metrics=state.stats,
                 outputs=[],
             ),

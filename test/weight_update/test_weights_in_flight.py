@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from support.engines import EngineShelf
+from support.processes import ids_request
 from support.reference import TOLERANCE
 from support.versions import Versions, ask, let_run, random_ids
 from support.waiting import until
 from torchrl_moe.modules import AsyncVLLM
-from torchrl_moe.modules.backends.replica import Completion, OnResume, Request
+from torchrl_moe.modules.backends.replica import Completion, OnResume, Request, Scoring
+from torchrl_moe.modules.serving.scores import ONE_TOKEN
 
 
 @pytest.fixture
@@ -144,7 +147,7 @@ def test_segments_are_exact_under_recorded_rows_and_far_off_where_they_are_route
         completion = future.result(120)
         (output,) = completion.outputs
         assert set(output.policy_versions.tolist()) == set(range(first, first + SEGMENTS))
-        assert output.resume == (request.on_resume if pause == "abort" else "none")
+        assert output.resume == request.on_resume
         distances[str(request.on_resume)].append(versions.distance(completion, output))
         if request.on_resume == "forced":
             versions.check(completion, output)
@@ -193,3 +196,32 @@ def test_a_request_that_is_preempted_is_read_again_by_the_experts_that_it_had(
             versions.check(completion, output)
     assert engine.stats()[0]["preemptions"] >= before + 3
     assert seen == {first, first + 1}
+
+
+@pytest.mark.engine("qwen3_moe", max_num_batched_tokens=64, max_num_seqs=8, enable_chunked_prefill=True)
+@pytest.mark.parametrize(("pause", "clear_cache"), [("abort", False), ("keep", False), ("keep", True)])
+def test_a_sequence_is_scored_by_one_version_whatever_comes(versions: Versions, pause: str, clear_cache: bool) -> None:
+    """While prompts are read in chunks, the weights change; and somebody asks what there is so far."""
+    (replica,) = versions.replicas
+    first, manifest = versions.now, versions.prepare(81)
+    sequences = [random_ids(400 + i, 500) for i in range(12)]
+    futures = replica.submit(
+        [
+            ids_request(f"score-{i}", ids, sampling_params=ONE_TOKEN, scoring=Scoring(temperature=0.8))
+            for i, ids in enumerate(sequences)
+        ]
+    )
+    until(lambda: futures[0].done())
+    so_far = replica.snapshot(60)
+    assert 0 < len(so_far) < len(sequences)
+    assert all(one.prompt_logprobs is None for one in so_far if one.aborted)
+    versions.swap(manifest, pause, clear_cache)
+    made_by = set()
+    for ids, future in zip(sequences, futures, strict=True):
+        completion = future.result(120)
+        (version,) = set(completion.outputs[0].policy_versions.tolist())
+        versions.load(version)
+        off = torch.from_numpy(completion.prompt_logprobs.copy()) - versions.reference(ids, 0.8)[0]
+        assert off[1:].abs().max() <= TOLERANCE
+        made_by.add(version)
+    assert made_by == {first, first + 1}

@@ -87,3 +87,17 @@ def test_the_protocol_loads_neither_an_engine_nor_transformers() -> None:
         "print([name for name in ('vllm', 'ray', 'transformers', 'tensordict', 'torchrl') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_a_completion_that_an_older_release_saved_can_be_read() -> None:
+    """Collectors keep them in checkpoints. Fields that it did not have yet get their defaults."""
+    whole = completion(output(resume="forced"))
+    whole.prompt_logprobs = np.zeros(3, np.float32)
+    again = pickle.loads(pickle.dumps(whole))
+    assert again.outputs[0].resume == "forced"
+    assert len(again.prompt_logprobs) == 3
+    old = pickle.loads(pickle.dumps(whole))
+    del old.prompt_logprobs, old.outputs[0].resume, old.outputs[0].kept
+    again = pickle.loads(pickle.dumps(old))
+    assert (again.prompt_logprobs, again.outputs[0].resume, again.outputs[0].kept) == (None, "none", None)
+    assert again.prompt_token_ids.tolist() == whole.prompt_token_ids.tolist()

@@ -97,6 +97,12 @@ def changed(completion: Completion, **fields: Any) -> Completion:
             {"routed_experts": np.zeros((3, 4, 2), np.uint8)},
             r"its routes have shape \[3, 4, 2\], but this engine gives \[4, 4, 2\]",
         ),
+        (
+            {"routed_experts": np.full((4, 4, 2), 200, np.uint8)},
+            r"its routes are 200\.\.200 of uint8, but this engine has experts 0\.\.7",
+        ),
+        ({"routed_experts": np.full((4, 4, 2), -1, np.int8)}, r"its routes are -1\.\.-1 of int8"),
+        ({"routed_experts": np.zeros((4, 4, 2), np.float32)}, r"its routes are 0\.0\.\.0\.0 of float32"),
     ],
 )
 def test_what_is_no_part_of_the_answer_is_refused(fields: dict[str, Any], words: str) -> None:

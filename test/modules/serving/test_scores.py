@@ -45,8 +45,11 @@ def test_each_sequence_is_scored_at_its_own_temperature_and_over_its_own_words()
         (ONE, 0.0, None, "must be positive"),
         (ONE, float("nan"), None, "must be positive"),
         (ONE, float("inf"), None, "must be positive"),
+        (TWO, [1.0], None, "temperature must have one entry per sequence: got 1 for 2"),
+        (TWO, [[1.0, 1.0]], None, r"one per sequence, got shape \[1, 2\]"),
         (TWO, [1.0, 1.0, 1.0], None, "temperature must have one entry per sequence: got 3 for 2"),
         (TWO, 1.0, [KEPT], "kept must have one entry per sequence: got 1 for 2"),
+        (ONE, 1.0, KeptTokens(ids=torch.tensor([4]), sizes=torch.tensor([0, 2, 0])), "1 ids, and its sizes say 2"),
         (TWO, 1.0, [None, KEPT], r"kept\[1\] is for 3 tokens, and there are 1"),
     ],
 )
@@ -138,6 +141,9 @@ def test_what_cannot_be_scored_is_refused(engine: AsyncVLLM) -> None:
     with pytest.raises(RequestRefusedError, match="512"):
         engine.score([65] * 512)
     assert len(engine.score([65] * 511)) == 511
+    unknown = KeptTokens(ids=torch.tensor([66, 100000]), sizes=torch.tensor([0, 2]))
+    with pytest.raises(RequestRefusedError, match="the word 100000; this engine has"):
+        engine.score([65, 66], kept=unknown)
     with pytest.raises(RequestRefusedError, match="at most a row per prompt token"):
         engine.score([65, 66], np.full((3, 4, 4), -1, np.int8))
     with pytest.raises(ValueError, match="empty"):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -81,6 +81,16 @@ class Request:
         return params.get(name) if isinstance(params, Mapping) else getattr(params, name, None)
 
 
+def _restore(self: Any, state: tuple[Any, dict[str, Any]]) -> None:
+    """Take what pickle kept of a carrier, from an older release too: fields that it did not have get their defaults."""
+    _, kept = state
+    for one in fields(self):
+        if one.name in kept:
+            setattr(self, one.name, kept[one.name])
+        elif one.default is not MISSING:
+            setattr(self, one.name, one.default)
+
+
 @dataclass(slots=True, kw_only=True)
 class CompletionMetrics:
     """Where a request's time went, on which replica: seconds queued, until its first token, and in all.
@@ -119,6 +129,8 @@ class CompletionOutput:
     kept: KeptIds | None = None
     resume: OnResume | Literal["none"] = "none"
 
+    __setstate__ = _restore
+
     def __repr__(self) -> str:
         routes = None if self.routed_experts is None else list(self.routed_experts.shape)
         return (
@@ -143,6 +155,8 @@ class Completion:
     metrics: CompletionMetrics = field(default_factory=CompletionMetrics)
     finished: bool = True
     prompt_logprobs: NDArray[np.float32] | None = None
+
+    __setstate__ = _restore
 
     @property
     def aborted(self) -> bool:

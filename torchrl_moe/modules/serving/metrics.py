@@ -114,10 +114,11 @@ class Metrics:
         with self._lock:
             for completion in completions:
                 self._counts["aborted" if completion.aborted else "completed"] += 1
-                self._counts["sequences"] += len(completion.outputs)
+                if completion.prompt_logprobs is None:  # else it was scored, and its one token is nobody's
+                    self._counts["sequences"] += len(completion.outputs)
+                    self._counts["generated_tokens"] += sum(len(output.token_ids) for output in completion.outputs)
                 self._counts["prompt_tokens"] += len(completion.prompt_token_ids)
                 self._counts["cached_tokens"] += completion.num_cached_tokens
-                self._counts["generated_tokens"] += sum(len(output.token_ids) for output in completion.outputs)
                 self._counts["generation_seconds"] += completion.metrics.total_seconds
                 for name, histogram in self._histograms.items():
                     histogram.add(getattr(completion.metrics, name))

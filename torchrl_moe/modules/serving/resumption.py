@@ -72,5 +72,11 @@ def _wrong(request: Request, given: Completion, output: CompletionOutput, layout
         return ""
     if output.routed_experts is None:
         return "it has no routes: pass return_routed_experts=False, as when it began"
-    shape, expected = output.routed_experts.shape, (prompt + tokens - 1, layout.num_layers, layout.top_k)
-    return "" if shape == expected else f"its routes have shape {list(shape)}, but this engine gives {list(expected)}"
+    rows = output.routed_experts
+    expected = (prompt + tokens - 1, layout.num_layers, layout.top_k)
+    if rows.shape != expected:
+        return f"its routes have shape {list(rows.shape)}, but this engine gives {list(expected)}"
+    if rows.dtype.kind not in "ui" or (rows.size and not 0 <= rows.min() <= rows.max() < layout.num_experts):
+        held = f"{rows.min()}..{rows.max()}" if rows.size else "none"
+        return f"its routes are {held} of {rows.dtype}, but this engine has experts 0..{layout.num_experts - 1}"
+    return ""

@@ -40,8 +40,10 @@ def scorings(batch: PromptBatch, temperature: Any, kept: Any) -> list[Scoring]:
     sequences = [prompt for prompt in batch.prompts if isinstance(prompt, np.ndarray)]
     if len(sequences) < count:
         raise ValueError("score takes token ids: text may be encoded to others than those that were sampled")
-    values = np.atleast_1d(np.asarray(temperature, np.float64))
-    temperatures = values.tolist() * (count if len(values) == 1 else 1)
+    values = np.asarray(temperature, np.float64)
+    if values.ndim > 1:
+        raise ValueError(f"temperature must be a number, or one per sequence, got shape {list(values.shape)}")
+    temperatures = [float(values)] * count if values.ndim == 0 else values.tolist()
     words = [kept] if batch.single or kept is None else list(kept)
     words = words * count if kept is None else words
     for name, given in (("temperature", temperatures), ("kept", words)):
@@ -61,7 +63,10 @@ def _ids(kept: Any, tokens: int, position: int) -> KeptIds | None:
     if len(kept.sizes) != tokens:
         raise ValueError(f"kept[{position}] is for {len(kept.sizes)} tokens, and there are {tokens}")
     ids, sizes = (np.asarray(part.cpu(), np.int32) for part in (kept.ids, kept.sizes))
-    return KeptIds(ids[: int(np.abs(sizes).sum())], sizes)
+    said = int(np.abs(sizes).sum())
+    if said > len(ids):
+        raise ValueError(f"kept[{position}] has {len(ids)} ids, and its sizes say {said}: both must be cut alike")
+    return KeptIds(ids[:said], sizes)
 
 
 def scores_of(completions: Sequence[Completion]) -> list[Tensor]:

@@ -115,6 +115,35 @@ def test_an_answer_that_starts_anew_is_the_rest_alone() -> None:
     check(output, b"xyz", "xyz", 0, "length")
 
 
+ROWS = np.full((3, 2, 2), 1, np.int8)
+
+
+@pytest.mark.parametrize(("recorded", "expected"), [(ROWS + 1, ROWS + 1), (None, ROWS)])
+def test_a_rest_follows_what_was_recorded_and_else_what_the_user_gave(recorded: Any, expected: Any) -> None:
+    asked = Request(request_id="r", sampling_params=None, prompt_token_ids=np.arange(P), routed_experts=ROWS)
+    rest = request_for_rest(asked, "r~1", np.arange(P), part(b"ab", 0, 1), recorded)
+    assert rest.prompt_token_ids.tolist() == [0, 1, 2, 3, 97, 98]
+    assert (rest.routed_experts == expected).all()
+    again = request_for_rest(asked, "r~1", np.arange(P), None)
+    assert (again.routed_experts == ROWS).all()
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "after", "whole"),
+    [
+        ("none", "forced", "none", "forced"),
+        ("forced", "forced", "none", "forced"),
+        ("live", "forced", "none", "live"),
+        ("none", "live", "none", "live"),
+        ("none", "forced", "live", "live"),  # the rest lost its cache, and was routed again
+    ],
+)
+def test_an_answer_says_the_worst_of_how_it_was_read_again(before: Any, now: Any, after: Any, whole: str) -> None:
+    first, rest = part(b"ab", 0, 1), part(b"cd", 2, 2)
+    first.resume, rest.resume = before, after
+    assert join(0, first, rest, Params(), decode, now).resume == whole
+
+
 def test_what_was_not_asked_for_stays_away() -> None:
     one, two = part(b"ab", 0, 3), part(b"c", 2, 4)
     for item in (one, two):

@@ -74,7 +74,9 @@ class State:
 
     @property
     def logprobs_processor(self) -> Any:
-        return SimpleNamespace(logprobs=[{0: SimpleNamespace(logprob=-float(token))} for token in self.tokens])
+        return SimpleNamespace(
+            prompt_logprobs=None, logprobs=[{0: SimpleNamespace(logprob=-float(token))} for token in self.tokens]
+        )
 
     @property
     def sampling_mask_chunks(self) -> list[Any]:

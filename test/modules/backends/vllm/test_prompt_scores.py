@@ -26,14 +26,15 @@ def sampling_params() -> Any:
 
 def test_vllm_is_asked_for_the_prompts_own_tokens_which_no_cache_may_skip() -> None:
     asked = sampling_params()
-    params = scoring_params(asked, Scoring())
+    params = scoring_params(asked, Scoring(), 7)
     assert (params.prompt_logprobs, params.flat_logprobs, params.skip_reading_prefix_cache) == (0, True, True)
+    assert params.routed_experts_prompt_start == 7  # nobody asked for them
     assert params.extra_args["mine"] == 1
     assert (asked.prompt_logprobs, asked.extra_args) == (None, {"mine": 1})
 
 
 def test_a_temperature_divides() -> None:
-    params = scoring_params(sampling_params(), Scoring(temperature=0.5))
+    params = scoring_params(sampling_params(), Scoring(temperature=0.5), 3)
     assert adjusted(LOGITS, params, 0).tolist() == (LOGITS * 2).tolist()
     assert adjusted(LOGITS.bfloat16(), params, 0).dtype == torch.float32
 
@@ -43,7 +44,7 @@ def test_a_temperature_divides() -> None:
 )
 def test_words_are_those_of_the_tokens_that_logits_are_of(start: int, rows: list[list[int]]) -> None:
     """Row t of the model's output is of token t + 1: token 2 kept words 1 and 2, token 3 all but word 0."""
-    params = scoring_params(sampling_params(), Scoring(kept=KEPT))
+    params = scoring_params(sampling_params(), Scoring(kept=KEPT), 5)
     found = adjusted(LOGITS[: len(rows)], params, start)
     for row, given, words in zip(found, LOGITS, rows, strict=False):
         assert row.isfinite().nonzero()[:, 0].tolist() == words
@@ -71,4 +72,9 @@ def test_scores_are_read_with_nothing_for_the_first_token(values: tuple[float | 
     assert scores.dtype == np.float32
     assert math.isnan(scores[0])
     assert scores[1:].tolist() == list(values[1:])
-    assert prompt_logprobs(None, 3) is None  # cut before its prompt was read
+
+
+def test_a_prompt_that_was_cut_has_no_scores() -> None:
+    assert prompt_logprobs(None, 3) is None
+    assert prompt_logprobs(flat(None), 3) is None  # as vLLM gives it: the first token's place, and nothing more
+    assert prompt_logprobs(flat(None, -1.0), 3) is None

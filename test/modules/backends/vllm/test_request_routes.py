@@ -11,7 +11,8 @@ import pytest
 
 from torchrl_moe._errors import RouteShapeError, RouteValueError
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.replica import CompletionOutput, Request
+from torchrl_moe.modules.backends.kept_ids import KeptIds
+from torchrl_moe.modules.backends.replica import CompletionOutput, Request, Scoring
 from torchrl_moe.modules.backends.vllm.forced_rows import forced_in
 from torchrl_moe.modules.backends.vllm.request_routes import RequestRoutes
 
@@ -82,6 +83,27 @@ def test_a_request_that_cannot_be_followed_is_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         routes.checked(request(**fields))
+
+
+def test_words_that_an_engine_has_not_are_refused() -> None:
+    """They would be an index out of bounds in its worker."""
+    routes = RequestRoutes(LAYOUT, vocabulary=9)
+    for ids, bad in (([8, 0], None), ([3, 9], 9), ([-1], -1), ([], None)):
+        kept = KeptIds(np.array(ids, np.int32), np.array([0, len(ids), 0], np.int32))
+        asked = request(scoring=Scoring(kept=kept))
+        if bad is None:
+            assert routes.checked(asked) is asked
+        else:
+            with pytest.raises(ValueError, match=rf"the word {bad}; this engine has 0\.\.8"):
+                routes.checked(asked)
+    assert RequestRoutes(LAYOUT).checked(asked) is asked
+    with pytest.raises(ValueError, match="cannot score: V2"):
+        RequestRoutes(LAYOUT, why_unscored="V2").checked(request(scoring=Scoring()))
+
+
+def test_how_an_engine_reads_again_is_said() -> None:
+    assert ABLE.how(request()) == "forced"
+    assert ABLE.how(request(on_resume="live")) == UNABLE.how(request()) == "live"
 
 
 def test_the_rest_of_an_answer_follows_its_first_part() -> None:

@@ -60,11 +60,12 @@ def request_for_rest(
         name: of its rest.
         prompt_ids: of the whole answer.
         first: the part before; ``None`` if the answer starts again.
-        rows: the experts ``[P + G1 - 1, L, K]`` that the first part's tokens are to follow, if they are to.
+        rows: the experts ``[P + G1 - 1, L, K]`` that the first part's tokens are to follow; default: the request's own.
     """
     if first is None:
         return replace(request, request_id=name, prompt=None, prompt_token_ids=prompt_ids.astype(np.int32))
     ids = np.concatenate([prompt_ids, first.token_ids]).astype(np.int32)
+    rows = request.routed_experts if rows is None else rows
     return replace(request, request_id=name, prompt=None, prompt_token_ids=ids, routed_experts=rows)
 
 
@@ -128,7 +129,7 @@ def join(
     if not len(rest.token_ids):  # cut again; vLLM gives no rows then
         return replace(first, index=index, finish_reason=rest.finish_reason, stop_reason=rest.stop_reason)
     text = first.text + rest.text
-    how: OnResume = "live" if "live" in (first.resume, on_resume) else "forced"  # the worse of all parts
+    how: OnResume = "live" if "live" in (first.resume, rest.resume, on_resume) else "forced"  # the worse of all parts
     if params.detokenize:
         rest, text = _read(first, rest, params, decode)
     return replace(

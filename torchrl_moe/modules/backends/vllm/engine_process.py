@@ -96,7 +96,12 @@ class EngineProcess:
             lambda completion: send(("completion", completion)),
             self._refuse,
             names_words=_compat_sampling.carries_masks(engine.vllm_config),
-            routes=RequestRoutes(info.layout, info.why_live, _compat_sampling.why_unscored(engine.vllm_config)),
+            routes=RequestRoutes(
+                info.layout,
+                info.why_live,
+                _compat_sampling.why_unscored(engine.vllm_config),
+                engine.model_config.get_vocab_size(),
+            ),
         )
         self.weights.in_flight = self.requests
         self.adapters = AdapterVersions(engine, self.requests)
@@ -284,6 +289,7 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Lo
 
     from torchrl_moe.modules.backends.vllm.load_logger import LoadLogger
 
+    _compat.inspect_models_here()
     engine_args = build_engine_args(arguments)
     logger = LoadLogger()
     engine, reason = _compat.make_async_llm(engine_args, [logger.factory])

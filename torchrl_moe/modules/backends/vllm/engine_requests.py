@@ -56,6 +56,7 @@ class Part:
         cut: by the pause of a swap.
         answer: that it continues; ``None`` for all of them.
         restarted: answers to drop and to start again, since their first token may come after a swap, from an old cache.
+        lost: answer -> tokens that it had when it last lost its cache.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Part:
     cut: bool = False
     answer: int | None = None
     restarted: set[int] = field(default_factory=set)
+    lost: dict[int, int] = field(default_factory=dict)
 
     def over(self, output: CompletionOutput) -> bool:
         """Whether an answer is done, or was cut for good."""
@@ -157,10 +159,11 @@ class EngineRequests:
 
     def _count(self, completion: Completion, seconds: float) -> None:
         self.counts["requests"] += 1
-        self.counts["completions"] += len(completion.outputs)
+        if completion.prompt_logprobs is None:  # else it was scored, and its one token is nobody's
+            self.counts["completions"] += len(completion.outputs)
+            self.counts["generated_tokens"] += sum(len(output.token_ids) for output in completion.outputs)
         self.counts["prompt_tokens"] += len(completion.prompt_token_ids)
         self.counts["cached_tokens"] += completion.num_cached_tokens
-        self.counts["generated_tokens"] += sum(len(output.token_ids) for output in completion.outputs)
         self.seconds += seconds
 
     # -- one request ------------------------------------------------------------------------------------------------
@@ -212,7 +215,14 @@ class EngineRequests:
         while True:
             completion, part = await self._generate(running, request, params, answer)
             if (good := await self.weights.deliver(completion)) is not None:
-                return good, part
+                return self._noted(good, part, request), part
+
+    def _noted(self, completion: Completion, part: Part, request: Request) -> Completion:
+        """Note which answers went on after they had lost their cache, so that their tokens were read again."""
+        for output in completion.outputs:
+            if 0 < part.lost.get(output.index, 0) < len(output.token_ids):
+                output.resume = self._routes.how(request)
+        return completion
 
     async def _generate(
         self, running: Running, request: Request, params: Any, answer: int | None
@@ -314,7 +324,7 @@ class EngineRequests:
     def _of_part(self, part: Part, request: Request, output: Any) -> Completion:
         version = self.weights.version if part.version is None else part.version
         completion = completion_from_vllm(output, replace(request, request_id=part.name), version)
-        return self.weights.stamp(completion, keep=True)
+        return self._noted(self.weights.stamp(completion, keep=True), part, request)
 
     # -- adapters ---------------------------------------------------------------------------------------------------
 
@@ -364,6 +374,11 @@ class EngineRequests:
                 part.restarted |= answers
                 late[part.name] = part, answers
         self._spawn(self._cut(late))
+
+    def read_again(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
+        """Note that answers lose their cache; those that go on have read their tokens again."""
+        for part in self._parts():
+            part.lost |= delivered.get(part.name, {})
 
     def _parts(self) -> list[Part]:
         return [part for running in self._open.values() for part in running.parts]

@@ -114,7 +114,9 @@ class ForcedRouting:
                 raise ReplayError(f"layer {layer} did not follow {wrong} of {len(followed)} recorded rows")
 
 
-def prove(layer: int, router: Any, hidden_size: int, dtype: torch.dtype) -> RouterSite:
+def prove(
+    layer: int, router: Any, hidden_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> RouterSite:
     """Have a router follow its own choice and another one, and return what there is to know of it.
 
     Args:
@@ -122,6 +124,7 @@ def prove(layer: int, router: Any, hidden_size: int, dtype: torch.dtype) -> Rout
         router: vLLM's, which still chooses by itself.
         hidden_size: of what it may look at beside its logits.
         dtype: of its logits.
+        device: where it computes.
 
     Raises:
         ValueError: it does not follow; the message names its class.
@@ -131,6 +134,7 @@ def prove(layer: int, router: Any, hidden_size: int, dtype: torch.dtype) -> Rout
     random = torch.Generator().manual_seed(layer)
     logits = torch.randn(PROOF_ROWS, site.num_experts, generator=random).to(dtype)
     hidden = torch.zeros(PROOF_ROWS, hidden_size, dtype=dtype)
+    logits, hidden = logits.to(device), hidden.to(device)
     other = torch.stack([torch.randperm(site.num_experts, generator=random) for _ in range(PROOF_ROWS)])
 
     def live() -> tuple[Tensor, Tensor]:
@@ -139,7 +143,7 @@ def prove(layer: int, router: Any, hidden_size: int, dtype: torch.dtype) -> Rout
 
     def following(ids: Tensor) -> tuple[Tensor, Tensor]:
         routing = ForcedRouting({0: site}, 1, site.top_k)
-        routing.take({"proof": ids[:, None].to(torch.int16).numpy()}, {}, ())
+        routing.take({"proof": ids[:, None].to("cpu", torch.int16).numpy()}, {}, ())
         routing.begin([("proof", 0, PROOF_ROWS)])
         return routing.route(0, live)
 
@@ -152,7 +156,7 @@ def prove(layer: int, router: Any, hidden_size: int, dtype: torch.dtype) -> Rout
         raise ValueError(f"layer {layer}: {site.name} cannot follow: {type(error).__name__}: {error}") from error
     if not torch.equal(same, ids) or not torch.equal(same_weights, weights):
         raise ValueError(f"layer {layer}: {site.name} does not give its own choice back")
-    if not torch.equal(others.long(), other[:, : site.top_k]):
+    if not torch.equal(others.to("cpu", torch.int64), other[:, : site.top_k]):
         raise ValueError(f"layer {layer}: {site.name} does not follow other experts than its own")
     belongs = torch.allclose(turned_weights.flip(1), other_weights, rtol=1e-2)  # whatever the dtype, and adding up
     if not belongs or not bool((other_weights.isfinite() & (other_weights != 0)).all()):

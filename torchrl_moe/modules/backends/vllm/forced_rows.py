@@ -31,10 +31,12 @@ class Forced:
     Attributes:
         rows: int8 or int16 ``[rows, L, K]`` for its first positions, -1 where the router chooses; ``None`` for none.
         is_live: whether the router chooses again where the engine reads tokens again by itself.
+        is_recorded: whether the rows are all that was recorded of an answer's tokens, and not a user's.
     """
 
     rows: NDArray[np.integer[Any]] | None = None
     is_live: bool = False
+    is_recorded: bool = False
 
 
 NOTHING = Forced()
@@ -93,7 +95,9 @@ def check_rows(rows: NDArray[Any], prompt_tokens: int, layout: RoutingLayout) ->
             is all zeros (K >= 2), or is set on a layer without a router.
     """
     name = "routed_experts"
-    _checks.check_integer(name, rows, signed=True, error=RouteValueError, hint="-1 stands for no route.")
+    _checks.check_integer(
+        name, rows, signed=True, error=RouteValueError, hint="For what an engine returned, RoutedExperts.from_vllm."
+    )
     tail = (layout.num_layers, layout.top_k)
     _checks.check_shape(name, rows.shape, ("rows", *tail), error=RouteShapeError, hint="L counts dense layers, too.")
     if len(rows) > prompt_tokens:

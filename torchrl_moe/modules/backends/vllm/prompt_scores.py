@@ -23,10 +23,11 @@ __all__ = ["adjusted", "prompt_logprobs", "scoring_params"]
 KEY = "torchrl_moe_scoring"
 
 
-def scoring_params(params: Any, scoring: Scoring) -> Any:
-    """Return vLLM's ``SamplingParams`` that ask for the log-probs of the prompt's tokens, too."""
+def scoring_params(params: Any, scoring: Scoring, tokens: int) -> Any:
+    """Return vLLM's ``SamplingParams`` that ask for the log-probs of a prompt's tokens, so many, and for no routes."""
     params = params.clone()
     params.prompt_logprobs, params.flat_logprobs = 0, True
+    params.routed_experts_prompt_start = tokens
     params.skip_reading_prefix_cache = True  # a token that is not computed has no log-prob
     packed: dict[str, Any] = {"temperature": scoring.temperature}
     if scoring.kept is not None:
@@ -56,8 +57,8 @@ def adjusted(logits: Tensor, params: Any, start: int) -> Tensor:
 
 
 def prompt_logprobs(given: Any, tokens: int) -> NDArray[np.float32] | None:
-    """Return what vLLM says of a prompt of so many tokens, float32 ``[P]``, NaN for the first; ``None`` if nothing."""
-    if given is None:
+    """Return what vLLM says of a prompt's tokens, float32 ``[P]``, NaN for the first; ``None`` if it was cut."""
+    if given is None or len(given.start_indices) < tokens:
         return None
     scores = np.full(tokens, np.nan, np.float32)
     scores[1:] = np.array(given.logprobs, np.float32)[np.array(given.start_indices, np.int64)[1:]]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.replica import CompletionOutput, Request
+from torchrl_moe.modules.backends.replica import CompletionOutput, OnResume, Request
 from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach, check_rows, rows_of_answer
 from torchrl_moe.modules.backends.vllm.prompt_scores import scoring_params
 
@@ -26,9 +26,17 @@ class RequestRoutes:
         layout: the engine's routers; ``None`` if it captures no routes.
         why_live: why the engine cannot follow recorded experts; empty if it can.
         why_unscored: why it cannot score prompts; empty if it can.
+        vocabulary: how many words the model has; ``None`` if that is not known.
     """
 
-    def __init__(self, layout: RoutingLayout | None, why_live: str = "", why_unscored: str = "") -> None:
+    def __init__(
+        self,
+        layout: RoutingLayout | None,
+        why_live: str = "",
+        why_unscored: str = "",
+        vocabulary: int | None = None,
+    ) -> None:
+        self._vocabulary = vocabulary
         self._layout = layout
         self._why_live = why_live
         self._why_unscored = why_unscored
@@ -42,6 +50,7 @@ class RequestRoutes:
         """
         if request.scoring is not None and self._why_unscored:
             raise ValueError(f"this engine cannot score: {self._why_unscored}")
+        self._check_words(request)
         if request.on_resume == "forced" and self._why_live:
             raise ValueError(f"on_resume='forced', but this engine cannot follow recorded experts: {self._why_live}")
         if request.on_resume == "forced" and not request.return_routed_experts:
@@ -55,16 +64,29 @@ class RequestRoutes:
             raise ValueError("routed_experts has a row per token: pass token ids in place of text")
         return replace(request, routed_experts=check_rows(rows, len(ids), self._layout))
 
+    def _check_words(self, request: Request) -> None:
+        kept = None if request.scoring is None else request.scoring.kept
+        if kept is None or self._vocabulary is None or not len(kept.ids):
+            return
+        if kept.ids.min() < 0 or kept.ids.max() >= self._vocabulary:
+            bad = kept.ids[(kept.ids < 0) | (kept.ids >= self._vocabulary)][0]
+            raise ValueError(f"kept names the word {bad}; this engine has 0..{self._vocabulary - 1}")
+
     def of_part(self, request: Request, first: CompletionOutput | None) -> NDArray[np.integer[Any]] | None:
         """Return the rows ``[P + G - 1, L, K]`` that the rest of an answer follows; ``None`` if the model routes."""
         if first is None or first.routed_experts is None or self._is_live(request) or self._layout is None:
             return None
         return rows_of_answer(first.routed_experts, self._layout)
 
+    def how(self, request: Request) -> OnResume:
+        """Return how tokens of a request are read again by the engine itself."""
+        return "live" if self._is_live(request) else "forced"
+
     def attached(self, params: Any, request: Request) -> Any:
         """Return vLLM's ``SamplingParams`` with what else the request asks for in them: rows, and scores."""
         if request.scoring is not None:
-            params = scoring_params(params, request.scoring)
+            assert request.prompt_token_ids is not None  # as the service makes such requests
+            params = scoring_params(params, request.scoring, len(request.prompt_token_ids))
         if self._why_live:
             return params
         return attach(params, Forced(rows=request.routed_experts, is_live=self._is_live(request)))

@@ -36,23 +36,28 @@ class MoEScheduler(Scheduler):
         if self._follows and not forced_of(request).is_live:
             blocks = self.kv_cache_manager.get_block_ids(request.request_id)
             self._keep_rows(request, blocks)
-            if drop_stale_output:  # other weights will compute its blocks: nobody else's may stand for them
-                request.block_hashes = []
-                request.update_block_hashes()
-            elif request.num_in_flight_tokens:
+            if not drop_stale_output and request.num_in_flight_tokens:
                 self._leaving[request.request_id] = blocks
         super()._preempt_request(request, timestamp, drop_stale_output)
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        done = super().reset_prefix_cache(reset_running_requests, reset_connector)
+        if self._follows and reset_running_requests:  # other weights compute the blocks of all that wait now
+            for request in self.requests.values():
+                if forced_of(request).is_recorded:  # nobody else's may stand for them, nor they for others'
+                    request.block_hashes = []
+                    request.update_block_hashes()
+        return bool(done)
+
     def _keep_rows(self, request: Any, blocks: Any) -> None:
         """Keep the rows of the tokens delivered: ``[P + G - 1, L, K]``, since the last one's comes with the next."""
-        forced = forced_of(request)
-        known = 0 if forced.rows is None else len(forced.rows)
-        total = request.num_tokens - 1
+        forced, total = forced_of(request), request.num_tokens - 1
+        had = forced.rows if forced.is_recorded else None
+        known = 0 if had is None else len(had)
         if request.num_output_tokens and total > known:
             more = _compat_routing.recorded_rows(self, blocks, known, total)
-            request.torchrl_moe_forced = Forced(
-                rows=more if forced.rows is None else np.concatenate([forced.rows.astype(np.int16), more])
-            )
+            rows = more if had is None else np.concatenate([had, more])
+            request.torchrl_moe_forced = Forced(rows=rows, is_recorded=True)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)

@@ -37,6 +37,9 @@ class InFlight(Protocol):
     def restart_answers(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
         """Have answers without a token asked for again; ``delivered`` is request -> answer -> tokens."""
 
+    def read_again(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
+        """Note that answers lose their cache, so that the tokens they have are read again."""
+
 
 class EngineWeights:
     """The weights of one ``AsyncLLM``.
@@ -288,8 +291,8 @@ class EngineWeights:
         await self.engine.pause_generation(mode=pause, clear_cache=clear_cache)
         counts = await self._delivered()
         self._marks = {name: [*self._marks.get(name, []), (self.version, had)] for name, had in counts.items()}
-        if self.in_flight is not None and not clear_cache:
-            self.in_flight.restart_answers(counts)
+        if self.in_flight is not None:
+            (self.in_flight.read_again if clear_cache else self.in_flight.restart_answers)(counts)
 
     async def _delivered(self) -> dict[str, dict[int, int]]:
         """Return how many tokens each request of a paused engine has, by answer."""

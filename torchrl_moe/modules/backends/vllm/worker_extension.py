@@ -73,7 +73,8 @@ class WorkerExtension:
         try:
             routers = _compat_routing.routers_of(runner.get_model())
             sites = {
-                layer: prove(layer, router, config.get_hidden_size(), config.dtype) for layer, router in routers.items()
+                layer: prove(layer, router, config.get_hidden_size(), config.dtype, runner.device)
+                for layer, router in routers.items()
             }
         except ValueError as error:
             return str(error)
