@@ -30,7 +30,6 @@ SCHEDULERS = "torchrl_moe.modules.backends.vllm.schedulers"
 ROWS = "torchrl_moe_rows"  # an attribute that we add to vLLM's own messages from the scheduler to the workers
 
 Rows = NDArray[np.integer[Any]]
-Route = Callable[[Callable[[], Any]], Any]
 
 
 class Follower(Protocol):
