@@ -41,6 +41,7 @@ def check(versions: Versions, row: TensorDictBase) -> None:
         logprobs=row["log_probs", "full"][prompt:].numpy(),
         policy_versions=row["policy_versions", "full"][prompt:].numpy(),
         routed_experts=row["routed_experts", "full"][:-1].numpy(),
+        kept=None,
     )
     assert (row["routed_experts", "full"][-1] == -1).all()
     versions.check(SimpleNamespace(prompt_token_ids=row["tokens", "prompt"].numpy()), output)  # type: ignore[arg-type]

@@ -154,10 +154,19 @@ class Reference:
         finally:
             self._ties = None
 
-    def expected(self, completion: Any, output: Any) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return log-probs of one of an engine's answers, and routes of the whole."""
+    def expected(self, completion: Any, output: Any, since: int | None = None) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return log-probs of one of an engine's answers, and routes of the whole.
+
+        Args:
+            completion: of a request.
+            output: the answer.
+            since: a version: tokens of earlier ones are read by the experts that the engine recorded for them.
+        """
         ids = np.concatenate([completion.prompt_token_ids, output.token_ids])
-        log_probs, routes = self(torch.from_numpy(ids), routes=output.routed_experts)
+        made_by = torch.from_numpy(output.policy_versions.astype(np.int64))
+        row_by = torch.cat([made_by[:1].expand(len(completion.prompt_token_ids) - 1), made_by])
+        followed = None if since is None else row_by < since
+        log_probs, routes = self(torch.from_numpy(ids), routes=output.routed_experts, followed=followed)
         return log_probs[len(completion.prompt_token_ids) :], routes
 
     def distance(self, *completions: Any) -> float:

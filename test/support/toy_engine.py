@@ -56,7 +56,9 @@ class ToyEngine:
 
     def __init__(self) -> None:
         self.errored = False
-        self.model_config = SimpleNamespace(trust_remote_code=False, logprobs_mode="processed_logprobs")
+        self.model_config = SimpleNamespace(
+            trust_remote_code=False, logprobs_mode="processed_logprobs", get_vocab_size=lambda: 259
+        )
         self.vllm_config = SimpleNamespace(
             model_config=self.model_config,
             scheduler_config=SimpleNamespace(scheduler_cls=None),

@@ -930,7 +930,8 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_each_token_knows_its_
     assert not thread.is_alive()
     assert len(done) == len(prompts)
     outputs = [(completion, output) for completion in done for output in completion.outputs]
-    new_side = [trainer.reference.expected(*pair)[0] for pair in outputs]
+    since = after if kv == "recompute" else None
+    new_side = [trainer.reference.expected(*pair, since=since)[0] for pair in outputs]
     trainer.model.load_state_dict(old)
     old_side = [trainer.reference.expected(*pair)[0] for pair in outputs]
     for (completion, output), by_new, by_old in zip(outputs, new_side, old_side, strict=True):
