@@ -35,6 +35,7 @@ from torchrl_moe.modules.policies.wrapper_arguments import (
     keeps_routes,
     refuse,
     scorer_of,
+    set_no_batching,
     split_arguments,
     tokenizer_of,
 )
@@ -157,10 +158,7 @@ class vLLMWrapper(LLMWrapperBase):
         self.sampling_params = self._sampling_params(sampling, num_samples)
         self._set_samples(num_samples, inplace)
         self._set_keys()
-        # what TorchRL's base class reads; batching is the engine's
-        self._min_batch_size = self._max_batch_size = self._batching_lock = None
-        self._batch_queue: list[Any] = []
-        self._futures: list[Any] = []
+        set_no_batching(self)
 
     def _set_samples(self, num_samples: int | None, inplace: Literal["empty"] | bool | None) -> None:
         """Set how many answers a prompt gets, and where they go."""

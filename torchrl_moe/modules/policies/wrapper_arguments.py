@@ -12,7 +12,7 @@ from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.modules.serving.service import GenerationService
 
-__all__ = ["engine_of", "keeps_routes", "refuse", "scorer_of", "split_arguments", "tokenizer_of"]
+__all__ = ["engine_of", "keeps_routes", "refuse", "scorer_of", "set_no_batching", "split_arguments", "tokenizer_of"]
 
 INPUT_MODES = ("history", "text", "tokens")
 
@@ -90,6 +90,12 @@ def engine_of(model: Any) -> GenerationService:
     if not isinstance(model, GenerationService):
         raise TypeError(f"model must be an AsyncVLLM, a folder or a hub name, got {type(model).__name__}")
     return model
+
+
+def set_no_batching(wrapper: Any) -> None:
+    """Set what TorchRL's base class reads of batching, which here is the engine's."""
+    wrapper._min_batch_size = wrapper._max_batch_size = wrapper._batching_lock = None
+    wrapper._batch_queue, wrapper._futures = [], []
 
 
 def tokenizer_of(tokenizer: Any, engine: GenerationService) -> Any:
