@@ -213,19 +213,16 @@ def write_pairs(engine: AsyncVLLM) -> list[float]:
     ids = np.random.default_rng(1).integers(0, 256, (REQUESTS, 12)).tolist()
     params = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
 
-    def write() -> float:
+    def write(on: bool) -> float:
+        engine.collective_rpc("torchrl_moe_follow", args=(on,))
         began = time.perf_counter()
         engine.generate(prompt_token_ids=ids, sampling_params=params, use_tqdm=False)
         return time.perf_counter() - began
 
-    def write_without() -> float:
-        engine.collective_rpc("torchrl_moe_follow_routes", args=(False,))
-        seconds = write()
-        engine.collective_rpc("torchrl_moe_follow_routes")
-        return seconds
-
-    write()
-    return paired(write_without, write)
+    write(True)
+    ratios = paired(lambda: write(False), lambda: write(True))
+    engine.collective_rpc("torchrl_moe_follow", args=(True,))
+    return ratios
 
 
 def memory(rows: np.ndarray[Any, Any]) -> Row:

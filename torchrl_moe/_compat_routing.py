@@ -19,7 +19,6 @@ __all__ = [
     "drive_routers",
     "has_scheduler",
     "key_blocks_by_rows",
-    "leave_routers",
     "recorded_rows",
     "routers_of",
     "take_scheduler",
@@ -38,8 +37,12 @@ class Follower(Protocol):
     def take(self, rows: Mapping[str, Rows], params: Mapping[str, Any], ended: Iterable[str]) -> None:
         """Take the rows of requests that come, or come back, and drop those of requests that ended."""
 
-    def begin(self, spans: Sequence[tuple[str, int, int]]) -> None:
-        """Begin a step: of each request in the batch its name, the first token's position, and how many there are."""
+    @property
+    def rows(self) -> Mapping[str, Rows]:
+        """The rows of each request that follows some."""
+
+    def begin(self, spans: Sequence[tuple[str, int, int]]) -> bool:
+        """Begin a step, of each request its name, its first token's position and how many; whether any follows rows."""
 
     def end(self, captured: Any) -> None:
         """End a step, in which these experts ``[N, L, K]`` were recorded."""
@@ -144,34 +147,49 @@ def routers_of(model: Any) -> dict[int, Any]:
     return found
 
 
-def drive_routers(runner: Any, routers: Mapping[int, Any], follower: Follower) -> None:
-    """Have a worker's model runner tell ``follower`` of its steps, and its routers ask it (0.30)."""
+def drive_routers(runner: Any, routers: Mapping[int, Any], follower: Follower) -> Callable[[bool], None]:
+    """Have a worker's model runner tell ``follower`` of its steps, and its routers ask it (0.30).
+
+    Returns:
+        What turns that on, as it is not yet, and off.
+
+    Routers are as vLLM made them in a step in which nothing is followed: a call more per layer costs 3 % of a step.
+    """
     prepare, execute = runner._prepare_inputs, runner.execute_model
+    asking = [(router, _asking(router._compute_routing, layer, follower)) for layer, router in routers.items()]
+    are_asking = False
 
     def prepare_and_begin(scheduler_output: Any, num_scheduled_tokens: NDArray[np.int32]) -> Any:
+        nonlocal are_asking
         prepared = prepare(scheduler_output, num_scheduled_tokens)
-        batch, count = runner.input_batch, len(num_scheduled_tokens)
-        starts = batch.num_computed_tokens_cpu[:count].tolist()
-        follower.begin(list(zip(batch.req_ids, starts, num_scheduled_tokens.tolist(), strict=True)))
+        if follower.rows:
+            batch, count = runner.input_batch, len(num_scheduled_tokens)
+            starts = batch.num_computed_tokens_cpu[:count].tolist()
+            are_asking = follower.begin(list(zip(batch.req_ids, starts, num_scheduled_tokens.tolist(), strict=True)))
+            if are_asking:
+                for router, asks in asking:
+                    router._compute_routing = asks
         return prepared
 
     def execute_and_end(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        params = {new.req_id: new.sampling_params for new in scheduler_output.scheduled_new_reqs}
-        follower.take(getattr(scheduler_output, ROWS, {}), params, scheduler_output.finished_req_ids)
+        nonlocal are_asking
+        rows, new = getattr(scheduler_output, ROWS, None), scheduler_output.scheduled_new_reqs
+        if rows or new or follower.rows:
+            params = {one.req_id: one.sampling_params for one in new}
+            follower.take(rows or {}, params, scheduler_output.finished_req_ids)
         output = execute(scheduler_output, *args, **kwargs)
-        follower.end(runner.routed_experts_capturer.get_device_buffer())
+        if are_asking:  # a step that fails ends the engine
+            are_asking = False
+            for router, _ in asking:
+                del router._compute_routing
+            follower.end(runner.routed_experts_capturer.get_device_buffer())
         return output
 
-    runner._prepare_inputs, runner.execute_model = prepare_and_begin, execute_and_end
-    for layer, router in routers.items():
-        router._compute_routing = _asking(router._compute_routing, layer, follower)
+    def drive(on: bool) -> None:
+        runner._prepare_inputs = prepare_and_begin if on else prepare
+        runner.execute_model = execute_and_end if on else execute
 
-
-def leave_routers(runner: Any, routers: Mapping[int, Any]) -> None:
-    """Undo :func:`drive_routers`."""
-    del runner._prepare_inputs, runner.execute_model
-    for router in routers.values():
-        del router._compute_routing
+    return drive
 
 
 def _asking(live: Callable[..., Any], layer: int, follower: Follower) -> Callable[..., Any]:

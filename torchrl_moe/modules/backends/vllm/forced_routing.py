@@ -62,11 +62,16 @@ class ForcedRouting:
             if (given := forced_in(one).rows) is not None:
                 self._rows[name] = given
 
-    def begin(self, spans: Sequence[tuple[str, int, int]]) -> None:
-        """Begin a step of these requests: name, position of the first token, number of tokens."""
+    def begin(self, spans: Sequence[tuple[str, int, int]]) -> bool:
+        """Begin a step of these requests: name, position of the first token, number of tokens.
+
+        Returns:
+            Whether a token of them follows a row.
+        """
         self._step = None
         if any(start < len(self._rows.get(name, ())) for name, start, _ in spans):
             self._step = self._binding(self._laid_out(spans))
+        return self._step is not None
 
     def _laid_out(self, spans: Sequence[tuple[str, int, int]]) -> Tensor:
         """Return int16 ``[N, L, K]``, -1 where a router chooses."""

@@ -39,6 +39,7 @@ class WorkerExtension:
     weight_transfer_engine: Any
     add_lora: Callable[[Any], bool]
     torchrl_moe_saved: dict[str, Tensor]
+    torchrl_moe_drive: Callable[[bool], None]
 
     def torchrl_moe_router_layers(self) -> list[int]:
         """Return the sorted indices of the decoder layers that have a router.
@@ -63,12 +64,9 @@ class WorkerExtension:
         """Compute scores of prompts at the temperature, and over the words, that a request names."""
         _compat_sampling.adjust_prompt_logits(self.model_runner, adjusted)
 
-    def torchrl_moe_follow_routes(self, on: bool = True) -> str:
-        """Have the routers follow recorded experts; or no longer, to measure it. Return why they cannot, or ""."""
+    def torchrl_moe_follow_routes(self) -> str:
+        """Have the routers follow recorded experts from now on; return why they cannot, or ""."""
         runner = self.model_runner
-        if not on:
-            _compat_routing.leave_routers(runner, _compat_routing.routers_of(runner.get_model()))
-            return ""
         config = runner.model_config
         try:
             routers = _compat_routing.routers_of(runner.get_model())
@@ -79,8 +77,13 @@ class WorkerExtension:
         except ValueError as error:
             return str(error)
         _, num_layers, top_k = runner.routed_experts_capturer.get_device_buffer().shape
-        _compat_routing.drive_routers(runner, routers, ForcedRouting(sites, num_layers, top_k))
+        self.torchrl_moe_drive = _compat_routing.drive_routers(runner, routers, ForcedRouting(sites, num_layers, top_k))
+        self.torchrl_moe_drive(True)
         return ""
+
+    def torchrl_moe_follow(self, on: bool) -> None:
+        """Follow or route live, to measure what it costs; an engine that follows must not be left at live."""
+        self.torchrl_moe_drive(on)
 
     def torchrl_moe_stage(self, manifest: str, shadow: bool, verify: bool, threads: int) -> bool:
         """Begin to stage a version; see ``WeightEngine.stage``."""
