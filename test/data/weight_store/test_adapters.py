@@ -37,7 +37,7 @@ def test_old_versions_are_collected_and_a_number_may_come_again(tmp_path: Path) 
     for version in (9, 10, 11):
         writer.publish(files(b"%d" % version), version)
     assert adapter_versions(tmp_path) == {10, 11}
-    writer.publish(files(b"anew"), 2)  # of a trainer that counts from the beginning
+    writer.publish(files(b"first"), 2)  # of a trainer that counts from the beginning
     assert adapter_versions(tmp_path) == {11, 2}
     assert sorted(path.name for path in tmp_path.glob("adapter-*")) == ["adapter-v11", "adapter-v2"]
     writer.publish(files(b"again"), 2)

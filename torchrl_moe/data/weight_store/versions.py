@@ -191,7 +191,7 @@ class VersionsWriter:
         return held
 
     def _hide(self, version: int) -> bool:
-        """Let a version be found no more, unless a reader leased it in the last moment."""
+        """Hide a version from new readers, unless one leased it in the last moment."""
         shown = version_folder(self.folder, version) / MANIFEST
         hidden = shown.with_name("hidden")
         os.rename(shown, hidden)
