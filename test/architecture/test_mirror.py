@@ -36,6 +36,7 @@ ACROSS: dict[str, str] = {
     "modules/serving/test_faults.py": "processes of real engines killed and stopped under requests",
     "modules/replay/test_composition.py": "replay with peft, torch.compile and FSDP2",
     "weight_update/test_weights_in_flight.py": "requests across a weight swap, over a real engine",
+    "weight_update/test_ownership.py": "drivers that update one engine, one at a time",
     "weight_update/test_weight_adapters.py": "adapters sent to a real engine",
     "weight_update/test_weight_matrix.py": "families, pauses, caches and transports together, over real engines",
     "modules/policies/test_torchrl_pipeline.py": "the policy in TorchRL's environment, collector and replay buffer",
