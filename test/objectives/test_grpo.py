@@ -517,6 +517,18 @@ def test_terms_that_are_off_are_absent() -> None:
     assert loss.actor_network.calls[-1]["entropy"] is False
 
 
+@pytest.mark.parametrize("paper", [DAPO, GSPOLoss, CISPOLoss, DPPOLoss, SAPOLoss])
+def test_losses_of_papers_without_an_entropy_bonus_have_none(paper: type[GRPOLoss]) -> None:
+    """TorchRL's DAPO and CISPOLoss add one by default, as its GRPOLoss does, whose default stays."""
+    td, actor = by_hand()
+    out = paper(actor)(td)
+    assert total(out).item() == out.loss_objective.item()
+    assert out.loss_entropy is None
+    wanted = paper(actor, entropy_bonus=True, aggregation="token_mean")(td)
+    assert wanted.loss_entropy.item() == pytest.approx(-0.01 * (1 + 2 + 3) / 3)
+    assert GRPOLoss(actor)(td).loss_entropy.item() == wanted.loss_entropy.item()
+
+
 def test_a_kl_with_coefficient_zero_is_measured() -> None:
     out = GRPOLoss(BigramActor(), kl_to_inference_coeff=0.0)(ragged(samples(SHAPES)))
     assert out.kl_to_inference.item() > 0
