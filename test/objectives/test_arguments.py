@@ -24,7 +24,9 @@ def test_choice() -> None:
 
 def test_penalties() -> None:
     check_penalties(None, None, None, "k3", False)
-    check_penalties(0.1, 0.0, 0.0, "k1", True)
+    check_penalties(0.1, 0.0, 0.0, "k1", True, 10.0)
+    with pytest.raises(ValueError, match=r"^kl_clamp must be positive, got 0: None switches it off.$"):
+        check_penalties(None, None, None, "k3", False, 0)
     with pytest.raises(ValueError, match=r"^kl_mask_threshold must be positive, got 0: None switches it off.$"):
         check_penalties(0, None, None, "k3", False)
     with pytest.raises(ValueError, match=r"^kl_to_ref_coeff must not be negative, got -1: None switches it off.$"):

@@ -36,11 +36,17 @@ def check_no_dual_clip(loss: type, arguments: Mapping[str, object]) -> None:
 
 
 def check_penalties(
-    threshold: float | None, to_ref: float | None, to_inference: float | None, estimator: str, off_policy: bool
+    threshold: float | None,
+    to_ref: float | None,
+    to_inference: float | None,
+    estimator: str,
+    off_policy: bool,
+    clamp: float | None = None,
 ) -> None:
-    """Raise ValueError unless the KL terms make sense: coefficients, threshold (``None`` passes) and estimator."""
-    if threshold is not None and not threshold > 0:
-        raise ValueError(f"kl_mask_threshold must be positive, got {threshold}: None switches it off.")
+    """Raise ValueError unless the KL terms make sense: coefficients, bounds (``None`` passes) and estimator."""
+    for name, bound in {"kl_mask_threshold": threshold, "kl_clamp": clamp}.items():
+        if bound is not None and not bound > 0:
+            raise ValueError(f"{name} must be positive, got {bound}: None switches it off.")
     for name, coeff in {"kl_to_ref_coeff": to_ref, "kl_to_inference_coeff": to_inference}.items():
         if coeff is not None and not coeff >= 0:
             raise ValueError(f"{name} must not be negative, got {coeff}: None switches it off.")

@@ -47,6 +47,7 @@ class GRPOLoss(LossModule):
 
     - every loss term and metric is a mean over valid tokens: TorchRL's KL terms, ``kl_approx``, ``entropy`` and
       ``clip_fraction`` average over prompts and pads too. All loss terms follow ``aggregation``;
+    - a token's KL penalty is bounded, see ``kl_clamp``;
     - ``kl_mask_threshold`` compares with the reference, as TorchRL documents, not with the rollout policy;
     - a part of a batch can be normalised by the whole batch, see :meth:`denominators`;
     - advantages per token are padded on the side on which the tokens are;
@@ -80,6 +81,8 @@ class GRPOLoss(LossModule):
         kl_estimator: of both: ``"k1"``, ``"k2"`` or ``"k3"``; what each one's gradient is says
             :mod:`torchrl_moe.objectives.functional.kl`.
         kl_off_policy: weight both by π/μ, for the gradient of the KL whatever μ is.
+        kl_clamp: cuts both per token to ``±kl_clamp``, before the coefficient; a token that is cut has no gradient from
+            them. ``None`` switches it off.
         reference: ``"key"`` reads ``ref_log_probs``; ``"adapter"`` scores with the actor's peft adapter switched off.
         device: of the buffers; default: the actor's.
         masking_strategy: ``"sft"`` (attended tokens after the prompt), ``"rlhf"`` (those of the assistant mask) or
@@ -124,6 +127,7 @@ class GRPOLoss(LossModule):
         kl_to_inference_coeff: float | None = None,
         kl_estimator: F.KLEstimator = "k3",
         kl_off_policy: bool = False,
+        kl_clamp: float | None = 10.0,
         reference: Literal["key", "adapter"] = "key",
         device: torch.device | None = None,
         masking_strategy: Masking = "sft",
@@ -137,7 +141,8 @@ class GRPOLoss(LossModule):
         check_choice("reduction", reduction, (None, "mean", "none"))
         check_choice("proximal_policy", proximal_policy, (None, *get_args(Proximal)))
         check_choice("reference", reference, ("key", "adapter"))
-        check_penalties(kl_mask_threshold, kl_to_ref_coeff, kl_to_inference_coeff, kl_estimator, kl_off_policy)
+        coefficients = (kl_to_ref_coeff, kl_to_inference_coeff)
+        check_penalties(kl_mask_threshold, *coefficients, kl_estimator, kl_off_policy, kl_clamp)
         check_dual_clip(dual_clip)
         check_fixed_length(aggregation, fixed_length)
         self.actor_network, self.reference = actor_network, reference
@@ -145,7 +150,8 @@ class GRPOLoss(LossModule):
         self.fixed_length, self.reduction, self.dual_clip = fixed_length, reduction or "mean", dual_clip
         self.entropy_bonus, self.entropy_coeff = entropy_bonus, entropy_coeff
         self.kl_mask_threshold, self.kl_estimator, self.kl_off_policy = kl_mask_threshold, kl_estimator, kl_off_policy
-        self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff, kl_to_inference_coeff
+        self.kl_to_ref_coeff, self.kl_to_inference_coeff = coefficients
+        self.kl_clamp = kl_clamp
         self.proximal_policy = proximal_policy
         self.corrections = Corrections(correction, thresholds, proximal_policy)
         self.inputs = LossInputs(
@@ -279,9 +285,10 @@ class GRPOLoss(LossModule):
             "kl_to_inference": (batch.sample_log_probs, self.kl_to_inference_coeff),
         }
         weight = ratios.sample_log_ratio if self.kl_off_policy else None
+        how = (self.kl_estimator, weight, self.kl_clamp)
         for name, (other, coeff) in others.items():
             if other is not None and coeff is not None:
-                penalty, known = F.kl_penalty(scores.log_probs, other, ratios.mask, self.kl_estimator, weight)
+                penalty, known = F.kl_penalty(scores.log_probs, other, ratios.mask, *how)
                 terms[name] = _Term(coeff * penalty, penalty, known)
         return terms
 
