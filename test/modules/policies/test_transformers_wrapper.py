@@ -619,6 +619,33 @@ def test_r2_keeps_the_recorded_experts_when_the_weights_move(td: TensorDictBase)
         assert torch.equal(seen[layer][0][laid_out.index[laid_out.mask]], rows)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_r2_records_once_unless_asked_to_do_it_again(td: TensorDictBase, layout: str) -> None:
+    """Old log-probs after an update are those of the recorded experts, whose record stays."""
+    scorer, batch = TransformersWrapper(make_tiny_moe(), replay="R2"), LAYOUTS[layout](td)
+    with torch.no_grad():
+        scorer.score(batch)
+        first = [row.clone() for row in batch.get(RECORDED, as_list=True)]
+        for layer in MOE:
+            scorer.model.model.layers[layer].mlp.gate.weight.copy_(torch.randn(16, 64))
+        again = scorer.score(batch)[0]
+        assert all(map(torch.equal, batch.get(RECORDED, as_list=True), first))
+    assert torch.equal(scorer.score(batch)[0], again)
+    with torch.no_grad():
+        scorer.get_new_version(rerecord=True).score(batch)
+    assert not all(map(torch.equal, batch.get(RECORDED, as_list=True), first))
+
+
+def test_r2_does_not_guess_where_some_samples_were_recorded(td: TensorDictBase) -> None:
+    scorer = TransformersWrapper(make_tiny_moe(), replay="R2")
+    with torch.no_grad():
+        scorer.score(td[:1])
+        with pytest.raises(ReplayError, match=r"samples \[1, 2\] have no 'train_routed_experts', and others have: score"):
+            scorer.score(td)
+        scorer.get_new_version(rerecord=True).score(td)
+        scorer.score(td)
+
+
 def test_r2_without_a_recording_says_how_to_make_one(actor: TransformersWrapper, td: TensorDictBase) -> None:
     with pytest.raises(ReplayError, match=r"'train_routed_experts'.*score the batch once under torch.no_grad\(\)"):
         actor.get_new_version(replay="R2").score(td)
@@ -710,6 +737,7 @@ def test_a_new_version_keeps_every_argument() -> None:
         "pad_model_input": False,
         "measure_agreement": True,
         "on_bad_routes": "live",
+        "rerecord": True,
         "input_key": ("t", "ids"),
         "inplace": False,
         "tokens_key": "t",

@@ -3,8 +3,8 @@
 TorchRL's name and keys; it scores and never generates. Which experts the forward pass uses is one switch:
 
 - ``"R3"``: those of the rollout engine, ``("routed_experts", "full")`` (arXiv 2510.11370);
-- ``"R2"``: those of this model's own forward under ``no_grad``, recorded to ``("train_routed_experts", "full")`` and
-  replayed under grad (arXiv 2512.01374);
+- ``"R2"``: those of this model's own first forward under ``no_grad``, recorded to ``("train_routed_experts", "full")``
+  and replayed by every later one (arXiv 2512.01374);
 - ``"none"``: the live router's.
 """
 
@@ -27,7 +27,7 @@ from torchrl_moe import _checks
 from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.modules.policies.dense_distributions import DenseDistributions
 from torchrl_moe.modules.policies.rollout import stack_answers
-from torchrl_moe.modules.policies.routes import RECORDED, no_routes, note_routing, read_routes, write_recorded
+from torchrl_moe.modules.policies.routes import RECORDED, has_recorded, no_routes, note_routing, read_routes, write_recorded
 from torchrl_moe.modules.policies.sampled_from import UNSAID, SampledFrom, read_sampling, says_nothing
 from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, align, read_batch
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
@@ -57,6 +57,7 @@ class TransformersWrapper(DenseDistributions):
         measure_agreement: also compute the live router's choice, for ``("routing", "agreement")``.
         on_bad_routes: what to do about a sample whose routes are wrong: ``"raise"``, or run it on the ``"live"`` router
             and count its tokens in ``("routing", "fallback")``.
+        rerecord: under R2, record again in a forward under ``no_grad`` although the batch has recorded routes.
         router_replay: a handle that the model has already.
         input_key: where the tokens are; default ``("tokens", "full")``.
         inplace: write into the input (default), or into a new TensorDict (``False`` or ``"empty"``).
@@ -86,6 +87,7 @@ class TransformersWrapper(DenseDistributions):
         pad_model_input: bool | None = None,
         measure_agreement: bool = False,
         on_bad_routes: OnBadRoutes = "raise",
+        rerecord: bool = False,
         router_replay: RouterReplay | None = None,
         input_key: NestedKey | None = None,
         inplace: bool | Literal["empty"] = True,
@@ -105,7 +107,7 @@ class TransformersWrapper(DenseDistributions):
         self._arguments = {**arguments, "model": self.model, "router_replay": self.router_replay}
         self.tokenizer, self.input_mode, self.generate, self.inplace = tokenizer, input_mode, False, inplace
         self.replay, self.temperature, self.pad_model_input = replay, temperature, pad_model_input
-        self.measure_agreement, self.on_bad_routes = measure_agreement, on_bad_routes
+        self.measure_agreement, self.on_bad_routes, self.rerecord = measure_agreement, on_bad_routes, rerecord
         self.tokens_key, self.masks_key, self.log_probs_key = tokens_key, masks_key, log_probs_key
         self.routed_experts_key = routed_experts_key
         self.input_key = (tokens_key, "full") if input_key is None else input_key
@@ -237,7 +239,7 @@ class TransformersWrapper(DenseDistributions):
         """Make the forward pass inside follow the routes that ``replay`` asks for; write what it did."""
         if self.router_replay is None or self.replay == "none":
             yield
-        elif self.replay == "R2" and not torch.is_grad_enabled():
+        elif self.replay == "R2" and not torch.is_grad_enabled() and (self.rerecord or not has_recorded(td)):
             with self.router_replay.record() as recording:
                 yield
             write_recorded(td, batch, layout.read(recording.routed_experts.flatten(0, 1)))
