@@ -460,6 +460,14 @@ def test_versions_of_an_actor_share_what_was_found_out_about_the_model(actor: Tr
     assert actor.get_new_version(model=make_tiny_moe()).scoring_model is not actor.scoring_model
 
 
+def test_a_token_behind_a_gap_does_not_count_as_certain(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    td[1]["masks", "all_attention_mask"][len(td[1]["tokens", "prompt"])] = False
+    td["advantage"] = torch.ones(3, 1, 1)
+    for ask in (actor.score, actor.get_dist, GRPOLoss(actor)):
+        with pytest.raises(ValueError, match=r"'all_attention_mask'\) of sample 1 has a gap before token \d+ \(1 gaps"):
+            ask(td)
+
+
 def test_without_a_mask_all_tokens_are_real(actor: TransformersWrapper, td: TensorDictBase) -> None:
     assert torch.equal(actor.score(td.exclude("masks"))[0], actor.score(td)[0])
 
@@ -640,7 +648,7 @@ def test_r2_does_not_guess_where_some_samples_were_recorded(td: TensorDictBase) 
     scorer = TransformersWrapper(make_tiny_moe(), replay="R2")
     with torch.no_grad():
         scorer.score(td[:1])
-        with pytest.raises(ReplayError, match=r"samples \[1, 2\] have no 'train_routed_experts', and others have: score"):
+        with pytest.raises(ReplayError, match=r"samples \[1, 2\] have no 'train_routed_experts', and others have"):
             scorer.score(td)
         scorer.get_new_version(rerecord=True).score(td)
         scorer.score(td)

@@ -27,7 +27,14 @@ from torchrl_moe import _checks
 from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.modules.policies.dense_distributions import DenseDistributions
 from torchrl_moe.modules.policies.rollout import stack_answers
-from torchrl_moe.modules.policies.routes import RECORDED, has_recorded, no_routes, note_routing, read_routes, write_recorded
+from torchrl_moe.modules.policies.routes import (
+    RECORDED,
+    has_recorded,
+    no_routes,
+    note_routing,
+    read_routes,
+    write_recorded,
+)
 from torchrl_moe.modules.policies.sampled_from import UNSAID, SampledFrom, read_sampling, says_nothing
 from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, align, read_batch
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
