@@ -31,6 +31,7 @@ from torchrl_moe.data import KeptTokens, RoutedExperts, RoutingLayout
 from torchrl_moe.modules import RouterReplay, TransformersWrapper, vLLMWrapper
 from torchrl_moe.modules.policies.rollout import RolloutKeys, pad_answers, stack_answers
 from torchrl_moe.modules.policies.scoring import read_rows
+from torchrl_moe.modules.replay.interception import TopKObserver
 from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.objectives.actors import score_tokens
 from torchrl_moe.objectives.batch import TokenReader
@@ -528,6 +529,22 @@ def test_routes_reach_the_experts_as_recorded(
             live = native.routed_experts.flatten(0, 1)[:, layer].long()
             assert torch.equal(got[~known], live[~known])
     assert int(known.sum()) < len(known)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_of_real_rollouts_only_rows_without_a_route_are_ranked(
+    actor: TransformersWrapper, td: TensorDictBase, packed: bool
+) -> None:
+    """No engine knows the experts of a last token. With one such row in each sequence all of them were ranked."""
+    scorer = actor.get_new_version(pad_model_input=not packed)
+    ranked: list[int] = []
+    scorer.score(td)  # the model has been tried
+    with TopKObserver(lambda scores, _: ranked.append(len(scores))):
+        scorer.score(td)
+    rows = scorer._layout(scorer._batch(td)).shape.numel()
+    known = sum(int((one[ROUTES][:, 1, 0] >= 0).sum()) for one in td.unbind(0))
+    assert rows - known == (3 if packed else rows - known)  # packed: the last of each, and no pads
+    assert ranked == [rows - known] * len(MOE)
 
 
 def test_gradients_reach_every_router(actor: TransformersWrapper, td: TensorDictBase) -> None:

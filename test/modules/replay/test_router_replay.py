@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.families import build
 from support.gradients import assert_same, backward, gradients, loss_of
 from support.routes import FAMILIES, U, experts_seen, pair, random_routes, recorded, tokens
 from support.toy_moe import (
@@ -29,6 +30,7 @@ from support.toy_moe import (
 from torchrl_moe._errors import ReplayError, RouteShapeError, RouteValueError, UnsupportedRouterError
 from torchrl_moe.modules import RouterReplay
 from torchrl_moe.modules import UnsupportedRouterError as PublicError
+from torchrl_moe.modules.replay.binding import Binding
 from torchrl_moe.testing import make_tiny_moe
 
 IDS = tokens()
@@ -394,6 +396,14 @@ def test_a_model_whose_self_test_fails_is_refused_and_left_alone(router: type[nn
     with pytest.raises(UnsupportedRouterError, match=f"ToyMoE failed the self-test: .*{message}"):
         RouterReplay(model)
     assert [set(vars(module)) for module in model.modules()] == before
+
+
+def test_the_self_test_has_live_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep one group of theirs here, which is as wrong for some, and right for all rows that are replayed."""
+    groups = Binding.groups
+    monkeypatch.setattr(Binding, "groups", lambda *args: groups(*args)[:, :1])
+    with pytest.raises(UnsupportedRouterError, match="its own routes in every other row changes its output by up to"):
+        RouterReplay(build("deepseek_v3", num_experts_per_tok=1, topk_group=3))
 
 
 class KeywordMoE(ToyMoE):

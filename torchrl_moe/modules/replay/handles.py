@@ -59,8 +59,8 @@ class _RouterHandle(_Handle):
         def choose(scores: Tensor, own: Any) -> Tensor:
             return binding.choose(site, scores, own, recompute)
 
-        def groups(scores: Tensor, own: Any) -> Tensor:
-            return binding.groups(site, scores, own)
+        def groups(scores: Tensor, own: Any, top_k: int) -> Tensor:
+            return binding.groups(site, scores, own, top_k)
 
         opening = None if binding.routes is None else groups
         with TopKInterception(site.num_experts, site.top_k, site.rank, choose, opening):
@@ -71,7 +71,7 @@ class _RouterHandle(_Handle):
         chosen: list[Tensor] = []
 
         def choose(scores: Tensor, own: Any) -> Tensor:
-            result: TopK = own()
+            result: TopK = own(None)
             chosen.append(result.indices.reshape(len(scores), -1))
             return chosen[-1]
 
