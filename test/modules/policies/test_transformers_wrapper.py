@@ -24,6 +24,7 @@ from torchrl.modules.llm.policies import vLLMWrapper as TorchRLvLLMWrapper
 from torchrl.objectives.llm import GRPOLoss as TorchRLLoss
 
 from support.families import build
+from support.flash import flash_attention
 from support.gradients import gradients
 from support.routes import FAMILIES, experts_seen, random_routes
 from torchrl_moe._errors import ReplayError, RouteShapeError, UnsupportedRouterError
@@ -377,12 +378,60 @@ def test_ragged_batches_are_packed_unless_told_otherwise(actor: TransformersWrap
     shapes = {pad: actor.get_new_version(pad_model_input=pad)._layout(actor._batch(td)).shape for pad in (True, None)}
     assert shapes == {True: (3, longest), None: (2, longest)}
     same = lazy_stack([td[1], td[1].clone()])
-    assert "attention_mask" in actor._layout(actor._batch(same)).inputs
-    leaky = TransformersWrapper(make_tiny_moe(), replay="none")
-    leaky.scoring_model.packs = False
+    assert actor._layout(actor._batch(same)).shape == (2, lengths[1])
+    leaky = TransformersWrapper(build("jamba"), replay="none")
     assert leaky._layout(leaky._batch(td)).shape == (3, longest)
-    leaky.model.config._attn_implementation_internal, leaky.scoring_model.packs = "flash_attention_2", True
-    assert leaky._layout(leaky._batch(td)).shape == (1, sum(lengths))
+
+
+@pytest.fixture
+def uneven() -> TensorDictBase:
+    """Sequences of 300, 20 and 20 tokens."""
+    ids = torch.randint(3, 250, (340,), generator=torch.Generator().manual_seed(0)).split([300, 20, 20])
+    return lazy_stack([TensorDict({"tokens": {"full": one}}) for one in ids])
+
+
+def test_flash_attention_has_one_row_for_all(uneven: TensorDictBase) -> None:
+    """Of 340 tokens, in its kernel for sequences of several lengths. As three rows they were 900, in the other one."""
+    model = make_tiny_moe(num_hidden_layers=2)
+    actor = TransformersWrapper(model, replay="none")
+    wanted = actor.score(uneven)[0]
+    slots: list[int] = []
+    count = lambda _, __, inputs: slots.append(inputs["input_ids"].numel())  # noqa: E731
+    model.model.register_forward_pre_hook(count, with_kwargs=True)
+    for packed in (None, False):
+        with flash_attention(model) as calls:
+            scorer = TransformersWrapper(model, replay="none", pad_model_input=packed)
+            scorer.score(uneven)  # the model is tried
+            calls.clear()
+            slots.clear()
+            got = scorer.score(uneven)[0]
+        assert slots == [340]
+        assert calls == [[0, 300, 320, 340]] * 2
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("pads", [True, None])
+def test_right_padded_batches_make_no_mask_of_all_pairs(
+    uneven: TensorDictBase, pads: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SDPA's is [B, 1, W, W]: 2.1 GB for 8 sequences of 16k. Rows of one sequence need none, and keep every score."""
+    actor = TransformersWrapper(make_tiny_moe(num_hidden_layers=2), replay="none", pad_model_input=pads)
+    batch = uneven if pads else uneven[1:]
+    alone = [actor.score(batch[i : i + 1])[0][0] for i in range(len(batch))]
+    masks: list[Any] = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def kept(*args: Any, attn_mask: Tensor | None = None, **more: Any) -> Tensor:
+        masks.append(None if attn_mask is None else list(attn_mask.shape))
+        return attention(*args, attn_mask=attn_mask, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kept)
+    together = actor.score(batch)[0]
+    assert masks == [None] * 2
+    for row, one in zip(together, alone, strict=True):
+        torch.testing.assert_close(row[len(row) - len(one) :], one, atol=1e-6, rtol=0)
+    actor.get_dist(batch)
+    assert masks == [None] * 4
 
 
 @pytest.mark.parametrize("family", ["minimax", "deepseek_v4", "qwen3_next"])

@@ -58,10 +58,14 @@ class ScoringBatch:
         before[:, 1:] = self.mask[:, :-1]
         return self.mask & before
 
-    def padded(self) -> Layout:
+    def padded(self, masked: bool = True) -> Layout:
         """Return the layout with a row for each sequence, padded on the right.
 
         On the left, pads would stand before the tokens: linear attention and sparse attention do not look past them.
+
+        Args:
+            masked: whether the model is told of the pads. A causal one needs not be, and with a mask SDPA makes another
+                one of ``[R, 1, W, W]``.
         """
         width = max(1, int(self.mask.sum(-1).max()))
         places = (self.mask.cumsum(-1) - 1).clamp(min=0)
@@ -70,8 +74,10 @@ class ScoringBatch:
         columns = torch.arange(width, device=self.ids.device).expand(len(self.ids), -1)
         ids = columns.new_zeros(columns.shape)
         ids.view(-1)[index[self.mask]] = self.ids[self.mask]
-        attended = (columns < self.mask.sum(-1, keepdim=True)).long()
-        return Layout({"input_ids": ids, "attention_mask": attended, "position_ids": columns}, index, self.mask)
+        inputs = {"input_ids": ids, "position_ids": columns}
+        if masked:
+            inputs["attention_mask"] = (columns < self.mask.sum(-1, keepdim=True)).long()
+        return Layout(inputs, index, self.mask)
 
     def packed(self, width: int | None = None) -> Layout:
         """Return a layout with several sequences in a row; positions that start over separate them.

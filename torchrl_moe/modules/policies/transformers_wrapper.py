@@ -225,9 +225,10 @@ class TransformersWrapper(DenseDistributions):
         return read_sampling(td, batch, self.temperature)
 
     def _layout(self, batch: ScoringBatch) -> Layout:
+        masked = self.scoring_model.sees_pads  # asked first: under FSDP all ranks find out together, whatever they have
         if self.pad_model_input:
-            return batch.padded()
-        packs = self.scoring_model.packs  # asked first: under FSDP all ranks find out together, whatever their batches
+            return batch.padded(masked)
+        packs = self.scoring_model.packs
         if self.pad_model_input is False:
             if not packs:
                 raise ValueError(
@@ -236,10 +237,11 @@ class TransformersWrapper(DenseDistributions):
                 )
             return batch.packed()
         if not packs:
-            return batch.padded()
+            return batch.padded(masked)
         longest = max(1, int(batch.mask.sum(-1).max()))
         packed = batch.packed(None if self.scoring_model.packs_in_one_row else longest)
-        return packed if packed.shape.numel() < batch.ids.numel() else batch.padded()
+        padded = batch.padded(masked)
+        return packed if packed.shape.numel() < padded.shape.numel() else padded
 
     @contextmanager
     def _routed(self, td: TensorDictBase, batch: ScoringBatch, layout: Layout) -> Iterator[None]:
@@ -258,7 +260,7 @@ class TransformersWrapper(DenseDistributions):
             note_routing(td, batch, routes, self.router_replay.report(), self.router_replay.refused)
 
     def _token_logits(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor:
-        layout = self._layout(batch) if self.pad_model_input is False else batch.padded()
+        layout = self._layout(batch) if self.pad_model_input is False else batch.padded(self.scoring_model.sees_pads)
         with self._routed(td, batch, layout):
             output, _ = self.scoring_model.run(layout.inputs)
         sampled_from = self._sampled_from(td, batch)
