@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torchrl_moe.objectives.arguments import (
     check_fixed_length,
     check_no_dual_clip,
     check_penalties,
+    check_router_loss,
     clip_range,
 )
 
@@ -47,6 +49,15 @@ def test_dual_clip() -> None:
     check_no_dual_clip(int, {"dual_clip": None})
     with pytest.raises(ValueError, match=r"^int has no dual_clip, got 3.0: it bounds the clipped surrogate"):
         check_no_dual_clip(int, {"dual_clip": 3.0})
+
+
+def test_router_loss() -> None:
+    actor, other = object(), object()
+    check_router_loss(None, actor)
+    check_router_loss(SimpleNamespace(actor_network=actor), actor)
+    for wrong in (SimpleNamespace(actor_network=other), 3):
+        with pytest.raises(ValueError, match=r"^router_loss must be a MoERouterLoss of this loss's actor, got "):
+            check_router_loss(wrong, actor)
 
 
 def test_fixed_length() -> None:

@@ -10,6 +10,7 @@ __all__ = [
     "check_fixed_length",
     "check_no_dual_clip",
     "check_penalties",
+    "check_router_loss",
     "clip_range",
 ]
 
@@ -67,6 +68,15 @@ def check_fixed_length(aggregation: str, fixed_length: int | None) -> None:
         )
     if fixed_length is not None and fixed_length < 1:
         raise ValueError(f"fixed_length must be at least 1, got {fixed_length}.")
+
+
+def check_router_loss(router_loss: object, actor: object) -> None:
+    """Raise ValueError if there is a router loss and it is of another actor, whose forward pass does not run."""
+    if router_loss is not None and getattr(router_loss, "actor_network", None) is not actor:
+        raise ValueError(
+            f"router_loss must be a MoERouterLoss of this loss's actor, got {type(router_loss).__name__} of another: "
+            "its terms come from the actor's one forward pass."
+        )
 
 
 def clip_range(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
