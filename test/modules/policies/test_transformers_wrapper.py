@@ -488,6 +488,38 @@ def test_a_model_has_one_replay_whichever_version_made_it() -> None:
     assert first.router_replay is second.router_replay is not None
 
 
+def test_two_wrappers_of_a_model_share_its_replay(td: TensorDictBase) -> None:
+    model = make_tiny_moe()
+    first, second = TransformersWrapper(model), TransformersWrapper(model, replay="R2")
+    assert first.router_replay is second.router_replay
+    with torch.no_grad():
+        second.score(td)
+    assert torch.equal(TransformersWrapper(model, router_replay=first.router_replay).score(td)[0], first.score(td)[0])
+    with pytest.raises(ReplayError, match=r"use it, RouterReplay.of\(model\).* It is RouterReplay\(Qwen3MoeFor"):
+        RouterReplay(model)
+
+
+def test_training_without_the_recorded_experts_is_said_once(td: TensorDictBase) -> None:
+    td["advantage"] = torch.ones(3, 1, 1)
+    live = TransformersWrapper(make_tiny_moe(), replay="none")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            live.score(td)  # as a reference, or to compare
+        live.score(td.exclude("routed_experts"))
+        live.reference().score(td)
+    with pytest.warns(
+        UserWarning, match="the batch has the experts that an engine recorded, and replay='none'"
+    ) as told:
+        live.score(td)
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GRPOLoss(live)(td)
+    with pytest.warns(UserWarning, match=r"replay='R3' to follow them, or record none, vLLMWrapper\(return_routed"):
+        GRPOLoss(TransformersWrapper(make_tiny_moe(), replay="none"))(td)
+
+
 def test_a_reference_does_not_freeze_the_policy(actor: TransformersWrapper) -> None:
     with pytest.raises(ValueError, match="this one is trained"):
         actor.reference(model=actor.model)

@@ -19,9 +19,13 @@ from torchrl_moe.data import UNSET_EXPERT, RoutedExperts
 from torchrl_moe.modules.policies.scoring import ScoringBatch, pad_left, samples_of
 from torchrl_moe.modules.replay.incoming import OnBadRoutes
 
-__all__ = ["RECORDED", "has_recorded", "no_routes", "note_routing", "read_routes", "write_recorded"]
+__all__ = ["RECORDED", "UNUSED", "has_recorded", "no_routes", "note_routing", "read_routes", "write_recorded"]
 
 RECORDED = "train_routed_experts"
+UNUSED = (
+    "the batch has the experts that an engine recorded, and replay='none' trains on those of the live router: pass "
+    "replay='R3' to follow them, or record none, vLLMWrapper(return_routed_experts=False)"
+)
 REMEDIES = {
     "R3": "start the engine with route capture and keep the routes (vLLMWrapper(return_routed_experts=True)), or pass "
     "replay='none'",

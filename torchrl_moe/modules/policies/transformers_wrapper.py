@@ -29,6 +29,7 @@ from torchrl_moe.modules.policies.dense_distributions import DenseDistributions
 from torchrl_moe.modules.policies.rollout import stack_answers
 from torchrl_moe.modules.policies.routes import (
     RECORDED,
+    UNUSED,
     has_recorded,
     no_routes,
     note_routing,
@@ -36,7 +37,7 @@ from torchrl_moe.modules.policies.routes import (
     write_recorded,
 )
 from torchrl_moe.modules.policies.sampled_from import UNSAID, SampledFrom, read_sampling, says_nothing
-from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, align, read_batch
+from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, align, read_batch, samples_of
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.modules.replay.discovery import discover, number_of_layers
 from torchrl_moe.modules.replay.incoming import ON_BAD_ROUTES, OnBadRoutes, Packing
@@ -65,7 +66,7 @@ class TransformersWrapper(DenseDistributions):
         on_bad_routes: what to do about a sample whose routes are wrong: ``"raise"``, or run it on the ``"live"`` router
             and count its tokens in ``("routing", "fallback")``.
         rerecord: under R2, record again in a forward under ``no_grad`` although the batch has recorded routes.
-        router_replay: a handle that the model has already.
+        router_replay: a handle that the model has already; default: the one that it has, or a new one.
         input_key: where the tokens are; default ``("tokens", "full")``.
         inplace: write into the input (default), or into a new TensorDict (``False`` or ``"empty"``).
         tokens_key, masks_key, log_probs_key, routed_experts_key: where to read and write.
@@ -109,7 +110,7 @@ class TransformersWrapper(DenseDistributions):
         self.model: nn.Module = _model_of(model)
         self.router_replay = router_replay
         if replay != "none" and router_replay is None:
-            self.router_replay = RouterReplay(self.model)
+            self.router_replay = RouterReplay.of(self.model)
         self.scoring_model = ScoringModel(self.model)
         self._arguments = {**arguments, "model": self.model, "router_replay": self.router_replay}
         self.tokenizer, self.input_mode, self.generate, self.inplace = tokenizer, input_mode, False, inplace
@@ -121,7 +122,7 @@ class TransformersWrapper(DenseDistributions):
         self.in_keys = [self.input_key, *([(routed_experts_key, "full")] if replay == "R3" else [])]
         self.out_keys = [log_probs_key, *(["routing"] if replay != "none" else [])]
         self.out_keys += [RECORDED] if replay == "R2" else []
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_routes = False
         # what TorchRL's base class reads
         self.num_samples, self.layout, self.pad_output = None, None, True
         self._min_batch_size = self._max_batch_size = self._batching_lock = None
@@ -247,6 +248,7 @@ class TransformersWrapper(DenseDistributions):
     def _routed(self, td: TensorDictBase, batch: ScoringBatch, layout: Layout) -> Iterator[None]:
         """Make the forward pass inside follow the routes that ``replay`` asks for; write what it did."""
         if self.router_replay is None or self.replay == "none":
+            self._warn_of_routes(td)
             yield
         elif self.replay == "R2" and not torch.is_grad_enabled() and (self.rerecord or not has_recorded(td)):
             with self.router_replay.record() as recording:
@@ -258,6 +260,13 @@ class TransformersWrapper(DenseDistributions):
             with self.router_replay.replay(routes, batch.mask, self.measure_agreement, self.on_bad_routes, packing):
                 yield
             note_routing(td, batch, routes, self.router_replay.report(), self.router_replay.refused)
+
+    def _warn_of_routes(self, td: TensorDictBase) -> None:
+        """Say once that the experts an engine has recorded are not those that are trained."""
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
+        if trains and not self._has_warned_of_routes and samples_of(td, (self.routed_experts_key, "full")) is not None:
+            self._has_warned_of_routes = True
+            warnings.warn(UNUSED, stacklevel=5)  # where scores are asked for
 
     def _token_logits(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor:
         layout = self._layout(batch) if self.pad_model_input is False else batch.padded(self.scoring_model.sees_pads)

@@ -19,7 +19,7 @@ from torchrl_moe.modules.replay.discovery import RouterSite
 from torchrl_moe.modules.replay.interception import TopK, TopKInterception
 from torchrl_moe.modules.replay.state import ReplayState
 
-__all__ = ["belong_to", "has_owner", "install", "uninstall"]
+__all__ = ["belong_to", "install", "owner", "uninstall"]
 
 
 Jitter: TypeAlias = tuple[nn.Module, str, float]
@@ -111,9 +111,9 @@ def _handles(model: nn.Module) -> Iterator[_Handle]:
             handle = handle.shadowed
 
 
-def has_owner(model: nn.Module) -> bool:
-    """Whether a ``RouterReplay`` owns handles on this model; a deep copy's handles have no owner."""
-    return any(handle.state.owned for handle in _handles(model))
+def owner(model: nn.Module) -> object | None:
+    """Return the ``RouterReplay`` that owns handles on this model; a deep copy's handles have no owner."""
+    return next((handle.state.owner for handle in _handles(model) if handle.state.owner is not None), None)
 
 
 def belong_to(model: nn.Module, state: ReplayState) -> bool:

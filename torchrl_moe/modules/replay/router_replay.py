@@ -58,11 +58,15 @@ class RouterReplay:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        if handles.has_owner(model):
-            raise ReplayError("this model has a RouterReplay already: use it, or call its remove() first")
+        owner = handles.owner(model)
+        if owner is not None:
+            raise ReplayError(
+                f"this model has a RouterReplay already: use it, RouterReplay.of(model), or call its remove(). It is "
+                f"{owner!r}"
+            )
         handles.uninstall(model)  # those of the model that this one is a copy of
         self.model = model
-        self._state = ReplayState(owned=True)
+        self._state = ReplayState(owner=self)
         self._last: dict[int, LayerReport] = {}
         self._refused: tuple[int, ...] = ()
         try:
@@ -75,9 +79,16 @@ class RouterReplay:
             self.remove()
             raise
 
+    @classmethod
+    def of(cls, model: nn.Module) -> RouterReplay:
+        """Return the ``RouterReplay`` that a model has; a new one if it has none."""
+        owner = handles.owner(model)
+        return owner if isinstance(owner, cls) else cls(model)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._state.owned = handles.belong_to(self.model, self._state)  # not if it was removed
+        if handles.belong_to(self.model, self._state):  # not if it was removed
+            self._state.owner = self
 
     # -- what was found ---------------------------------------------------------------------------------------------
 
@@ -200,7 +211,7 @@ class RouterReplay:
             raise ReplayError("a context of this model is open: close it before remove()")
         if not self._state.owned:
             return
-        self._state.owned = False
+        self._state.owner = None
         handles.uninstall(self.model)
 
     # -- construction -----------------------------------------------------------------------------------------------
