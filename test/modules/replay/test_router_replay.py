@@ -375,6 +375,18 @@ def test_the_report_counts_rows_and_agreement() -> None:
     assert replay.report()[3] == {"replayed": 11, "live": 1, "refused": 0, "agreement": None}
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_replay_is_bit_equal_in_bfloat16_with_grouped_mm() -> None:
+    model = make_tiny_moe(dtype=torch.bfloat16).cuda()
+    model.set_experts_implementation("grouped_mm")
+    replay, ids = RouterReplay(model), IDS.cuda()
+    routes = recorded(model, replay, ids)
+    routes[:, -1] = U
+    logits = model(ids).logits
+    with replay.replay(routes):
+        assert torch.equal(model(ids).logits, logits)
+
+
 # refusals
 
 
