@@ -10,12 +10,14 @@ import pytest
 from tensordict import TensorDictBase
 
 from support.ranks import run_as_ranks
-from support.sharded import CONFIG, SCORES, WAYS, WIDE, Way, one_process, rollouts, run_way
+from support.sharded import CONFIG, SCORES, WAYS, WIDE, Way, by_config, one_process, rollouts, run_way
 from support.sources import ROOT
+from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+PIPELINE = "pipeline"
 EXACT = 0.0, 1e-6
 ROUNDED = 4e-6, 1e-6
 BOUNDS = {
@@ -28,8 +30,14 @@ BOUNDS = {
 are compared with those of a bf16 model, and gradients with the exact ones."""
 
 
-def run_ways(folder: Path, td: TensorDictBase, ways: dict[str, Way]) -> dict[str, dict[str, Any]]:
+def run_ways(folder: Path, td: TensorDictBase, ways: dict[str, Way]) -> dict[str, Any]:
     return {name: run_way(folder, td, way) for name, way in ways.items()}
+
+
+def run_all(folder: Path, td: TensorDictBase) -> dict[str, Any]:
+    with pytest.raises(TypeError) as refused:
+        TransformersWrapper(by_config(folder, pp_size=2))
+    return {**run_ways(folder, td, dict(WAYS)), PIPELINE: str(refused.value)}
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answers(folder: Path, td: TensorDictBase) -> list[dict[str, dict[str, Any]]]:
+def answers(folder: Path, td: TensorDictBase) -> list[dict[str, Any]]:
     """What each rank computes, by way: two processes for all."""
-    return run_as_ranks(run_ways, folder, td, dict(WAYS))
+    return run_as_ranks(run_all, folder, td)
 
 
 def check(name: str, way: Way, got: list[dict[str, Any]], td: TensorDictBase) -> None:
@@ -69,6 +77,11 @@ def check(name: str, way: Way, got: list[dict[str, Any]], td: TensorDictBase) ->
 @pytest.mark.parametrize("name", WAYS)
 def test_two_ranks_train_as_one_process(name: str, answers: list[Any], td: TensorDictBase) -> None:
     check(name, WAYS[name], [rank[name] for rank in answers], td)
+
+
+def test_a_pipeline_is_refused_on_each_rank(answers: list[Any]) -> None:
+    for rank in answers:
+        assert rank[PIPELINE].startswith("Qwen3MoeForCausalLM cannot be scored under pipeline parallelism: ")
 
 
 @pytest.mark.parity

@@ -33,6 +33,7 @@ from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, align, re
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.modules.replay.discovery import discover, number_of_layers
 from torchrl_moe.modules.replay.incoming import ON_BAD_ROUTES, OnBadRoutes, Packing
+from torchrl_moe.modules.replay.parallelism import computing_device, refused_parallelism
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 
 __all__ = ["TransformersWrapper"]
@@ -121,8 +122,8 @@ class TransformersWrapper(DenseDistributions):
 
     @property
     def device(self) -> torch.device:
-        """Where the model's parameters are."""
-        return next(self.model.parameters()).device
+        """Where the model computes, which may not be where its parameters are."""
+        return computing_device(self.model)
 
     def get_new_version(self, **kwargs: Any) -> TransformersWrapper:
         """Return a wrapper of the same model with some arguments changed and all others kept.
@@ -342,4 +343,7 @@ def _model_of(model: Any) -> nn.Module:
         raise TypeError(f"model must be a transformers model, a folder or a hub name, got {type(model).__name__}")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise TypeError(f"{type(model).__name__} hides its model: give its module, and use fully_shard for ranks")
+    reason = refused_parallelism(model)
+    if reason:
+        raise TypeError(f"{type(model).__name__} cannot be scored under {reason}")
     return model
