@@ -165,4 +165,6 @@ def run_way(folder: Path, td: TensorDictBase, way: Way) -> dict[str, Any]:
     share = td.split(len(td) // way.shares)[dist.get_rank() * way.shares // dist.get_world_size()].clone()
     numbers = loss_of(actor).denominators(share)
     numbers = sum_over_ranks(numbers) if way.shares > 1 else numbers
-    return {name: tensor.numpy() for name, tensor in step(actor, share, way.parts, numbers).items()}
+    got = step(actor, share, way.parts, numbers)
+    assert actor.scoring_model.splits, "it was scored from its dense logits"
+    return {name: tensor.numpy() for name, tensor in got.items()}
