@@ -107,7 +107,7 @@ def sharded(**policy: Any) -> nn.Module:
 
 
 def checkpointed(model: Any) -> nn.Module:
-    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    model.train().activation_checkpointing_enable({"use_reentrant": False})
     return cast(nn.Module, model)
 
 
