@@ -135,7 +135,7 @@ class Way:
     sizes: Mapping[str, int] = field(default_factory=dict)
     shares: int = 2
     parts: int = 2
-    """Micro-batches. Under TP one: transformers adds up the gradients of q and k norms again in each backward."""
+    """Micro-batches. Under TP alone one: transformers sums the gradients of q and k norms again in each backward."""
 
     dtype: torch.dtype = torch.float32
 
@@ -152,8 +152,8 @@ WAYS: Mapping[str, Way] = {
 """On two ranks."""
 
 WIDE: Mapping[str, Way] = {
-    "FSDP, TP": Way(make=by_config, sizes={"fsdp_size": 2, "tp_size": 2}, parts=1),
-    "FSDP, TP, EP": Way(make=by_config, sizes={"fsdp_size": 2, "tp_size": 2, "ep_size": 4}, parts=1),
+    "FSDP, TP": Way(make=by_config, sizes={"fsdp_size": 2, "tp_size": 2}),
+    "FSDP, TP, EP": Way(make=by_config, sizes={"fsdp_size": 2, "tp_size": 2, "ep_size": 4}),
 }
 """On four."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from support.routes import random_routes, tokens
 from torchrl_moe._errors import ReplayError, UnsupportedRouterError
 from torchrl_moe.modules import RouterReplay, TransformersWrapper
-from torchrl_moe.modules.replay.parallelism import computing_device, refused_parallelism
+from torchrl_moe.modules.replay.parallelism import computing_device, refused_parallelism, summed_again
 from torchrl_moe.testing import make_tiny_moe
 
 
@@ -84,6 +86,25 @@ def test_a_part_of_a_sequence_is_refused() -> None:
         replay.replay(random_routes(replay, 2, 6)),
     ):
         replay.model(ids[:, :3])
+
+
+@pytest.mark.parametrize(("tp_size", "named"), [(2, "layers.1.norm.weight"), (1, "")])
+def test_gradients_that_would_be_summed_again_are_named(tp_size: int, named: str) -> None:
+    model: Any = nn.Module()
+    model.layers = nn.ModuleList([nn.ModuleDict({"norm": nn.LayerNorm(2), "out": nn.LayerNorm(2)}) for _ in range(2)])
+    model.config = SimpleNamespace(distributed_config=SimpleNamespace(tp_size=tp_size))
+    model.tp_plan = {"layers.*.norm": "replicated_with_grad_allreduce", "layers.*.out": "rowwise"}
+    assert summed_again(model) == ""
+    for layer in model.layers:
+        layer["out"].weight.grad = torch.ones(2)
+        layer["norm"].weight.grad = torch.zeros(2)  # a sum of nothing
+    assert summed_again(model) == ""
+    model.layers[1]["norm"].weight.grad = torch.ones(2)
+    assert summed_again(model) == named
+    model.layers[1]["norm"].weight = None
+    shard(model, mesh_of("fsdp"))  # the first parameter: FSDP's hooks sum it
+    model.layers[0]["norm"].weight.grad = torch.ones_like(model.layers[0]["norm"].weight)
+    assert summed_again(model) == ""
 
 
 @pytest.mark.gpu

@@ -33,7 +33,7 @@ from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, align, re
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.modules.replay.discovery import discover, number_of_layers
 from torchrl_moe.modules.replay.incoming import ON_BAD_ROUTES, OnBadRoutes, Packing
-from torchrl_moe.modules.replay.parallelism import computing_device, refused_parallelism
+from torchrl_moe.modules.replay.parallelism import computing_device, refused_parallelism, summed_again
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 
 __all__ = ["TransformersWrapper"]
@@ -114,6 +114,7 @@ class TransformersWrapper(DenseDistributions):
         self.out_keys = [log_probs_key, *(["routing"] if replay != "none" else [])]
         self.out_keys += [RECORDED] if replay == "R2" else []
         self._has_warned = False
+        self._has_warned_of_sums = False
         # what TorchRL's base class reads
         self.num_samples, self.layout, self.pad_output = None, None, True
         self._min_batch_size = self._max_batch_size = self._batching_lock = None
@@ -194,6 +195,7 @@ class TransformersWrapper(DenseDistributions):
             _checks.check_shape("mask", mask.shape, tuple(wanted.shape), hint="It is laid out as the padded tokens.")
             wanted = wanted & mask.bool().to(wanted.device)
         self.scoring_model.check()
+        self._warn_of_sums()
         layout = self._layout(batch)
         selection = Selection.of(batch, layout, wanted, self._sampled_from(td, batch), entropy)
         with self._routed(td, batch, layout):
@@ -215,6 +217,17 @@ class TransformersWrapper(DenseDistributions):
                 self._has_warned = True
                 warnings.warn(UNSAID.format(unsaid), stacklevel=3)
         return read_sampling(td, batch, self.temperature)
+
+    def _warn_of_sums(self) -> None:
+        name = summed_again(self.scoring_model.language_model) if torch.is_grad_enabled() else ""
+        if name and not self._has_warned_of_sums:
+            self._has_warned_of_sums = True
+            warnings.warn(
+                f"{name} has a gradient already, and transformers will sum it over tensor-parallel ranks once more in "
+                "the next backward pass: gradients of norms become too large. Run one backward pass for each step, or "
+                "keep these gradients aside in between.",
+                stacklevel=3,
+            )
 
     def _layout(self, batch: ScoringBatch) -> Layout:
         if self.pad_model_input:
