@@ -3,19 +3,22 @@
 Worth: a partial rollout over a weight change. Its first half was sampled by the old weights, the second half by the new
 ones, which read the first half again: as they route it, or by the experts it was sampled with. A trainer replays the
 rows that were recorded first (R3). By how far its log-probs of the second half are from the engine's, and in how many
-rows the re-reading chose the experts that were recorded.
+rows the new weights would choose other experts than those recorded.
 
 Cost: seconds of reading 2048 tokens with given experts over without, and of generating with the hook in place over
-without it, in pairs; and what a worker holds per request. A model with enough to compute that a step is no overhead.
+without it, in pairs, beside pairs without any difference; and what a worker holds of requests under way. A model with
+enough to compute that a step is no overhead.
 """
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,17 +29,18 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.modules.llm.policies import Tokens
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.fidelity import deep
 from benchmarks.report import Row, finish
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
 from torchrl_moe.modules.backends.replica import Completion
-from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach, forced_in, rows_of_answer
+from torchrl_moe.modules.backends.vllm.forced_rows import rows_of_answer
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 
-DEEP: dict[str, Any] = {"num_hidden_layers": 16, "num_experts": 64, "num_experts_per_tok": 8, "hidden_size": 256}
 HALF, PROMPTS, PROMPT_TOKENS = 64, 12, 24
 BOUND, GAIN = 1e-5, 100.0
-LONG, REQUESTS, TOKENS, PAIRS = 2048, 16, 32, 30
+LONG, REQUESTS, TOKENS, HELD = 2048, 16, 32, 4
+READ_PAIRS, WRITE_PAIRS = 30, 120  # a short generation varies by a quarter on a shared machine
 PREFILL, DECODE = 1.05, 0.97
 
 
@@ -93,7 +97,7 @@ def worth(words: str, dtype: str, scale: float, **config: Any) -> list[Row]:
             sender.init_all_workers_group(None, vllm_engine=engine)
             sender.update_weights()
             actor = TransformersWrapper(model, replay="R3")
-            rows, means = [], {}
+            rows, means = [other_experts(f"{words}, weights changed by {scale:.1%}", engine, firsts)], {}
             for how in ("live", "forced"):
                 wholes = engine.generate(
                     resume=[first_half(one) for one in firsts],
@@ -128,6 +132,21 @@ def worth(words: str, dtype: str, scale: float, **config: Any) -> list[Row]:
         ]
 
 
+def other_experts(words: str, engine: AsyncVLLM, firsts: Sequence[Completion]) -> Row:
+    """In how many rows the weights of now choose other experts for the first halves."""
+    parts = [part for first in firsts if (part := first.outputs[0].routed_experts) is not None]
+    again = engine.generate(
+        prompt_token_ids=[[*first.prompt_token_ids, *first.outputs[0].token_ids[:-1].tolist()] for first in firsts],
+        sampling_params={"max_tokens": 1},
+        use_tqdm=False,
+    )
+    assert isinstance(again, list)
+    routed = [part for one in again if (part := one.outputs[0].routed_experts) is not None]
+    pairs = zip(parts, routed, strict=True)
+    others = np.concatenate([(np.sort(was, -1) != np.sort(now[: len(was)], -1)).any(-1).ravel() for was, now in pairs])
+    return Row(claim=f"{words}: rows whose experts are others", value=f"{others.mean():.1%} of {others.size}")
+
+
 def tail_gap(batch: TensorDictBase, actor: TransformersWrapper) -> torch.Tensor:
     """|log-prob, trainer - engine| of the second halves."""
     with torch.no_grad():
@@ -139,10 +158,10 @@ def tail_gap(batch: TensorDictBase, actor: TransformersWrapper) -> torch.Tensor:
 # -- cost -------------------------------------------------------------------------------------------------------------
 
 
-def paired(one: Callable[[], float], other: Callable[[], float]) -> list[float]:
+def paired(one: Callable[[], float], other: Callable[[], float], pairs: int) -> list[float]:
     """Ratios of seconds, of runs side by side in either order."""
     ratios = []
-    for i in range(PAIRS):
+    for i in range(pairs):
         order = (one, other) if i % 2 else (other, one)
         seconds = {run: run() for run in order}
         ratios.append(seconds[one] / seconds[other])
@@ -159,11 +178,12 @@ def interval(values: Sequence[float]) -> str:
 def cost() -> list[Row]:
     """Reading with given experts, generating without any."""
     with tempfile.TemporaryDirectory() as name:
-        config: dict[str, Any] = {**DEEP, "num_hidden_layers": 8, "max_position_embeddings": 4096}
+        config: dict[str, Any] = {**deep(8), "max_position_embeddings": 4096}
         folder = save_tiny_moe(Path(name), "qwen3_moe", **config)
         with engine_of(folder, "float32", LONG + 2) as engine:
             rows, reading = read_pairs(engine)
-            generating = write_pairs(engine)
+            generating, null = write_pairs(engine, False), write_pairs(engine, True)
+            held = memory(engine, rows)
     return [
         Row(
             claim=f"reading {LONG} tokens: seconds with given experts, its own / as routed",
@@ -177,7 +197,8 @@ def cost() -> list[Row]:
             target=f">= {DECODE}",
             met=statistics.median(generating) >= DECODE,
         ),
-        memory(rows),
+        Row(claim="the same with the hook / with the hook: what the machine does alone", value=interval(null)),
+        held,
     ]
 
 
@@ -205,11 +226,11 @@ def read_pairs(engine: AsyncVLLM) -> tuple[np.ndarray[Any, Any], list[float]]:
         return time.perf_counter() - began
 
     read(rows)
-    return rows, paired(lambda: read(rows), lambda: read(None))
+    return rows, paired(lambda: read(rows), lambda: read(None), READ_PAIRS)
 
 
-def write_pairs(engine: AsyncVLLM) -> list[float]:
-    """Ratios of tokens per second. The hook is in place before and after."""
+def write_pairs(engine: AsyncVLLM, base: bool) -> list[float]:
+    """Ratios of tokens per second, of the hook in place over ``base``. It is in place before and after."""
     ids = np.random.default_rng(1).integers(0, 256, (REQUESTS, 12)).tolist()
     params = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
 
@@ -220,25 +241,52 @@ def write_pairs(engine: AsyncVLLM) -> list[float]:
         return time.perf_counter() - began
 
     write(True)
-    ratios = paired(lambda: write(False), lambda: write(True))
+    ratios = paired(lambda: write(base), lambda: write(True), WRITE_PAIRS)
     engine.collective_rpc("torchrl_moe_follow", args=(True,))
     return ratios
 
 
-def memory(rows: np.ndarray[Any, Any]) -> Row:
-    """What a worker holds of a request: its parameters, and a view into them."""
-    from vllm import SamplingParams
+def bytes_held(_saved: Mapping[str, torch.Tensor], _model: torch.nn.Module) -> tuple[int, int]:
+    """Return, in a worker: how many requests follow rows, and the bytes of all memory that has rows in it."""
+    from torchrl_moe.modules.backends.vllm.forced_routing import ForcedRouting
 
-    packed = attach(SamplingParams(), Forced(rows=rows))
-    held = sum(len(value) for value in packed.extra_args["torchrl_moe"].values() if isinstance(value, bytes))
-    seen = forced_in(packed).rows
-    assert seen is not None
-    assert seen.base is not None  # a view
+    buffers: dict[int, int] = {}
+    requests = 0
+    for one in gc.get_objects():
+        if type(one) is dict and type(packed := one.get("torchrl_moe")) is dict and "rows" in packed:
+            buffers[id(packed["rows"])] = len(packed["rows"])
+        elif type(one) is ForcedRouting:
+            requests += len(one.rows)
+            for rows in one.rows.values():
+                while isinstance(rows.base, np.ndarray):
+                    rows = rows.base
+                buffers[id(rows if rows.base is None else rows.base)] = rows.nbytes
+    return requests, sum(buffers.values())
+
+
+def memory(engine: AsyncVLLM, rows: np.ndarray[Any, Any]) -> Row:
+    """What a worker holds of requests under way."""
+    ids = np.random.default_rng(0).integers(0, 256, LONG).tolist()
+    half = rows[: LONG // 2]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(
+            engine.generate,
+            prompt_token_ids=[ids[: len(half)]] * HELD,
+            routed_experts=[half] * HELD,
+            sampling_params={"max_tokens": TOKENS * 2, "ignore_eos": True},
+            use_tqdm=False,
+        )
+        requests, held = 0, 0
+        while requests < HELD and not running.done():
+            ((found,),) = engine.validate_model_params(bytes_held)
+            requests, held = found
+        running.result()
     return Row(
-        claim=f"bytes that a worker holds for {LONG} tokens, {rows.shape[1]} layers, top-{rows.shape[2]} / of the rows",
-        value=f"{held / rows.nbytes:.2f} ({held} bytes)",
+        claim=f"bytes that a worker holds of {requests} requests with {len(half)} rows of {rows.shape[1]} layers, "
+        f"top-{rows.shape[2]} / of the rows",
+        value=f"{held / (HELD * half.nbytes):.2f} ({held} bytes)",
         target="1",
-        met=held == rows.nbytes,
+        met=held == HELD * half.nbytes,
     )
 
 
@@ -248,8 +296,8 @@ def main() -> None:
     rows = [
         *worth("float32, 4 layers, 16 experts", "float32", 0.005),
         *worth("float32, 4 layers, 16 experts", "float32", 0.02),
-        *worth("bfloat16, 16 layers, 64 experts", "bfloat16", 0.005, **DEEP),
-        *worth("bfloat16, 16 layers, 64 experts", "bfloat16", 0.02, **DEEP),
+        *worth("bfloat16, 16 layers, 64 experts", "bfloat16", 0.005, **deep(16)),
+        *worth("bfloat16, 16 layers, 64 experts", "bfloat16", 0.02, **deep(16)),
     ]
     finish("forced_routing", [*rows, *cost()])
 

@@ -153,7 +153,7 @@ def register_weight_engine() -> None:
 
     with contextlib.suppress(ValueError):  # registered already
         WeightTransferEngineFactory.register_engine(
-            WEIGHT_BACKEND, "torchrl_moe.modules.backends.vllm.weight_engine", "WeightEngine"
+            WEIGHT_BACKEND, "torchrl_moe.modules.backends.vllm.weights.worker", "WeightEngine"
         )
 
 

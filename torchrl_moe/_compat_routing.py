@@ -32,7 +32,7 @@ Rows = NDArray[np.integer[Any]]
 
 
 class Follower(Protocol):
-    """What a worker's steps are told to; see ``ForcedRouting``."""
+    """Who learns of a worker's steps; see ``ForcedRouting``."""
 
     def take(self, rows: Mapping[str, Rows], params: Mapping[str, Any], ended: Iterable[str]) -> None:
         """Take the rows of requests that come, or come back, and drop those of requests that ended."""
@@ -88,7 +88,7 @@ def why_live(config: Any) -> str:
     if parallel.use_ubatching:
         return "steps in micro-batches (enable_dbo): a router sees a part of the tokens"
     if not config.model_config.enforce_eager and os.environ.get("TORCH_COMPILE_DISABLE") != "1":
-        return "compiled steps and CUDA graphs run past what a router is told: enforce_eager=True turns both off"
+        return "compiled steps and CUDA graphs do not call a router: enforce_eager=True turns both off"
     return ""
 
 
@@ -148,12 +148,12 @@ def routers_of(model: Any) -> dict[int, Any]:
 
 
 def drive_routers(runner: Any, routers: Mapping[int, Any], follower: Follower) -> Callable[[bool], None]:
-    """Have a worker's model runner tell ``follower`` of its steps, and its routers ask it (0.30).
+    """Have a worker's model runner hand its steps to ``follower``, and its routers ask it (0.30).
 
     Returns:
         What turns that on, as it is not yet, and off.
 
-    Routers are as vLLM made them in a step in which nothing is followed: a call more per layer costs 3 % of a step.
+    In a step in which nothing is followed, routers are as vLLM made them, with no call in between.
     """
     prepare, execute = runner._prepare_inputs, runner.execute_model
     asking = [(router, _asking(router._compute_routing, layer, follower)) for layer, router in routers.items()]

@@ -126,6 +126,8 @@ def adjust_prompt_logits(runner: Any, adjusted: Callable[[Any, Any, int], Any]) 
 
     def one_by_one(hidden_states: Any, num_scheduled_tokens: Any) -> dict[str, Any]:
         asked = runner.num_prompt_logprobs
+        if not asked:  # nearly every step
+            return {}
         found: dict[str, Any] = {}
         try:
             for name in list(asked):

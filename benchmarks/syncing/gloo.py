@@ -19,13 +19,11 @@ import torch
 
 from benchmarks.report import Row, median_range
 from benchmarks.syncing.store import tensors_of
-from torchrl_moe.data.gloo_group import GlooGroup, join_rendezvous, open_rendezvous
-from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
 from torchrl_moe.modules.backends.commands import Commands
-from torchrl_moe.modules.backends.reports import StageReport
-from torchrl_moe.modules.backends.vllm.receivers.gloo import GlooReceiver
-from torchrl_moe.weight_update.transports.gloo import GlooTransport
-from torchrl_moe.weight_update.transports.transport import StageOptions
+from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
+from torchrl_moe.weight_update.transports.base import StageOptions, StageReport
+from torchrl_moe.weight_update.transports.gloo import GlooReceiver, GlooTransport
+from torchrl_moe.weight_update.transports.gloo_group import GlooGroup, join_rendezvous, open_rendezvous
 
 NBYTES, COUNTS = 400_000_000, (231, 20_000)
 ROUNDS, WARM_UP, PATIENCE = 7, 2, 60.0

@@ -18,13 +18,13 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.report import Row, median_range
-from torchrl_moe.data.weight_store import WeightStoreWriter
-from torchrl_moe.modules.backends.reports import StageReport
-from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.backends.vllm.engine_process import _start_engine
-from torchrl_moe.modules.backends.vllm.weights import EngineWeights
+from torchrl_moe.modules.backends.vllm.weights.checkpoint import checkpoint_metadata
+from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
+from torchrl_moe.weight_update.store import WeightStoreWriter
+from torchrl_moe.weight_update.transports.base import StageReport
 
 ROUNDS, REQUESTS = 5, 8
 QUIET_SECONDS = 3.0

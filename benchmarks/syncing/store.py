@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.report import Row, median_range
 from torchrl_moe._errors import ManifestMismatch
-from torchrl_moe.data.weight_store import WeightStoreReader, WeightStoreWriter
+from torchrl_moe.weight_update.store import WeightStoreReader, WeightStoreWriter
 
 SIZES = {"400 MB": 400_000_000, "2 GB": 2_000_000_000}
 TENSORS = 738  # of a MoE of 48 experts in 4 layers, one by one

@@ -7,6 +7,8 @@ function; ``TYPE_CHECKING`` imports of them are free. Between our own rooms a ty
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
@@ -16,6 +18,8 @@ BELOW: dict[str, set[str]] = {
     "cli": {"collectors"},
     "collectors": {"weight_update", "modules.backends.ray"},  # a collector in Ray joins the cluster as an engine does
     "weight_update": {"modules"},
+    "weight_update.transports": {"weight_update.store"},  # both ends: the sender's, and the workers'
+    "weight_update.store": {"data"},
     "testing": {"modules"},
     "objectives": {"data", "ops"},  # never modules: tensordict keys are the interface
     "modules": {"modules.policies", "modules.backends.vllm"},  # the public face, and any file straight in it
@@ -25,7 +29,7 @@ BELOW: dict[str, set[str]] = {
     # a worker replays as the trainer does
     "modules.backends.vllm": {"modules.backends.process", "modules.replay", "_compat_sampling"},
     "modules.backends.process": {"modules.backends"},
-    "modules.backends": {"data", "ops"},  # the replica protocol
+    "modules.backends": {"data", "ops", "weight_update.transports"},  # the replica protocol; workers receive weights
     "modules.replay": {"data", "ops"},
     "data": {"render", "_checks", "_compat", "_lazy"},
     "ops": {"render", "_checks", "_compat", "_lazy"},
@@ -42,7 +46,13 @@ ONLY_IN_FUNCTIONS = {("modules.serving", f"modules.backends.{room}") for room in
 """An engine constructs its replicas: on vLLM or Ray if it is asked to, and without loading them if it is not."""
 
 PLACES: dict[str, tuple[str, ...]] = {
-    "vllm": ("modules.backends.vllm", "_compat", "_compat_sampling", "_compat_routing"),
+    "vllm": (
+        "modules.backends.vllm",
+        "weight_update.transports.nccl",  # vLLM's own NCCL engines, in functions
+        "_compat",
+        "_compat_sampling",
+        "_compat_routing",
+    ),
     "ray": (  # they place actors
         *(f"modules.backends.ray.{file}" for file in ("actor", "actor_link", "cluster")),
         "collectors.remote_host",
@@ -91,6 +101,8 @@ def violations(source: Source) -> list[str]:
             if target not in reachable(room) | {""} and not lazily and not (is_face and lies_in(target, here)):
                 found.append(f"{where}: {room or PACKAGE} may not import {item.target}")
             continue
+        if top == "vllm" and lies_in(here, "weight_update.transports") and item.scope == "module":
+            found.append(f"{where}: the trainer imports this file, and needs no vllm: import it in a function")
         if item.scope != "typing" and top in PLACES and not any(lies_in(here, place) for place in PLACES[top]):
             found.append(f"{where}: {top} is imported only in {PLACES[top] or 'no file yet'}")
         for pure, allowed in PURE.items():
@@ -128,6 +140,10 @@ def test_the_rooms_form_a_dag() -> None:
         ("modules/serving/x.py", "from torchrl_moe.modules.backends.vllm.local import LocalReplica"),
         ("modules/backends/vllm/x.py", "from torchrl_moe.modules.serving.balancing.balancer import Lease"),
         ("modules/policies/x.py", "from torchrl_moe.modules.backends.vllm.local import LocalReplica"),
+        ("weight_update/store/x.py", "from torchrl_moe.weight_update.transports.base import Receiver"),
+        ("weight_update/transports/x.py", "from torchrl_moe.modules.backends.replica import Replica"),
+        ("weight_update/transports/x.py", "def f():\n    import vllm"),
+        ("weight_update/transports/nccl.py", "import vllm"),
         ("modules/serving/x.py", "import vllm"),
         ("modules/serving/x.py", "def f():\n    from vllm import SamplingParams"),
         ("modules/serving/x.py", "import_module('vllm.outputs')"),
@@ -156,8 +172,52 @@ def test_a_wrong_import_is_found(path: str, text: str) -> None:
         ("modules/serving/x.py", "if TYPE_CHECKING:\n    from vllm import SamplingParams"),
         ("_compat_sampling.py", "def f():\n    from vllm.v1.sample import _private"),
         ("modules/backends/vllm/x.py", "from torchrl_moe import _compat_sampling"),
+        ("modules/backends/vllm/x.py", "from torchrl_moe.weight_update.transports.base import Receiver"),
+        ("weight_update/transports/nccl.py", "def f():\n    import vllm"),
         ("modules/backends/vllm/x.py", "from __future__ import annotations\nimport torchrl_moe\nimport vllm"),
     ],
 )
 def test_a_right_import_is_not(path: str, text: str) -> None:
     assert violations(snippet(text, f"torchrl_moe/{path}")) == []
+
+
+def files_needed(sources: Mapping[str, Source]) -> dict[str, set[str]]:
+    """Each file -> the files that it imports, in functions and for types too; a package's face stands for its files."""
+    faces = {
+        f"{source.name}.{item.target.rpartition('.')[2]}": item.target.rpartition(".")[0]
+        for source in sources.values()
+        if source.path.stem == "__init__"
+        for item in imports(source)
+        if item.target.startswith(PACKAGE)
+    }
+
+    def file_of(target: str) -> str:
+        target = faces.get(target, target)
+        return target if target in sources else target.rpartition(".")[0]
+
+    return {
+        name: {file_of(item.target) for item in imports(source) if item.target.startswith(f"{PACKAGE}.")} & set(sources)
+        for name, source in sources.items()
+        if source.path.stem != "__init__"
+    }
+
+
+def first_cycle(sources: list[Source]) -> list[str]:
+    try:
+        TopologicalSorter(files_needed({source.name: source for source in sources})).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_file_needs_itself() -> None:
+    assert first_cycle(package_sources()) == []
+
+
+def test_a_cycle_is_found_through_functions_and_faces() -> None:
+    a = snippet("def f():\n    from torchrl_moe.data import B", "torchrl_moe/a.py")
+    face = snippet("if TYPE_CHECKING:\n    from torchrl_moe.data.b import B as B", "torchrl_moe/data/__init__.py")
+    b = snippet("import torchrl_moe.data.c", "torchrl_moe/data/b.py")
+    assert first_cycle([a, face, b]) == []
+    c = snippet("from torchrl_moe.a import f", "torchrl_moe/data/c.py")
+    assert set(first_cycle([a, face, b, c])) == {"torchrl_moe.a", "torchrl_moe.data.b", "torchrl_moe.data.c"}

@@ -2,8 +2,8 @@
 
 The reference of the parity tests; it uses nothing of torchrl_moe.
 
-Once in a million rows or so the last expert chosen and the first left out score the same to the last bits, and whoever
-adds up in another order may choose the other one: the sequence goes another way from there, and nobody is wrong. So a
+Once in a million rows or so the last expert chosen and the first left out score the same to the last bits, and another
+order of addition may choose the other one: the sequence goes another way from there, and nobody is wrong. So a
 test gives the engine's routes too, and at such a tie, and only there, the reference sides with the engine. Ties between
 groups of experts are not looked for.
 """

@@ -82,7 +82,7 @@ def differences(model: nn.Module, fresh: nn.Module) -> Iterator[str]:
 
 
 def by_shadow(model: nn.Module, config: Any) -> Callable[[dict[str, Tensor]], None]:
-    from torchrl_moe.modules.backends.vllm.shadow import ShadowModel, reason_against
+    from torchrl_moe.modules.backends.vllm.weights.shadow import ShadowModel, reason_against
 
     assert reason_against(model, config, CPU) == ""
     registry = dict(config.compilation_config.static_forward_context)
@@ -108,7 +108,7 @@ def by_shadow(model: nn.Module, config: Any) -> Callable[[dict[str, Tensor]], No
 def by_reload(model: nn.Module, config: Any) -> Callable[[dict[str, Tensor]], None]:
     from vllm.config import set_current_vllm_config
 
-    from torchrl_moe.modules.backends.vllm.weight_engine import WeightEngine
+    from torchrl_moe.modules.backends.vllm.weights.worker import WeightEngine
 
     worker = WeightEngine(None, config, CPU, model)
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from support.families import FAMILIES, REFUSED, build
 from torchrl_moe.testing import ByteTokenizer
+from torchrl_moe.testing.tiny_moe import TINY_MOE_FAMILIES
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 259,
@@ -24,13 +25,10 @@ SIZES: Mapping[str, Any] = {
     "max_position_embeddings": 2048,
     **{f"{name}_token_id": getattr(ByteTokenizer(), f"{name}_token_id") for name in ("pad", "bos", "eos")},
 }
-LATENT: Mapping[str, Any] = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 512,  # vLLM's MLA kernels on CPU take 512 + 64 and nothing else
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "num_key_value_heads": 4,
+LATENT: Mapping[str, Any] = {  # what vLLM's MLA kernels on CPU take
+    name: size
+    for name, size in TINY_MOE_FAMILIES["deepseek_v3"].config.items()
+    if name.endswith(("lora_rank", "head_dim", "key_value_heads"))
 }
 
 Outcome = Literal["exact", "rounded", "refused", "unserved"]

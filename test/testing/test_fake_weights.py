@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from torchrl_moe._errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError
-from torchrl_moe.data.weight_store import WeightStoreWriter
 from torchrl_moe.modules.backends.replica import Replica
 from torchrl_moe.modules.backends.reports import SwapReport
 from torchrl_moe.testing.fake_weights import FakeFleet, FakeWeightReplica, SoftError, Stall
+from torchrl_moe.weight_update.store import WeightStoreWriter
+from torchrl_moe.weight_update.transports.base import StageOptions
 from torchrl_moe.weight_update.transports.gloo import GlooTransport
-from torchrl_moe.weight_update.transports.transport import StageOptions
 
 STAGE: dict[str, Any] = {"stage": "auto", "verify": "digest", "threads": 1, "manifest": None}
 SWAP: dict[str, Any] = {"pause": "keep", "clear_cache": False, "canary": None}

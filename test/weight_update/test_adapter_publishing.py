@@ -16,10 +16,10 @@ from torchrl_moe.modules.policies.unstack import model_metadata
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
-from torchrl_moe.weight_update.adapter_files import adapter_files
 from torchrl_moe.weight_update.adapter_publishing import AdapterPublisher
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
 from torchrl_moe.weight_update.publishing import Published
+from torchrl_moe.weight_update.source.lora import adapter_files
 
 peft = pytest.importorskip("peft")
 KINDS = model_metadata(make_tiny_moe("qwen3_moe"))
@@ -60,7 +60,7 @@ def test_all_replicas_get_the_adapter_as_it_is_now_and_the_report_says_so(connec
     assert [(e.stage, e.fetched, e.staged, e.paused, e.attempts) for e in report.replicas] == [
         ("adapter", 0.25, 0.25, 0.0, 1)
     ] * 2
-    there = sorted(path.name for path in sender.scheme.folder.glob("adapter-*"))
+    there = sorted(path.name for path in sender.options.store.folder.glob("adapter-*"))
     assert there == ["adapter-v2", "adapter-v3"]  # keep_versions
 
 

@@ -11,10 +11,10 @@ from torchrl.weight_update.llm.vllm_double_buffer import VLLMDoubleBufferSyncSch
 
 from support.weights import always, value_in, weights
 from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.data.weight_store import WeightStoreReader
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.fake_weights import FakeFleet, SoftError
 from torchrl_moe.weight_update import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, get_model_metadata
+from torchrl_moe.weight_update.store import WeightStoreReader
 
 
 def test_torchrls_lines_work_as_they_are(tmp_path: Path) -> None:
@@ -45,9 +45,9 @@ def test_torchrls_lines_work_as_they_are(tmp_path: Path) -> None:
 def test_the_arguments_are_torchrls(tmp_path: Path) -> None:
     theirs = TorchRLScheme(str(tmp_path), str(tmp_path / "x"), 3, "state_dict")
     ours = VLLMDoubleBufferSyncScheme(str(tmp_path), str(tmp_path / "x"), 3, "state_dict")
-    assert str(ours.store.folder) == theirs.remote_addr
-    assert str(ours.store.seen_as) == theirs.local_addr
-    assert ours.staging.threads == theirs.num_threads
+    assert str(ours.options.store.folder) == theirs.remote_addr
+    assert str(ours.options.store.seen_as) == theirs.local_addr
+    assert ours.options.staging.threads == theirs.num_threads
     assert isinstance(ours, VLLMWeightSyncScheme)
 
 

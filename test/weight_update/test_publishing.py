@@ -16,7 +16,6 @@ from torch import Tensor
 from support.ranks import run_as_ranks
 from support.weights import weights
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
-from torchrl_moe.data.weight_store import WeightStoreReader
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.fake_weights import EXPECTED
@@ -24,6 +23,7 @@ from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.canary import canary_of
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
 from torchrl_moe.weight_update.publishing import Published, Publisher
+from torchrl_moe.weight_update.store import WeightStoreReader
 
 
 def publisher(folder: Path, with_canary: bool = False, **store: Any) -> Publisher:

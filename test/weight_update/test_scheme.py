@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from torchrl_moe.data.weight_store.writing import WriterLock
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.scheme import _remove_orphans
 from torchrl_moe.weight_update.sender import WeightSender
+from torchrl_moe.weight_update.store.writing import WriterLock
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_an_argument_that_nobody_knows_is_a_type_error() -> None:
 
 
 def test_num_replicas_has_a_meaning() -> None:
-    assert VLLMWeightSyncScheme(num_replicas=2).num_replicas == 2
+    assert VLLMWeightSyncScheme(num_replicas=2).options.num_replicas == 2
 
 
 def test_it_makes_a_sender_and_shows_its_choices() -> None:
@@ -163,8 +163,17 @@ def test_choices_are_kept_in_groups(tmp_path: Path) -> None:
         prefetch=3,
         stage="plain",
     )
-    assert (scheme.store.seen_as, scheme.store.delta, scheme.store.fsync, scheme.store.keep_versions) == (
+    assert (
+        scheme.options.store.seen_as,
+        scheme.options.store.delta,
+        scheme.options.store.fsync,
+        scheme.options.store.keep_versions,
+    ) == (
         *(tmp_path, True, True),
         4,
     )
-    assert (scheme.staging.threads, scheme.staging.stage, scheme.swapping.rolling) == (3, "plain", 2)
+    assert (scheme.options.staging.threads, scheme.options.staging.stage, scheme.options.swapping.rolling) == (
+        3,
+        "plain",
+        2,
+    )

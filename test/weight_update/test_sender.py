@@ -121,7 +121,7 @@ def test_a_registered_model_is_sent_with_its_experts_one_by_one() -> None:
     sender = VLLMWeightSyncScheme().create_sender()
     sender.register_model(model)
     assert sender.publish() == 1
-    (manifest,) = sender.scheme.folder.glob("manifest-*.json")
+    (manifest,) = sender.options.store.folder.glob("manifest-*.json")
     assert "experts.3.gate_proj.weight" in manifest.read_text()
     sender.shutdown()
 
@@ -295,7 +295,7 @@ def test_after_shutdown_the_store_is_gone_and_every_step_says_so(connect: Connec
     sender.update_weights(weights())
     sender.shutdown()
     sender.shutdown()
-    assert not sender.scheme.folder.exists()
+    assert not sender.options.store.folder.exists()
     for step in (sender.update_weights, sender.publish, sender.prefetch, sender.apply):
         with pytest.raises(RuntimeError, match="the sender was shut down"):
             step(weights())  # type: ignore[operator]
@@ -396,7 +396,7 @@ def test_damaged_bytes_touch_no_replica(connect: Connect) -> None:
     sender = connect(engine)
     sender.update_weights(weights(1))
     version = sender.publish(weights(2))
-    slot = sender.scheme.folder / "slot-0.weights"
+    slot = sender.options.store.folder / "slot-0.weights"
     slot.write_bytes(b"\xff" + slot.read_bytes()[1:])
     with pytest.raises(WeightSyncError, match=r"fewer than 1 replicas hold version 2: .*bytes of a are not those"):
         sender.apply(version)
@@ -520,7 +520,7 @@ def test_an_nn_module_is_registered_through_its_wrapper() -> None:
 
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Let writers wait before each tensor's bytes."""
-    from torchrl_moe.data.weight_store import slots
+    from torchrl_moe.weight_update.store import slots
 
     go, write = threading.Event(), slots._write
 
@@ -595,7 +595,7 @@ def test_shutdown_waits_for_a_copy_that_runs(monkeypatch: pytest.MonkeyPatch) ->
     sender.publish(weights(), wait=False)
     threading.Timer(0.05, go.set).start()
     sender.shutdown()
-    assert not sender.scheme.folder.exists()
+    assert not sender.options.store.folder.exists()
 
 
 # -- restarted replicas -----------------------------------------------------------------------------------------------

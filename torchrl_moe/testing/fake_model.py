@@ -102,9 +102,9 @@ class FakeModel:
             routed_experts=None if routes is None else routes[known_rows:],
             kept=_kept(request, token_ids),
         )
-        is_live = RequestRoutes(self.layout, self.why_live).of_part(request, first) is None
+        follows = RequestRoutes(self.layout, self.why_live).follows(request, first)
         plain = SimpleNamespace(detokenize=False)
-        whole = join(index, first, rest, plain, _text, "live" if is_live else "forced")
+        whole = join(index, first, rest, plain, _text, "forced" if follows else "live")
         return replace(whole, text=_text(whole.token_ids.tolist()))  # the cut may lie within a character
 
     def scores(self, request: Request, prompt: NDArray[np.int64]) -> NDArray[np.float32] | None:

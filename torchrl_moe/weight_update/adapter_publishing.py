@@ -9,12 +9,12 @@ from concurrent.futures import Future
 import torch
 from torch import nn
 
-from torchrl_moe.data.weight_store.adapters import AdapterWriter, adapter_versions
-from torchrl_moe.weight_update.adapter_files import adapter_files, check_adapter, check_shapes
 from torchrl_moe.weight_update.metadata import trained_model
 from torchrl_moe.weight_update.publishing import Published, Publisher
-from torchrl_moe.weight_update.ranks import is_first
-from torchrl_moe.weight_update.sources import Kinds, Weights
+from torchrl_moe.weight_update.source.layout import Kinds, Weights
+from torchrl_moe.weight_update.source.lora import adapter_files, check_adapter, check_shapes
+from torchrl_moe.weight_update.source.ranks import is_first
+from torchrl_moe.weight_update.store.adapters import AdapterWriter, adapter_versions
 
 __all__ = ["AdapterPublisher"]
 

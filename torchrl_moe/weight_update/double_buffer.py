@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.data.weight_store import WeightStoreReader
 from torchrl_moe.modules.serving.service import GenerationService
-from torchrl_moe.weight_update.options import one_of
+from torchrl_moe.weight_update.options import SyncOptions, one_of
 from torchrl_moe.weight_update.publishing import Published
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.rolling import RollingSwap, waits_for_update
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.sender import WeightSender
-from torchrl_moe.weight_update.sources import Weights
+from torchrl_moe.weight_update.source.layout import Weights
+from torchrl_moe.weight_update.store import WeightStoreReader
 from torchrl_moe.weight_update.transports.memmap import MemmapTransport
 
 __all__ = ["VLLMDoubleBufferSyncScheme", "WeightReceiver"]
@@ -62,15 +62,15 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
         one_of("strategy", strategy, ("tensordict", "state_dict"))
         super().__init__(folder=remote_addr, layout="versions", prefetch=num_threads)
         if local_addr is not None:
-            self.store = replace(self.store, seen_as=Path(local_addr))
+            self.options = replace(self.options, store=replace(self.options.store, seen_as=Path(local_addr)))
 
     def create_sender(self) -> WeightSender:
         """Return the trainer's side."""
-        return _DirectorySender(self)
+        return _DirectorySender(self.options, self.shutdown)
 
     def create_receiver(self, vllm_engine: Any) -> WeightReceiver:
         """Return the engine's side, for a trainer that has no engine."""
-        return WeightReceiver(self, vllm_engine)
+        return WeightReceiver(self.options, vllm_engine)
 
 
 class _DirectorySender(WeightSender):
@@ -88,19 +88,20 @@ class WeightReceiver:
     """Takes versions from a directory into an engine, when it is told to look, or when a replica was restarted.
 
     Args:
-        scheme: says where.
+        options: say where.
         vllm_engine: an ``AsyncVLLM``.
 
     Raises:
         ValueError: it is none.
     """
 
-    def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: Any) -> None:
+    def __init__(self, options: SyncOptions, vllm_engine: Any) -> None:
         if not isinstance(vllm_engine, GenerationService):
             raise ValueError(f"vllm_engine must be an AsyncVLLM, got {type(vllm_engine).__name__}")
         self._engine = vllm_engine
-        self._store = WeightStoreReader(scheme.store.seen_as)
-        self._swap = RollingSwap(vllm_engine, MemmapTransport(scheme.store.seen_as), scheme.staging, scheme.swapping)
+        seen_as = options.store.seen_as
+        self._store = WeightStoreReader(seen_as)
+        self._swap = RollingSwap(vllm_engine, MemmapTransport(seen_as), options.staging, options.swapping)
         self._lock = threading.Lock()
         self.report: SyncReport | None = None
         if vllm_engine.weight_sync is None:  # a sender that knows the engine does it itself

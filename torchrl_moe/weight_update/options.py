@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["CollectiveOptions", "SourceOptions", "StoreOptions", "SwapOptions", "one_of"]
+from torchrl_moe.weight_update.transports.base import StageOptions
+
+__all__ = ["CollectiveOptions", "SourceOptions", "StoreOptions", "SwapOptions", "SyncOptions", "one_of"]
 
 WITH_ADAPTERS: Mapping[str, Any] = {
     "dtype": "engine",
@@ -154,3 +156,26 @@ class CollectiveOptions:
             raise ValueError(f"device={self.device!r}: transport='gloo' sends from the CPU")
         if self.gpus_per_replica is not None and self.gpus_per_replica < 1:
             raise ValueError(f"gpus_per_replica must be at least 1, got {self.gpus_per_replica}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncOptions:
+    """All choices of a weight sync.
+
+    Attributes:
+        transport: ``"memmap"``, ``"gloo"`` or ``"nccl"``.
+        store: where versions lie.
+        source: what of a model is sent.
+        staging: how replicas prepare a version.
+        swapping: how they change over.
+        collective: where ranks meet.
+        num_replicas: checked against the engine, if given.
+    """
+
+    transport: Literal["memmap", "gloo", "nccl"]
+    store: StoreOptions
+    source: SourceOptions
+    staging: StageOptions
+    swapping: SwapOptions
+    collective: CollectiveOptions
+    num_replicas: int | None = None

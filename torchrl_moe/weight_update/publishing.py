@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
-from torchrl_moe.data.weight_store import (
+from torchrl_moe.modules.policies.unstack import ModelWeights
+from torchrl_moe.weight_update.canary import canary_of
+from torchrl_moe.weight_update.metadata import trained_model
+from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
+from torchrl_moe.weight_update.report import ReplicaSync, SyncReport
+from torchrl_moe.weight_update.source.layout import Kinds, Source, Weights, cast_kinds, source_of
+from torchrl_moe.weight_update.source.ranks import agreed, from_first, is_first
+from torchrl_moe.weight_update.store import (
     Manifest,
     VersionsWriter,
     WeightStoreReader,
     WeightStoreWriter,
     check_tensors,
 )
-from torchrl_moe.modules.policies.unstack import ModelWeights
-from torchrl_moe.weight_update.canary import canary_of
-from torchrl_moe.weight_update.metadata import trained_model
-from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
-from torchrl_moe.weight_update.ranks import agreed, from_first, is_first
-from torchrl_moe.weight_update.report import ReplicaSync, SyncReport
-from torchrl_moe.weight_update.sources import Kinds, Source, Weights, cast_kinds, source_of
 
 __all__ = ["Published", "Publisher"]
 
@@ -115,7 +115,7 @@ class Publisher:
         weights all must call it, and rank 0's number counts.
 
         Args:
-            weights: see :func:`~torchrl_moe.weight_update.sources.source_of`.
+            weights: see :func:`~torchrl_moe.weight_update.source.layout.source_of`.
             number: gives the version's, or an error, of which the other ranks hear.
 
         Raises:

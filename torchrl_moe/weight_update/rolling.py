@@ -28,7 +28,7 @@ from torchrl_moe._errors import (
     WeightSyncError,
 )
 from torchrl_moe.modules.backends.replica import PauseMode, Replica
-from torchrl_moe.modules.backends.reports import StageReport, SwapReport
+from torchrl_moe.modules.backends.reports import SwapReport
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.replica_table import TableEntry
 from torchrl_moe.modules.serving.service import GenerationService
@@ -36,7 +36,7 @@ from torchrl_moe.modules.serving.states import GONE, ReplicaState
 from torchrl_moe.weight_update.options import SwapOptions
 from torchrl_moe.weight_update.publishing import Published
 from torchrl_moe.weight_update.report import ReplicaSync, SyncReport
-from torchrl_moe.weight_update.transports.transport import StageOptions, Transport
+from torchrl_moe.weight_update.transports.base import StageOptions, StageReport, Transport
 
 __all__ = ["LATE", "SYNCABLE", "RollingSwap", "Staged", "waits_for_update"]
 

@@ -13,17 +13,22 @@ import tempfile
 import time
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.data.weight_store.writing import LOCK, WriterLock
-from torchrl_moe.weight_update.options import CollectiveOptions, SourceOptions, StoreOptions, SwapOptions, one_of
-from torchrl_moe.weight_update.transports.transport import StageOptions
-
-if TYPE_CHECKING:
-    from torchrl_moe.weight_update.sender import WeightSender
+from torchrl_moe.weight_update.options import (
+    CollectiveOptions,
+    SourceOptions,
+    StoreOptions,
+    SwapOptions,
+    SyncOptions,
+    one_of,
+)
+from torchrl_moe.weight_update.sender import WeightSender
+from torchrl_moe.weight_update.store.writing import LOCK, WriterLock
+from torchrl_moe.weight_update.transports.base import StageOptions
 
 __all__ = ["VLLMWeightSyncScheme"]
 
@@ -110,17 +115,15 @@ class VLLMWeightSyncScheme:
         one_of("verify", verify, ("digest", "canary", "off"))
         if prefetch < 1:
             raise ValueError(f"prefetch must be at least 1 thread, got {prefetch}")
-        self.transport, self.num_replicas = transport, num_replicas
-        self.staging = StageOptions(stage=stage, verify=verify, threads=prefetch)
-        self.swapping = SwapOptions(
+        swapping = SwapOptions(
             mode=mode, kv=kv, rolling=rolling, min_serving=min_serving, timeout_seconds=timeout_seconds
         )
-        self.source = SourceOptions(dtype=dtype, lora=lora)
-        self.source.check(transport=transport, mode=mode, kv=kv, stage=stage, verify=verify, fsync=fsync, delta=delta)
-        self.collective = CollectiveOptions(
+        source = SourceOptions(dtype=dtype, lora=lora)
+        source.check(transport=transport, mode=mode, kv=kv, stage=stage, verify=verify, fsync=fsync, delta=delta)
+        collective = CollectiveOptions(
             master_address=master_address, master_port=master_port, gpus_per_replica=gpus_per_replica, device=device
         )
-        self.collective.check(transport)
+        collective.check(transport)
         if layout == "versions" and (folder is None or transport != "memmap"):
             raise ValueError(
                 "layout='versions' needs transport='memmap' and folder=, on a file system that hosts share"
@@ -129,15 +132,21 @@ class VLLMWeightSyncScheme:
         choices: dict[str, Any] = {"layout": layout, "keep_versions": keep_versions, "fsync": fsync, "delta": delta}
         StoreOptions(folder=known, seen_as=known, **choices)  # refuses before a folder is made
         self.folder = _store_folder() if folder is None else Path(folder)
-        self.store = StoreOptions(folder=self.folder, seen_as=self.folder, **choices)
+        self.options = SyncOptions(
+            transport=transport,
+            store=StoreOptions(folder=self.folder, seen_as=self.folder, **choices),
+            source=source,
+            staging=StageOptions(stage=stage, verify=verify, threads=prefetch),
+            swapping=swapping,
+            collective=collective,
+            num_replicas=num_replicas,
+        )
         # also at interpreter exit: memory that nobody frees outlives the process
         self._clean = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True) if folder is None else None
 
     def create_sender(self) -> WeightSender:
         """Return the trainer's side."""
-        from torchrl_moe.weight_update.sender import WeightSender
-
-        return WeightSender(self)
+        return WeightSender(self.options, self.shutdown)
 
     def shutdown(self) -> None:
         """Remove the weight store, if it is the scheme's own. Idempotent."""
@@ -145,10 +154,10 @@ class VLLMWeightSyncScheme:
             self._clean()
 
     def __repr__(self) -> str:
-        swapping, staging = self.swapping, self.staging
+        swapping, staging, options = self.options.swapping, self.options.staging, self.options
         return (
-            f"{type(self).__name__}(transport={self.transport!r}, mode={swapping.mode!r}, kv={swapping.kv!r}, "
-            f"stage={staging.stage!r}, verify={staging.verify!r}, layout={self.store.layout!r})"
+            f"{type(self).__name__}(transport={options.transport!r}, mode={swapping.mode!r}, kv={swapping.kv!r}, "
+            f"stage={staging.stage!r}, verify={staging.verify!r}, layout={options.store.layout!r})"
         )
 
 

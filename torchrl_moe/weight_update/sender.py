@@ -14,23 +14,26 @@ import torch
 from torch import nn
 
 from torchrl_moe._errors import ManifestMismatch, NoReplicaError, ReplicaDiedError, WeightSyncError
-from torchrl_moe.data.weight_store import check_tensors
 from torchrl_moe.modules.serving.replica_table import TableEntry
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.weight_update.adapter_publishing import AdapterPublisher
+from torchrl_moe.weight_update.options import SyncOptions
 from torchrl_moe.weight_update.publishing import Published, Publisher
-from torchrl_moe.weight_update.ranks import is_first
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.rolling import SYNCABLE, RollingSwap, Staged, waits_for_update
-from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
-from torchrl_moe.weight_update.sources import Kinds, Weights
-from torchrl_moe.weight_update.transports.open_transport import open_transport
+from torchrl_moe.weight_update.source.layout import Kinds, Weights
+from torchrl_moe.weight_update.source.ranks import is_first
+from torchrl_moe.weight_update.store import check_tensors
+from torchrl_moe.weight_update.transports.base import Transport
+from torchrl_moe.weight_update.transports.registry import open_transport
 
 __all__ = ["WeightSender"]
 
 
 class WeightSender:
-    """Sends a model's weights to the replicas of an engine. Its methods may be called from any thread; they take turns.
+    """Sends a model's weights to the replicas of an engine; a scheme makes it.
+
+    Its methods may be called from any thread; they take turns.
 
     Versions go on from the highest that the engine or the store has. With a model of several ranks (FSDP2) each makes
     a sender, registers its part and calls :meth:`update_weights` or :meth:`publish`; rank 0 alone has the engine.
@@ -43,12 +46,13 @@ class WeightSender:
         sender.shutdown()
     """
 
-    def __init__(self, scheme: VLLMWeightSyncScheme) -> None:
-        self.scheme = scheme
+    def __init__(self, options: SyncOptions, on_shutdown: Callable[[], object] = lambda: None) -> None:
+        self.options = options
         self.version = 0
-        with_canary = scheme.staging.verify == "canary"
-        kind = AdapterPublisher if scheme.source.lora == "adapter" else Publisher
-        self._publisher = kind(scheme.store, scheme.source, scheme.swapping.timeout_seconds, with_canary)
+        self._on_shutdown = on_shutdown
+        with_canary = options.staging.verify == "canary"
+        kind = AdapterPublisher if options.source.lora == "adapter" else Publisher
+        self._publisher = kind(options.store, options.source, options.swapping.timeout_seconds, with_canary)
         self._swap: RollingSwap | None = None
         self._published: Published | None = None
         self._pending: Future[Published] | None = None
@@ -105,7 +109,7 @@ class WeightSender:
             dtype = getattr(torch, vllm_engine.infos[0].dtype or "none", None)  # those that never came have no info
             self._publisher.check(expected)
             self._check_names(metadata, expected)
-            swap = RollingSwap(vllm_engine, open_transport(self.scheme), self.scheme.staging, self.scheme.swapping)
+            swap = RollingSwap(vllm_engine, self._open_transport(), self.options.staging, self.options.swapping)
             try:
                 swap.open(ready)
             except BaseException:
@@ -123,25 +127,30 @@ class WeightSender:
         """Ask the first replica that lives which tensors it has."""
         for entry in entries:
             with contextlib.suppress(ReplicaDiedError):
-                kinds: Kinds = entry.replica.metadata(self.scheme.swapping.timeout_seconds)
+                kinds: Kinds = entry.replica.metadata(self.options.swapping.timeout_seconds)
                 return kinds
         raise NoReplicaError(f"no replica serves: {engine!r}")
 
     def _check_numbers(self, engine: GenerationService) -> None:
-        count, scheme = engine.num_replicas, self.scheme
-        if scheme.num_replicas not in (None, count):
-            raise ValueError(f"num_replicas={scheme.num_replicas}, but the engine has {count}")
-        if (scheme.swapping.min_serving or 0) > count:
-            raise ValueError(f"min_serving={scheme.swapping.min_serving}, but the engine has {count} replicas")
-        size = engine.infos[0].tensor_parallel_size if engine.infos else 1
-        if scheme.collective.gpus_per_replica not in (None, size):
-            raise ValueError(
-                f"gpus_per_replica={scheme.collective.gpus_per_replica}, but the engine has tensor_parallel_size={size}"
-            )
+        count, options = engine.num_replicas, self.options
+        if options.num_replicas not in (None, count):
+            raise ValueError(f"num_replicas={options.num_replicas}, but the engine has {count}")
+        if (options.swapping.min_serving or 0) > count:
+            raise ValueError(f"min_serving={options.swapping.min_serving}, but the engine has {count} replicas")
+        size, wanted = engine.infos[0].tensor_parallel_size if engine.infos else 1, options.collective.gpus_per_replica
+        if wanted not in (None, size):
+            raise ValueError(f"gpus_per_replica={wanted}, but the engine has tensor_parallel_size={size}")
+
+    def _open_transport(self) -> Transport:
+        options, collective = self.options, self.options.collective
+        name = "adapter" if options.source.lora == "adapter" else options.transport
+        store = options.store
+        where: dict[str, Any] = {"address": collective.master_address, "device": collective.device}
+        return open_transport(name, store.folder, store.seen_as, **where)
 
     def _check_names(self, metadata: Mapping[str, Any] | None, expected: Mapping[str, Any]) -> None:
         model = self._publisher.model
-        if metadata is None or self.scheme.source.lora == "adapter":  # which comes under names of its own
+        if metadata is None or self.options.source.lora == "adapter":  # which comes under names of its own
             return
         if set(metadata) == set(expected):
             check_tensors(metadata, expected)
@@ -340,4 +349,4 @@ class WeightSender:
             self._pending, self._closed = None, True
             self._let_go()
             self._publisher.close()
-            self.scheme.shutdown()
+            self._on_shutdown()

@@ -11,7 +11,8 @@ import torch
 
 from torchrl_moe.modules.backends.commands import Commands
 from torchrl_moe.modules.backends.replica import Replica
-from torchrl_moe.modules.backends.reports import ReplicaStats, StageReport, SwapReport
+from torchrl_moe.modules.backends.reports import ReplicaStats, SwapReport
+from torchrl_moe.weight_update.transports.base import StageReport
 
 STAGED = StageReport(seconds=1.0, nbytes=8, digest="d")
 KINDS = {"a": (torch.float32, torch.Size([2]))}

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats, StageReport, SwapReport
+from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats, SwapReport
+from torchrl_moe.weight_update.transports.base import StageReport
 
 
 @pytest.mark.parametrize(("queries", "hits", "rate"), [(0, 0, 0.0), (8, 2, 0.25), (5, 5, 1.0)])

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.modules.llm.policies import Tokens
 from transformers import AutoModelForCausalLM
 
+from support.adapters import save_adapted
 from support.completions import cut
 from support.engines import ADAPTED, EngineShelf
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.objectives import GSPOLoss
-from torchrl_moe.testing import make_tiny_moe
 
 BOUND = 1e-5
 CRAMPED = 1 << 21  # bytes of a KV cache: some 750 tokens
@@ -201,13 +200,8 @@ def test_requests_that_are_preempted_keep_their_words(engine: AsyncVLLM, shelf: 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformersWrapper, dict[str, Any]]:
     """A scorer of the engine's model with an adapter on its attention, and how requests name the adapter."""
-    torch.manual_seed(1)
-    config = LoraConfig(
-        r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-    )
-    model = get_peft_model(make_tiny_moe("qwen3_moe"), config)
     folder = tmp_path_factory.mktemp("adapter")
-    model.save_pretrained(folder)
+    model = save_adapted("qwen3_moe", folder)
     fields = {"lora_name": "words", "lora_int_id": 17, "lora_path": str(folder)}
     return TransformersWrapper(model, replay="R3"), fields
 

@@ -1,10 +1,11 @@
-"""The trainer's end of gloo: against the worker's end in this process, and replicas that refuse, stall and go away."""
+"""The gloo transport: what is sent arrives, and a replica that dies or stalls fails alone."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,18 @@ import numpy as np
 import pytest
 import torch
 
+from support.waiting import until
 from support.weights import always
 from torchrl_moe._errors import DigestMismatch, ManifestMismatch, ReplicaDiedError, SyncTimeout, WeightSyncError
-from torchrl_moe.data.weight_store import Manifest, WeightStoreWriter
-from torchrl_moe.modules.backends.reports import StageReport
-from torchrl_moe.modules.backends.vllm.receivers.gloo import GlooReceiver
 from torchrl_moe.testing.fake_weights import FakeWeightReplica
+from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, WeightStoreWriter
 from torchrl_moe.weight_update.transports import gloo
-from torchrl_moe.weight_update.transports.gloo import GlooTransport
-from torchrl_moe.weight_update.transports.transport import StageOptions
+from torchrl_moe.weight_update.transports.base import StageOptions, StageReport
+from torchrl_moe.weight_update.transports.gloo import GlooReceiver, GlooTransport
+from torchrl_moe.weight_update.transports.gloo_group import GlooGroup, open_rendezvous
+
+# -- the trainer's end ------------------------------------------------------------------------------------------------
+
 
 TIMEOUT = 20.0
 TENSORS = {
@@ -256,3 +260,104 @@ def test_closing_twice_does_no_harm(store: WeightStoreWriter, bench: Bench) -> N
     transport.stage(replica, publish(store, 1), StageOptions(), TIMEOUT)
     transport.close()
     transport.close()
+
+
+# -- a worker's end ---------------------------------------------------------------------------------------------------
+
+
+class Hand:
+    """One receiver, and the trainer's rank to send to it by hand."""
+
+    def __init__(self, folder: Path, timeout: float = TIMEOUT) -> None:
+        self.store, self.reader = WeightStoreWriter(folder), WeightStoreReader(folder)
+        self.rendezvous = open_rendezvous("127.0.0.1", TIMEOUT)
+        options = {"address": "127.0.0.1", "port": self.rendezvous.port, "world_size": 2, "bucket_bytes": 1000}
+        self.pool = ThreadPoolExecutor(1)
+        self.receiver = GlooReceiver({**options, "timeout_seconds": timeout}, 1)
+
+    def meet(self) -> None:
+        self.group = GlooGroup(self.rendezvous, 0, 2, TIMEOUT, 1000)
+
+    def publish(self, version: int, size: int) -> Manifest:
+        return self.store.publish([("w", torch.full((size,), float(version)))], version)
+
+    def send(self, manifest: Manifest) -> None:
+        until(self.group.all_ready, TIMEOUT)
+        with self.reader.flat(manifest) as flat:
+            self.group.broadcast(torch.from_numpy(flat.copy()), time.monotonic() + TIMEOUT, lambda _: None)
+
+    def fetch(self, manifest: Manifest) -> Future[None]:
+        return self.pool.submit(self.receiver.fetch, manifest, verify=True, threads=1)
+
+    def hold(self, manifest: Manifest) -> None:
+        fetching = self.fetch(manifest)
+        self.send(manifest)
+        fetching.result(TIMEOUT)
+
+
+@pytest.fixture
+def hand(tmp_path: Path) -> Iterator[Hand]:
+    made = Hand(tmp_path)
+    yield made
+    made.receiver.close()
+
+
+def test_nothing_is_there_before_it_arrived(hand: Hand) -> None:
+    hand.meet()
+    manifest = hand.publish(1, 10)
+    fetching = hand.fetch(manifest)
+    until(hand.group.all_ready, TIMEOUT)
+    with pytest.raises(ManifestMismatch, match="version 1 was not received; no version was"):
+        hand.receiver.manifest(1)
+    hand.send(manifest)
+    fetching.result(TIMEOUT)
+    assert hand.receiver.manifest(1) == manifest
+    with pytest.raises(ManifestMismatch, match="version 2 was not received; version 1 was"):
+        hand.receiver.manifest(2)
+
+
+def test_the_buffer_is_kept_while_it_is_large_enough(hand: Hand) -> None:
+    hand.meet()
+    places = []
+    for version, size in ((1, 1000), (2, 500), (3, 1000), (4, 5000)):
+        manifest = hand.publish(version, size)
+        hand.hold(manifest)
+        with hand.receiver.reading(manifest) as tensors:
+            assert torch.equal(tensors["w"], torch.full((size,), float(version)))
+            places.append(tensors["w"].data_ptr())
+    assert places[0] == places[1] == places[2] != places[3]
+
+
+def test_a_version_is_not_overwritten_under_its_reader(hand: Hand) -> None:
+    hand.meet()
+    one = hand.publish(1, 1000)
+    hand.hold(one)
+    two = hand.publish(2, 1000)
+    with hand.receiver.reading(one) as tensors:
+        fetching = hand.fetch(two)
+        sending = threading.Thread(target=hand.send, args=(two,))
+        sending.start()
+        time.sleep(0.05)
+        assert not hand.group.all_ready()
+        assert torch.equal(tensors["w"], torch.ones(1000))
+    fetching.result(TIMEOUT)
+    sending.join(TIMEOUT)
+    with pytest.raises(ManifestMismatch), hand.receiver.reading(one):
+        pass
+
+
+def test_a_version_that_was_published_again_is_another_one(hand: Hand) -> None:
+    hand.meet()
+    one = hand.publish(1, 10)
+    hand.hold(one)
+    again = hand.store.publish([("w", torch.zeros(10))], 1)
+    with pytest.raises(ManifestMismatch, match="version 1 was received again"), hand.receiver.reading(again):
+        pass
+
+
+def test_a_trainer_that_never_comes_is_told_when_a_version_is_asked_for(tmp_path: Path) -> None:
+    hand = Hand(tmp_path, timeout=0.3)
+    with pytest.raises(SyncTimeout, match="did not meet within"):
+        hand.fetch(hand.publish(1, 10)).result(TIMEOUT)
+    hand.receiver.close()
+    hand.receiver.close()

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from torchrl_moe.modules.backends.replica import PauseMode
-from torchrl_moe.modules.backends.reports import ReplicaStats, StageReport, SwapReport
+from torchrl_moe.modules.backends.reports import ReplicaStats, SwapReport
+from torchrl_moe.weight_update.transports.base import StageReport
 
 if TYPE_CHECKING:
     import torch

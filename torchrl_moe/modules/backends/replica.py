@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats, StageReport, SwapReport
+from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats, SwapReport
+from torchrl_moe.weight_update.transports.base import StageReport
 
 if TYPE_CHECKING:
     import torch

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torchrl_moe.data import RoutingLayout
 
-__all__ = ["ProbeReport", "ReplicaInfo", "ReplicaStats", "StageReport", "SwapReport"]
+__all__ = ["ProbeReport", "ReplicaInfo", "ReplicaStats", "SwapReport"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,29 +70,6 @@ class ReplicaStats:
     def hit_rate(self) -> float:
         """Share of prompt tokens that the prefix cache had, 0 to 1; 0 before the first."""
         return self.cache_hits / self.cache_queries if self.cache_queries else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageReport:
-    """A version that a replica checked and may load.
-
-    Attributes:
-        seconds: it took in all.
-        nbytes: of its tensors.
-        digest: of names, dtypes, shapes, and bytes.
-        fetched: seconds until the bytes were there and checked.
-        loaded: seconds to load them into the shadow, or beside other adapters.
-        stage: ``"shadow"``: loaded already; ``"plain"``: in the pause; ``"adapter"``: loaded, and needs no pause.
-        reason: why there is no shadow; empty if there is.
-    """
-
-    seconds: float
-    nbytes: int
-    digest: str
-    fetched: float = 0.0
-    loaded: float = 0.0
-    stage: Literal["shadow", "plain", "adapter"] = "plain"
-    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

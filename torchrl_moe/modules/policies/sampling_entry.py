@@ -88,8 +88,8 @@ def sampling_entry(
         prompt: P.
         total: T.
         earlier: the turn that the prompt repeats and goes on from, if there is one.
-        real: bool, tokens of the earlier turn that are no pads; ``None`` without one. :func:`check_earlier_turn` has
-            let it pass.
+        real: bool, tokens of the earlier turn that are no pads; ``None`` without one. The caller has run
+            :func:`check_earlier_turn`.
     """
     source: dict[str, Any] = {"temperature": torch.tensor(_temperature(params))}
     before = None if earlier is None else earlier.get((SAMPLING, "kept"), None)

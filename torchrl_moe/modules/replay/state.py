@@ -70,7 +70,7 @@ class ReplayState:
         """The active binding.
 
         Raises:
-            ReplayError: it is another thread's, or this is a recompute that nobody told us of.
+            ReplayError: it is another thread's, or this is a recompute that :meth:`recomputing` does not hold.
         """
         held = self._open if self._layer.held is None else self._layer.held
         if torch.compiler.is_compiling():

@@ -163,8 +163,12 @@ class Call:
             return None
         if (unplaced := next((request for request in late if request.refusal is not None), None)) is not None:
             return unplaced.not_placed()
+        what = (
+            f"{len(late)} of {len(self.requests)} requests were not finished within {self.timeout:g} s and were aborted"
+        )
+        if late[0].request.scoring is not None:
+            return GenerationTimeout(f"{what}. Raise timeout_seconds, or score fewer tokens at once.")
         return GenerationTimeout(
-            f"{len(late)} of {len(self.requests)} requests were not finished within {self.timeout:g} s and were "
-            "aborted; what had finished, and what there is of the others, is in .partial. Raise timeout_seconds, "
+            f"{what}; what had finished, and what there is of the others, is in .partial. Raise timeout_seconds, "
             "lower max_tokens, or go on with generate(resume=error.partial)."
         )

@@ -243,6 +243,7 @@ class GenerationService(ReplicaService):
             ValueError: text, a temperature that is not positive, or another number of entries than of sequences.
             RequestRefusedError: bad routes, or a sequence that is too long.
             GenerationTimeout: some sequences were late.
+            EngineError: ``abort()`` ended one.
         """
         self._check_running("score")
         batch = normalise_prompts(prompt_token_ids=tokens)

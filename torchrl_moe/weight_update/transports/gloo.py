@@ -1,8 +1,9 @@
-"""The trainer's end of the gloo transport: one communicator per replica, over which the store's bytes are broadcast.
+"""The gloo transport: one communicator per replica, over which the store's bytes are broadcast while it generates.
 
 A replica announces that it will read before anything is sent, so that one that refuses a version costs nobody a
 deadline. A group in which anything failed is given up, and made again for the next version: the other replicas have
-their own, and notice nothing.
+their own, and notice nothing. At the worker's end the bytes come into one buffer that is kept from version to version;
+tensors are views of it, and never copied before they are loaded.
 """
 
 from __future__ import annotations
@@ -13,25 +14,34 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from torchrl_moe._errors import SyncTimeout, TorchRLMoEError, WeightSyncError
-from torchrl_moe.data.gloo_group import BUCKET_BYTES, TRAINER, GlooGroup, open_rendezvous
-from torchrl_moe.data.weight_store import Manifest, WeightStoreReader
-from torchrl_moe.modules.backends.replica import Replica
-from torchrl_moe.modules.backends.reports import StageReport
-from torchrl_moe.weight_update.transports.transport import StageOptions
+from torchrl_moe._errors import ManifestMismatch, SyncTimeout, TorchRLMoEError, WeightSyncError
+from torchrl_moe.weight_update.store import Manifest, TensorEntry, WeightStoreReader
+from torchrl_moe.weight_update.store.flat import check_digest
+from torchrl_moe.weight_update.transports.base import Peer, StageOptions, StageReport
+from torchrl_moe.weight_update.transports.gloo_group import (
+    BUCKET_BYTES,
+    TRAINER,
+    GlooGroup,
+    join_rendezvous,
+    open_rendezvous,
+)
 
-__all__ = ["GlooTransport"]
+__all__ = ["GlooReceiver", "GlooTransport"]
 
 RANK_OFFSET = 1  # of a replica's workers, behind the trainer
 POLL_SECONDS = 0.002
 GRACE_SECONDS = 5.0  # that a replica gets to say why a transfer failed
+
+# -- the trainer's end ------------------------------------------------------------------------------------------------
 
 
 class GlooTransport:
@@ -58,10 +68,10 @@ class GlooTransport:
             raise ValueError(f"device={str(device)!r}: transport='gloo' sends from the CPU; 'nccl' sends from a GPU")
         self._reader = WeightStoreReader(os.fspath(folder))
         self._address, self._bucket_bytes = address, bucket_bytes
-        self._groups: weakref.WeakKeyDictionary[Replica, GlooGroup] = weakref.WeakKeyDictionary()
+        self._groups: weakref.WeakKeyDictionary[Peer, GlooGroup] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def open(self, replica: Replica, timeout: float) -> None:
+    def open(self, replica: Peer, timeout: float) -> None:
         """Meet a replica's workers; in place of a group from before.
 
         Raises:
@@ -80,7 +90,7 @@ class GlooTransport:
         with self._lock:
             self._groups[replica] = group
 
-    def _meet(self, replica: Replica, workers: int, timeout: float) -> GlooGroup:
+    def _meet(self, replica: Peer, workers: int, timeout: float) -> GlooGroup:
         store = open_rendezvous(self._address, timeout)
         options = {
             "address": self._address,
@@ -93,18 +103,18 @@ class GlooTransport:
         replica.init_weights("gloo", options, timeout)
         return GlooGroup(store, TRAINER, workers + RANK_OFFSET, timeout, self._bucket_bytes)
 
-    def _drop(self, replica: Replica) -> None:
+    def _drop(self, replica: Peer) -> None:
         with self._lock:
             group = self._groups.pop(replica, None)
         if group is not None:
             group.close()
 
-    def stage(self, replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
+    def stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
         """Send a version to a replica, which generates meanwhile.
 
         Raises:
             SyncTimeout: it was not done in time.
-            ReplicaDiedError: the replica ended meanwhile.
+            PeerDiedError: the replica ended meanwhile.
             WeightSyncError: the replica refused the version, or the connection broke.
         """
         deadline = time.monotonic() + timeout
@@ -171,3 +181,135 @@ def _tensor(flat: Any) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     memory = (ctypes.c_uint8 * len(flat)).from_address(flat.ctypes.data)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+# -- a worker's end ---------------------------------------------------------------------------------------------------
+
+
+class GlooReceiver:
+    """Receives versions. It meets the trainer in a thread: a worker that waits makes no tokens.
+
+    Args:
+        options: what the trainer's end says: ``address`` and ``port`` of its rendezvous, ``world_size`` of the group
+            (the trainer and this replica's workers), ``bucket_bytes``, and ``timeout_seconds`` to meet the trainer and
+            for each transfer.
+        rank: of this worker, from 1 on.
+    """
+
+    loads_during_pause = ""
+
+    def __init__(self, options: Mapping[str, Any], rank: int) -> None:
+        self._timeout = float(options["timeout_seconds"])
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._held: Manifest | None = None
+        self._lock = threading.Lock()  # of the buffer
+        meeting = ThreadPoolExecutor(1, thread_name_prefix="weight-meeting")
+        self._group = meeting.submit(_join, dict(options), rank)
+        meeting.shutdown(wait=False)  # the thread ends with its job
+
+    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
+        """Receive a version; call it from a thread.
+
+        Args:
+            manifest: what will come.
+            verify: compare the digest of each tensor, while others arrive.
+            threads: that hash.
+
+        Raises:
+            SyncTimeout: the trainer did not come, or did not send in time.
+            DigestMismatch: other bytes arrived than were published.
+            RuntimeError: of gloo: the trainer is gone.
+        """
+        deadline, size = time.monotonic() + self._timeout, manifest.extent
+        if not self._lock.acquire(timeout=self._timeout):
+            raise SyncTimeout(f"the version before was still read after {self._timeout:g} s")
+        arrived = False
+        try:
+            self._held = None
+            if len(self._buffer) < size:
+                self._buffer = torch.empty(size, dtype=torch.uint8)
+            group, flat = self._group.result(), self._buffer[:size]
+            with ThreadPoolExecutor(threads, thread_name_prefix="weight-digest") as pool:
+                digests = _Digests(manifest, flat, pool if verify else None)
+                group.announce()
+                group.broadcast(flat, deadline, digests.arrived)
+            digests.result()
+            self._held, arrived = manifest, True
+        finally:
+            if not arrived:
+                self._leave()  # the trainer makes a new group
+            self._lock.release()
+
+    def _leave(self) -> None:
+        if self._group.done() and self._group.exception() is None:
+            self._group.result().close()
+
+    def manifest(self, version: int) -> Manifest:
+        """Return the manifest of the version that is held.
+
+        Raises:
+            ManifestMismatch: it is another one, or none.
+        """
+        held = self._held
+        if held is None or held.version != version:
+            raise ManifestMismatch(
+                f"version {version} was not received; {'no version' if held is None else f'version {held.version}'} was"
+            )
+        return held
+
+    @contextmanager
+    def reading(self, manifest: Manifest, *, verify: bool = False) -> Iterator[Mapping[str, Tensor]]:
+        """Keep the next version out of the buffer, and give the tensors in it; do not keep them afterwards."""
+        del verify  # done as they arrived
+        with self._lock:
+            if self.manifest(manifest.version) != manifest:
+                raise ManifestMismatch(f"version {manifest.version} was received again since its manifest was read")
+            yield {entry.name: _tensor_in(self._buffer, entry) for entry in manifest.entries}
+
+    def load(self, manifest: Manifest) -> NoReturn:
+        """Refuse: a version is fetched before the pause."""
+        raise WeightSyncError(f"version {manifest.version} is fetched, and not loaded as it arrives")
+
+    def close(self) -> None:
+        """Leave the group; a receiver that still waits gets an error. Idempotent."""
+        self._group.add_done_callback(lambda _: self._leave())
+        self._held = None
+
+
+def _join(options: Mapping[str, Any], rank: int) -> GlooGroup:
+    timeout = options["timeout_seconds"]
+    store = join_rendezvous(options["address"], options["port"], timeout)
+    return GlooGroup(store, rank, options["world_size"], timeout, options["bucket_bytes"])
+
+
+def _tensor_in(flat: Tensor, entry: TensorEntry) -> Tensor:
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=entry.torch_dtype)
+    return flat[entry.offset : entry.offset + entry.nbytes].view(entry.torch_dtype).view(entry.shape)
+
+
+class _Digests:
+    """Compares the tensors that have arrived, while others arrive."""
+
+    def __init__(self, manifest: Manifest, flat: Tensor, pool: ThreadPoolExecutor | None) -> None:
+        self._version, self._pool = manifest.version, pool
+        self._left = sorted(manifest.entries, key=lambda entry: entry.offset, reverse=True)
+        self._bytes: Any = flat.numpy()
+        self._jobs: list[Future[None]] = []
+
+    def arrived(self, count: int) -> None:
+        """Take note that the first ``count`` bytes are there."""
+        whole = []
+        while self._left and self._left[-1].end <= count:
+            whole.append(self._left.pop())
+        if self._pool is not None:
+            self._jobs.append(self._pool.submit(self._compare, whole))
+
+    def _compare(self, entries: list[TensorEntry]) -> None:
+        for entry in entries:
+            check_digest(self._version, entry, self._bytes[entry.offset : entry.end].data)
+
+    def result(self) -> None:
+        """Raise what was found."""
+        for job in self._jobs:
+            job.result()

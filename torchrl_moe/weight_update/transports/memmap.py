@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
-from torchrl_moe.data.weight_store import Manifest
-from torchrl_moe.modules.backends.replica import Replica
-from torchrl_moe.modules.backends.reports import StageReport
-from torchrl_moe.weight_update.transports.transport import StageOptions
+from torch import Tensor
 
-__all__ = ["MemmapTransport"]
+from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.weight_update.store import Manifest, WeightStoreReader
+from torchrl_moe.weight_update.transports.base import Peer, StageOptions, StageReport
+
+__all__ = ["MemmapReceiver", "MemmapTransport"]
 
 
 class MemmapTransport:
-    """See :class:`~torchrl_moe.weight_update.transports.transport.Transport`.
+    """The trainer's end; see :class:`~torchrl_moe.weight_update.transports.base.Transport`.
 
     Args:
         folder: of the weight store, as the replicas see it.
@@ -24,11 +27,11 @@ class MemmapTransport:
     def __init__(self, folder: Path, holding: Literal["memmap", "adapter"] = "memmap") -> None:
         self.folder, self._holding = folder, holding
 
-    def open(self, replica: Replica, timeout: float) -> None:
-        """Tell a replica where the store is."""
+    def open(self, replica: Peer, timeout: float) -> None:
+        """Say to a replica where the store is."""
         replica.init_weights(self._holding, {"folder": str(self.folder)}, timeout)
 
-    def stage(self, replica: Replica, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
+    def stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
         """Let a replica read a version."""
         return replica.stage_weights(
             manifest.version,
@@ -41,3 +44,34 @@ class MemmapTransport:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class MemmapReceiver:
+    """A worker's end, which reads the store in place: there is nothing to fetch.
+
+    Args:
+        folder: of the store.
+    """
+
+    loads_during_pause = ""
+
+    def __init__(self, folder: str) -> None:
+        self._reader = WeightStoreReader(folder)
+
+    def manifest(self, version: int) -> Manifest:
+        """Return the manifest of a published version."""
+        return self._reader.manifest(version)
+
+    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
+        """Do nothing: the bytes are here, and compared as they are read; else the engine process compares them."""
+
+    def reading(self, manifest: Manifest, *, verify: bool = False) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Give the tensors as they lie in the store."""
+        return self._reader.reading(manifest, verify)
+
+    def load(self, manifest: Manifest) -> NoReturn:
+        """Refuse: a version is read."""
+        raise WeightSyncError(f"version {manifest.version} is read from the store, and not received")
+
+    def close(self) -> None:
+        """Nothing is held between two readings."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.adapters import save_adapted
 from support.engines import ADAPTED
 from support.llm import FakeLLM
 from support.reference import TOLERANCE
@@ -18,7 +19,6 @@ from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.backends.vllm.adapters import Adapters, build_lora_request
 from torchrl_moe.modules.replay.router_replay import RouterReplay
-from torchrl_moe.testing import make_tiny_moe
 
 ADAPTER = {"lora_name": "tiny", "lora_int_id": 1, "lora_path": "somewhere"}
 
@@ -109,16 +109,8 @@ IDS = [72, 105, 44, 32, 119, 111, 114, 108, 100]
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """The model of the engine with an adapter on its attention, and the folder of the adapter alone."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(1)
-    config = LoraConfig(
-        r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-    )
-    model = get_peft_model(make_tiny_moe("qwen3_moe"), config)
     folder = tmp_path_factory.mktemp("adapter")
-    model.save_pretrained(folder)
-    return model, folder
+    return save_adapted("qwen3_moe", folder), folder
 
 
 def check_against(model: Any, completion: Completion) -> None:

@@ -110,7 +110,7 @@ def test_a_part_without_a_token_changes_no_words() -> None:
     assert join(2, None, fresh, Params(), decode).kept is fresh.kept
 
 
-def test_an_answer_that_starts_anew_is_the_rest_alone() -> None:
+def test_an_answer_that_begins_again_is_the_rest_alone() -> None:
     output = join(2, None, part(b"xyz", 0, 4), Params(), decode)
     check(output, b"xyz", "xyz", 0, "length")
 
@@ -243,7 +243,7 @@ def test_an_answer_that_has_all_its_tokens_is_not_gone_on_with(limit: int) -> No
         sampling_for_rest(Params(max_tokens=limit), 1, P, part(b"abc", 0, 3), decode)
 
 
-def test_an_answer_that_starts_anew_is_asked_for_whole() -> None:
+def test_an_answer_that_begins_again_is_asked_for_whole() -> None:
     rest = sampling_for_rest(Params(seed=100, min_tokens=4), 2, P, None, decode)
     assert (rest.n, rest.max_tokens, rest.min_tokens, rest.seed, rest.routed_experts_prompt_start) == (1, 10, 4, 102, 0)
 

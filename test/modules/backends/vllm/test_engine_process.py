@@ -710,7 +710,7 @@ def test_the_tokenizer_of_a_real_engine_is_transformers_own(engine: Any) -> None
 
 @pytest.mark.engine("qwen3_moe")
 def test_the_metadata_of_a_real_engine_is_that_of_its_folder(engine: Any, shelf: Any) -> None:
-    from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
+    from torchrl_moe.modules.backends.vllm.weights.checkpoint import checkpoint_metadata
 
     assert engine.replica_table[0].replica.metadata(30) == checkpoint_metadata(shelf.folder("qwen3_moe"))
 

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
-from torchrl_moe.modules.backends.vllm import engine_requests, weights
+from torchrl_moe.modules.backends.vllm import engine_requests
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests, Part
-from torchrl_moe.modules.backends.vllm.weights import EngineWeights
+from torchrl_moe.modules.backends.vllm.weights import engine as weights
+from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
 
 PROMPT = [7, 8, 9]
 

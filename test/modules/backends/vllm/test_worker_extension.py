@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from torchrl_moe import _compat
-from torchrl_moe.data.weight_store import WeightStoreWriter
 from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.vllm.worker_extension import WorkerExtension
+from torchrl_moe.weight_update.store import WeightStoreWriter
 
 
 def test_router_layers_are_those_of_the_model_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

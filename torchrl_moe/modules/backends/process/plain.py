@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats, StageReport, SwapReport
+from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats, SwapReport
+from torchrl_moe.weight_update.transports.base import StageReport
 
 __all__ = ["NUMBERS", "Packed", "from_plain", "to_plain"]
 

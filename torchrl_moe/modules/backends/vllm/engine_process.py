@@ -32,16 +32,17 @@ from torchrl_moe.modules.backends.process import packing, wire
 from torchrl_moe.modules.backends.process.parent_watch import Inbox, end_group, end_group_later
 from torchrl_moe.modules.backends.process.plain import Packed
 from torchrl_moe.modules.backends.replica import Completion, PauseMode
-from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats, StageReport, SwapReport
+from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats, SwapReport
 from torchrl_moe.modules.backends.tokenizer_files import tokenizer_files
-from torchrl_moe.modules.backends.vllm.adapter_versions import AdapterVersions
-from torchrl_moe.modules.backends.vllm.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 from torchrl_moe.modules.backends.vllm.probe import EngineProbe
 from torchrl_moe.modules.backends.vllm.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm.stats_feed import Load, StatsFeed
-from torchrl_moe.modules.backends.vllm.weights import EngineWeights
+from torchrl_moe.modules.backends.vllm.weights.adapter_versions import AdapterVersions
+from torchrl_moe.modules.backends.vllm.weights.checkpoint import checkpoint_metadata
+from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
+from torchrl_moe.weight_update.transports.base import StageReport
 
 WATCH_SECONDS = 0.5
 MESSAGE_BYTES = 64 << 20  # beyond which completions go on in another one

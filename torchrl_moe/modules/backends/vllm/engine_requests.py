@@ -312,7 +312,7 @@ class EngineRequests:
             kept, part = running.answers.get(output.index), parts.get(output.index)
             if part is not None and part.outputs and len(part.outputs[0].token_ids):
                 decode = partial(self._decode, params)
-                on_resume: OnResume = "live" if self._routes.of_part(request, kept) is None else "forced"
+                on_resume: OnResume = "forced" if self._routes.follows(request, kept) else "live"
                 outputs.append(continuation.join(output.index, kept, part.outputs[0], params, decode, on_resume))
             elif kept is not None:
                 outputs.append(kept)

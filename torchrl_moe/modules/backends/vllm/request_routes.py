@@ -72,10 +72,18 @@ class RequestRoutes:
             bad = kept.ids[(kept.ids < 0) | (kept.ids >= self._vocabulary)][0]
             raise ValueError(f"kept names the word {bad}; this engine has 0..{self._vocabulary - 1}")
 
+    def follows(self, request: Request, first: CompletionOutput | None) -> bool:
+        """Whether the rest of an answer follows the rows of its first part."""
+        has_rows = first is not None and first.routed_experts is not None
+        return has_rows and self._layout is not None and not self._is_live(request)
+
     def of_part(self, request: Request, first: CompletionOutput | None) -> NDArray[np.integer[Any]] | None:
         """Return the rows ``[P + G - 1, L, K]`` that the rest of an answer follows; ``None`` if the model routes."""
-        if first is None or first.routed_experts is None or self._is_live(request) or self._layout is None:
+        if not self.follows(request, first):
             return None
+        assert first is not None
+        assert first.routed_experts is not None
+        assert self._layout is not None
         return rows_of_answer(first.routed_experts, self._layout)
 
     def how(self, request: Request) -> OnResume:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from torchrl_moe import _compat, _compat_routing, _compat_sampling
-from torchrl_moe.data.weight_store import Manifest
 from torchrl_moe.modules.backends.kept_ids import name_kept
 from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process.parent_watch import end_with_leader
 from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
 from torchrl_moe.modules.backends.vllm.forced_routing import ForcedRouting, prove
 from torchrl_moe.modules.backends.vllm.prompt_scores import adjusted
+from torchrl_moe.weight_update.store import Manifest
 
 __all__ = ["WorkerExtension"]
 

@@ -1,0 +1,86 @@
+"""What new weights are asked, and which answers are good."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+
+from support.llm import FakeLLM
+from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.modules.backends.vllm.weights import canary as canary_module
+from torchrl_moe.modules.backends.vllm.weights.canary import ask_canary, compare_log_probs
+
+CANARY = {"token_ids": [5, 6, 7], "log_probs": [-1.0, -2.0], "tolerance": 1e-3}
+
+
+def ask(engine: FakeLLM, canary: Any = None, seconds: float = 60.0) -> str:
+    return asyncio.run(ask_canary(engine, canary, "probe-3", seconds))
+
+
+def test_without_a_canary_one_token_is_asked_for_and_no_log_prob_of_the_prompt() -> None:
+    engine = FakeLLM()
+    ask(engine)
+    prompt, params, name = engine.prompts[0]
+    assert (prompt, name) == ({"prompt_token_ids": [0], "cache_salt": "probe-3"}, "probe-3")
+    assert (params.max_tokens, params.logprobs, params.prompt_logprobs) == (1, 0, None)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("canary", [None, CANARY])
+def test_a_token_whose_log_prob_is_no_number_is_wrong(bad: float, canary: Any) -> None:
+    with pytest.raises(WeightSyncError, match="the new weights give a log-prob that is not a number"):
+        ask(FakeLLM(logprob=bad), canary)
+
+
+def test_a_canary_is_asked_for_the_log_probs_of_its_own_prompt() -> None:
+    engine = FakeLLM(prompt_logprobs=(-1.0005, -1.9995))
+    ask(engine, CANARY)
+    prompt, params, _ = engine.prompts[0]
+    assert prompt["prompt_token_ids"] == [5, 6, 7]
+    assert params.prompt_logprobs == 0
+    with pytest.raises(WeightSyncError, match=r"by up to 2.0e-03 \(at token 2: -2.002 and -2\), allowed: 1.0e-03"):
+        ask(FakeLLM(prompt_logprobs=(-1.0015, -2.002)), CANARY)
+
+
+@pytest.mark.parametrize(
+    ("got", "words"),
+    [
+        ([-1.5, -2.25], r"up to 5.0e-01 \(at token 1: -1.5 and -1\)"),
+        ([-1.5, math.nan], r"up to nan \(at token 2: nan and -2\)"),
+        ([math.inf, -2.0], r"up to inf \(at token 1"),
+    ],
+)
+def test_the_largest_difference_is_named(got: list[float], words: str) -> None:
+    with pytest.raises(WeightSyncError, match=words):
+        compare_log_probs(got, [-1.0, -2.0], 1e-3)
+
+
+def test_a_difference_may_be_as_large_as_the_tolerance() -> None:
+    compare_log_probs([-1.25], [-1.0], 0.25)
+    compare_log_probs([], [], 0.0)
+
+
+def test_as_many_log_probs_as_tokens_but_the_first() -> None:
+    with pytest.raises(WeightSyncError, match="the canary has 3 log-probs for a prompt of 3 tokens"):
+        ask(FakeLLM(), {**CANARY, "log_probs": [-1.0, -2.0, -3.0]})
+
+
+def test_a_question_behind_a_long_queue_is_let_go_and_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(canary_module, "PROBE_SECONDS", 0.01)
+    monkeypatch.setattr(canary_module, "PROOF_SECONDS", 0.02)
+    engine = FakeLLM()
+    assert ask(engine) == ask(engine, CANARY) == ""
+    engine.hangs = True
+    assert ask(engine) == "the canary had no turn within 0.01 s"
+    assert ask(engine, CANARY) == "the canary had no turn within 0.02 s"
+    assert ask(engine, CANARY, seconds=0.005) == "the canary had no turn within 0.005 s"
+
+
+def test_what_the_engine_refuses_is_raised() -> None:
+    engine = FakeLLM()
+    engine.fail["probe"] = ValueError("the prompt is too long")
+    with pytest.raises(ValueError, match="too long"):
+        ask(engine, CANARY)

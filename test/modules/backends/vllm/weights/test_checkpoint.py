@@ -1,0 +1,110 @@
+"""Names, dtypes and shapes out of safetensors headers, against the tensors that safetensors itself loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from torchrl_moe._errors import EngineError
+from torchrl_moe.modules.backends.vllm.weights.checkpoint import DTYPES, checkpoint_metadata
+from torchrl_moe.testing.tiny_moe import make_tiny_moe, save_tiny_moe
+
+
+def loaded(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3"])
+def test_metadata_is_what_safetensors_loads(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    found = checkpoint_metadata(save_tiny_moe(tmp_path, family, dtype=dtype))
+    assert found == loaded(tmp_path)
+    assert {kind for kind, _ in found.values()} >= {dtype}
+
+
+def test_experts_are_listed_one_by_one(tmp_path: Path) -> None:
+    model = make_tiny_moe("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    found = checkpoint_metadata(tmp_path)
+    state = model.state_dict()
+    stacked = [name for name in state if ".experts." in name]
+    assert len(stacked) == 2 * 3  # layers 1 to 3: gate_up_proj and down_proj
+    for layer in (1, 2, 3):
+        for expert in range(16):
+            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+            # hidden_size 64, moe_intermediate_size 32
+            assert found.pop(f"{prefix}.gate_proj.weight") == (torch.float32, torch.Size([32, 64]))
+            assert found.pop(f"{prefix}.up_proj.weight") == (torch.float32, torch.Size([32, 64]))
+            assert found.pop(f"{prefix}.down_proj.weight") == (torch.float32, torch.Size([64, 32]))
+    assert found == {name: (tensor.dtype, tensor.shape) for name, tensor in state.items() if name not in stacked}
+
+
+def test_shards_are_joined(tmp_path: Path) -> None:
+    make_tiny_moe("mixtral").save_pretrained(tmp_path, max_shard_size="200KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert checkpoint_metadata(tmp_path) == loaded(tmp_path)
+
+
+def test_shards_without_an_index_are_joined(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.zeros(3, 4)}, tmp_path / "two.safetensors")
+    assert checkpoint_metadata(str(tmp_path)) == {
+        "a": (torch.float32, torch.Size([2])),
+        "b": (torch.float32, torch.Size([3, 4])),
+    }
+
+
+def test_the_same_weights_in_another_format_beside_the_model_are_not_counted(tmp_path: Path) -> None:
+    single, sharded = tmp_path / "single", tmp_path / "sharded"
+    for folder in (single, sharded):
+        folder.mkdir()
+        save_file({"layers.0.w1": torch.zeros(2)}, folder / "consolidated.safetensors")
+    save_file({"model.a": torch.zeros(2)}, single / "model.safetensors")
+    assert list(checkpoint_metadata(single)) == ["model.a"]
+    save_file({"model.a": torch.zeros(2)}, sharded / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"model.a": "model-00001-of-00001.safetensors"}}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert list(checkpoint_metadata(sharded)) == ["model.a"]
+
+
+def test_every_dtype_that_torch_can_save_is_known(tmp_path: Path) -> None:
+    tensors = {name: torch.zeros(2, 3).to(dtype) for name, dtype in DTYPES.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert checkpoint_metadata(tmp_path) == {name: (dtype, torch.Size([2, 3])) for name, dtype in DTYPES.items()}
+
+
+def test_scalars_and_empty_tensors_keep_their_shape(tmp_path: Path) -> None:
+    save_file({"scalar": torch.tensor(1.0), "empty": torch.zeros(0, 4)}, tmp_path / "model.safetensors")
+    shapes = {name: shape for name, (_, shape) in checkpoint_metadata(tmp_path).items()}
+    assert shapes == {"scalar": torch.Size([]), "empty": torch.Size([0, 4])}
+
+
+def test_a_folder_without_weights_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(EngineError, match=r"no \*\.safetensors in .*save_pretrained"):
+        checkpoint_metadata(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"])
+def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(EngineError, match=r"model\.safetensors' is not a readable safetensors file .*Git LFS"):
+        checkpoint_metadata(tmp_path)
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(EngineError, match=r"gone\.safetensors' is not a readable"):
+        checkpoint_metadata(tmp_path)
+
+
+def test_an_unknown_dtype_is_named(tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F3", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"0")
+    with pytest.raises(EngineError, match=r"tensor 'a' in .* has dtype 'F3'; known: F64"):
+        checkpoint_metadata(tmp_path)

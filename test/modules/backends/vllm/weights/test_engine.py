@@ -1,0 +1,1084 @@
+"""The engine process's side of a weight update: its order over a fake engine, and its truth over real ones.
+
+Truth is log-probs: checksums cannot tell a reload that went wrong, the trainer's own forward can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torchrl.modules.llm.policies import Tokens
+
+from support.engines import EngineShelf, start_engine
+from support.llm import FakeLLM, report
+from support.reference import TOLERANCE, Reference, route_mismatches
+from support.waiting import until
+from torchrl_moe._errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError, WeightSyncError
+from torchrl_moe.modules import AsyncVLLM, FaultPolicy, vLLMWrapper
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
+from torchrl_moe.modules.backends.reports import SwapReport
+from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
+from torchrl_moe.modules.policies.unstack import checkpoint_tensors
+from torchrl_moe.testing.tiny_moe import save_tiny_moe
+from torchrl_moe.weight_update import SyncReport, VLLMWeightSyncScheme, get_model_metadata
+from torchrl_moe.weight_update.sender import WeightSender
+from torchrl_moe.weight_update.store import WeightStoreWriter
+from torchrl_moe.weight_update.transports.base import StageReport
+
+EXPECTED = {"w": (torch.float32, torch.Size([4]))}
+
+
+# -- over a fake engine -----------------------------------------------------------------------------------------------
+
+
+GOOD = [
+    ("pause", "keep", False),
+    "start",
+    ("update", {"version": 7}),
+    ("finish", "7"),
+    "resume",
+    "probe",
+]
+
+
+SHADOW = [
+    ("pause", "keep", False),
+    ("change_places", 7),
+    "resume",
+    "probe",
+    ("version", "7"),
+    "drop_staged",
+]
+
+
+def make(engine: FakeLLM | None = None) -> EngineWeights:
+    return EngineWeights(engine or FakeLLM(), lambda: dict(EXPECTED))
+
+
+def test_a_pause_that_fails_leaves_the_old_weights_in_service() -> None:
+    engine = FakeLLM()
+    engine.fail["pause"] = RuntimeError("no pause")
+    weights = make(engine)
+    report = swap(weights)
+    assert (report.started, report.error) == (False, "RuntimeError: no pause")
+    assert engine.log == [("pause", "keep", False), "resume"]
+    assert weights.version == 0
+
+
+def test_an_engine_that_the_user_paused_stays_paused() -> None:
+    engine = FakeLLM()
+    engine.was_paused = True
+    report = swap(make(engine))
+    assert (report.error, report.unproved) == (None, "the engine is paused")
+    assert engine.log == GOOD[:4]
+
+
+@pytest.mark.parametrize("when", ["before the swap", "after it failed"])
+def test_an_engine_that_the_user_paused_stays_paused_also_by_a_second_attempt(when: str) -> None:
+    engine = FakeLLM()
+    engine.was_paused = when == "before the swap"
+    weights = make(engine)
+    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
+    assert swap(weights).error == "RuntimeError: boom"
+    if not engine.was_paused:
+        asyncio.run(weights.pause("keep", False))
+    engine.was_paused = True  # by the swap, or by him: vLLM does not tell
+    engine.fail.clear()
+    assert swap(weights).error is None
+    assert "resume" not in engine.log
+
+
+def test_a_canary_that_gets_no_turn_before_the_driver_gives_up_proves_nothing() -> None:
+    engine = FakeLLM()
+
+    async def full(prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield
+
+    engine.generate = full  # type: ignore[method-assign]
+    weights = make(engine)
+    report = swap(weights, patience=0.05)
+    assert (report.started, report.error, weights.version) == (True, None, 7)
+    assert report.unproved.startswith("the canary had no turn within 0.0")
+    assert engine.log == GOOD[:5]
+
+
+@pytest.mark.parametrize("step", ["start", "update", "finish", "probe"])
+def test_the_user_pauses_and_resumes_no_engine_in_the_middle_of_a_swap(step: str) -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    asked: list[asyncio.Task[None]] = []
+    plain = engine._step
+
+    async def disturbed(name: str, *details: Any) -> None:
+        if name == step:
+            asked.append(asyncio.ensure_future(weights.resume()))
+            asked.append(asyncio.ensure_future(weights.pause("abort", True)))
+            await asyncio.sleep(0.01)
+        await plain(name, *details)
+
+    engine._step = disturbed  # type: ignore[method-assign]
+
+    async def main() -> None:
+        assert (await weights.swap(7, "keep", False)).error is None
+        await asyncio.gather(*asked)
+
+    asyncio.run(main())
+    assert engine.log == [*GOOD, "resume", ("pause", "abort", True)]
+
+
+def test_the_user_resumes_no_weights_that_failed() -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
+    swap(weights)
+    with pytest.raises(WeightSyncError, match="it must be updated, or restarted, first"):
+        asyncio.run(weights.resume())
+    assert "resume" not in engine.log
+    engine.fail.clear()
+    swap(weights)
+    asyncio.run(weights.resume())
+    assert engine.log[-1] == "resume"
+
+
+def test_requests_that_arrive_during_a_swap_wait_for_its_salt() -> None:
+    async def arrive() -> tuple[bool, dict[str, str]]:
+        engine = FakeLLM()
+        weights, release = make(engine), asyncio.Event()
+
+        async def held() -> None:
+            await release.wait()
+
+        engine.start_weight_update = held  # type: ignore[method-assign]
+        swapping = asyncio.create_task(weights.swap(7, "keep", False))
+        await asyncio.sleep(0.05)
+        salt = asyncio.create_task(weights.salt())
+        await asyncio.sleep(0.01)
+        waited = not salt.done()
+        release.set()
+        await swapping
+        return waited, await salt
+
+    assert asyncio.run(arrive()) == (True, {"cache_salt": "swap-1"})
+
+
+def swap(weights: EngineWeights, version: int = 7, clear_cache: bool = False, patience: float = 60.0) -> Any:
+    return asyncio.run(weights.swap(version, "keep", clear_cache, None, patience))
+
+
+def test_a_swap_is_one_transaction_that_ends_with_a_probe() -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    report = swap(weights)
+    assert engine.log == GOOD
+    assert report.error is None
+    assert 0 < report.pausing_seconds < report.paused_seconds
+    assert weights.version == 7
+
+
+def test_the_cache_is_cleared_if_asked() -> None:
+    engine = FakeLLM()
+    swap(make(engine), clear_cache=True)
+    assert engine.log[0] == ("pause", "keep", True)
+
+
+FAILING = pytest.mark.parametrize(("step", "done"), [("start", 2), ("update", 3), ("finish", 4)])
+
+
+@FAILING
+def test_an_update_that_fails_leaves_the_engine_paused_and_says_why(step: str, done: int) -> None:
+    engine = FakeLLM()
+    engine.fail[step] = RuntimeError("boom")
+    engine.whole = [True, False]
+    weights = make(engine)
+    report = swap(weights)
+    assert (report.started, report.error) == (True, "RuntimeError: boom")
+    assert engine.log == GOOD[:done]
+    assert weights.version == 0
+
+
+@FAILING
+def test_an_update_that_fails_before_it_touched_the_model_leaves_the_old_weights_in_service(
+    step: str, done: int
+) -> None:
+    engine = FakeLLM()
+    engine.fail[step] = RuntimeError("boom")
+    weights = make(engine)
+    report = swap(weights)
+    assert (report.started, report.error) == (False, "RuntimeError: boom")
+    assert engine.log == [*GOOD[:done], "resume"]
+    assert weights.version == 0
+
+
+def test_a_second_attempt_that_does_not_begin_cannot_bring_the_old_weights_back() -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
+    swap(weights)
+    engine.whole = [True]
+    assert swap(weights).started
+    assert engine.log.count("resume") == 0
+
+
+def test_a_second_attempt_that_cannot_even_pause_leaves_bad_weights_paused() -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
+    swap(weights)
+    engine.fail["pause"] = RuntimeError("no pause")
+    report = swap(weights)
+    assert (report.started, report.error) == (True, "RuntimeError: no pause")
+    assert "resume" not in engine.log
+
+
+def test_workers_that_do_not_answer_are_not_whole() -> None:
+    engine = FakeLLM()
+    engine.fail["update"] = RuntimeError("boom")
+
+    async def dead(method: str, args: tuple[Any, ...] = ()) -> Any:
+        raise RuntimeError("the engine is dead")
+
+    engine.collective_rpc = dead  # type: ignore[method-assign]
+    report = swap(make(engine))
+    assert (report.started, report.error) == (True, "RuntimeError: boom")
+    assert "resume" not in engine.log
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_probe_that_is_not_a_number_pauses_the_engine_again(bad: float) -> None:
+    engine = FakeLLM()
+    engine.logprob = bad
+    report = swap(make(engine))
+    assert report.error == "WeightSyncError: the new weights give a log-prob that is not a number"
+    assert report.started
+    assert engine.log == [*GOOD, ("pause", "keep", False), ("abort", [])]
+
+
+def test_a_failed_swap_can_be_tried_again() -> None:
+    engine = FakeLLM()
+    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
+    weights = make(engine)
+    swap(weights)
+    engine.fail.clear()
+    engine.log.clear()
+    assert swap(weights).error is None
+    assert engine.log == GOOD
+
+
+def test_every_swap_has_a_salt_of_its_own_even_of_the_same_version() -> None:
+    """Another trainer may begin to count at 1 again."""
+    weights = make()
+    salts = [asyncio.run(weights.salt())]
+    for version in (1, 2, 1, 1):
+        swap(weights, version)
+        salts.append(asyncio.run(weights.salt()))
+    assert salts[0] == {}
+    assert len({salt["cache_salt"] for salt in salts[1:]}) == 4
+
+
+def test_every_probe_is_computed_anew() -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    for _ in range(3):
+        swap(weights)
+    assert len({prompt["cache_salt"] for prompt, _, _ in engine.prompts}) == 3
+    assert len({request_id for _, _, request_id in engine.prompts}) == 3
+
+
+# -- staging ----------------------------------------------------------------------------------------------------------
+
+
+async def staged(weights: EngineWeights, version: int, stage: str = "auto", verify: str = "digest", **more: Any) -> Any:
+    return await weights.stage(version, stage, verify, more.get("threads", 1), more.get("manifest"))
+
+
+def memmap(engine: FakeLLM, folder: Path) -> EngineWeights:
+    weights = make(engine)
+    asyncio.run(weights.init("memmap", {"folder": str(folder)}))
+    engine.log.clear()
+    return weights
+
+
+def test_staging_needs_the_transport_and_then_checks_everything(tmp_path: Path) -> None:
+    engine, store = FakeLLM(), WeightStoreWriter(tmp_path)
+    weights = make(engine)
+    with pytest.raises(WeightSyncError, match=r"not initialised: call init_all_workers_group\(\) first"):
+        asyncio.run(staged(weights, 1))
+    options = {"folder": str(tmp_path)}
+    asyncio.run(weights.init("memmap", options))
+    assert engine.log == [("init", {"transport": "memmap", "options": options})]
+    manifest = store.publish([("w", torch.ones(4))], 1)
+    found = asyncio.run(staged(weights, 1))
+    assert (found.nbytes, found.digest, found.stage, found.reason) == (16, manifest.digest, "shadow", "")
+    assert found.loaded == 0.5
+    assert 0 <= found.fetched < found.seconds
+    engine.log.clear()
+    with pytest.raises(ManifestMismatch, match="version 2 is not in the store"):
+        asyncio.run(staged(weights, 2))
+    store.publish([("v", torch.ones(4))], 2)
+    with pytest.raises(ManifestMismatch, match=r"1 missing \(w\); 1 unknown to the engine \(v\)"):
+        asyncio.run(staged(weights, 2))
+    assert engine.log == []  # no worker was asked
+    (tmp_path / "slot-1.weights").write_bytes(b"\x01" * 64)
+    asyncio.run(staged(weights, 1))  # the worker, which has a shadow, compares what it loads
+    engine.reports = [[report(stage="plain", reason="no room")]]
+    with pytest.raises(DigestMismatch, match="bytes of w"):
+        asyncio.run(staged(weights, 1))
+    for verify in ("canary", "off"):
+        assert asyncio.run(staged(weights, 1, verify=verify)).digest == manifest.digest
+
+
+@pytest.mark.parametrize(("stage", "shadow"), [("auto", True), ("shadow", True), ("plain", False)])
+def test_workers_are_told_what_to_do(tmp_path: Path, stage: str, shadow: bool) -> None:
+    engine = FakeLLM()
+    weights = memmap(engine, tmp_path)
+    manifest = WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 1)
+    asyncio.run(staged(weights, 1, stage, verify="off", threads=3))
+    assert engine.log == [("stage", manifest.to_json(), shadow, False, 3)]
+
+
+def test_a_transport_that_cannot_look_versions_up_is_given_the_manifest(tmp_path: Path) -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    asyncio.run(weights.init("gloo", {"port": 1}))
+    manifest = WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 5)
+    with pytest.raises(WeightSyncError, match="cannot look version 5 up: give its manifest"):
+        asyncio.run(staged(weights, 5))
+    found = asyncio.run(staged(weights, 5, manifest=manifest.to_json()))
+    assert found.digest == manifest.digest
+    assert engine.log[-1] == ("stage", manifest.to_json(), True, True, 1)
+
+
+def test_workers_are_looked_after_until_all_have_ended(tmp_path: Path) -> None:
+    engine = FakeLLM()
+    weights = memmap(engine, tmp_path)
+    WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 1)
+    engine.begins = [[True, False], [True, True]]  # one is still at the version before
+    engine.reports = [
+        [{"running": True}, report()],
+        [{"running": True}, {"running": True}],
+        [report(loaded=2.0), report(stage="plain", reason="no room", fetched=1.0)],
+    ]
+    found = asyncio.run(staged(weights, 1))
+    assert [entry[0] for entry in engine.log] == ["stage", "stage"]
+    assert len(engine.reports) == 1
+    assert (found.stage, found.reason, found.loaded) == ("plain", "no room", 2.0)
+    assert found.fetched >= 1.0
+    engine.log.clear()
+    swap(weights, 1)
+    assert "start" in engine.log  # not all have it
+
+
+def test_a_staging_that_the_driver_gave_up_ends_with_the_next(tmp_path: Path) -> None:
+    async def run() -> tuple[StageReport, BaseException]:
+        engine, weights = FakeLLM(), make()
+        weights.engine = engine
+        await weights.init("memmap", {"folder": str(tmp_path)})
+        engine.reports = [[{"running": True}]]
+        stalled = asyncio.create_task(staged(weights, 1))
+        await asyncio.sleep(0.02)
+        engine.begins = [[False], [True]]
+        following = asyncio.create_task(staged(weights, 1))
+        await asyncio.sleep(0.02)
+        engine.reports = [[report()]]
+        (error,) = await asyncio.wait_for(asyncio.gather(stalled, return_exceptions=True), 60.0)
+        return await following, error
+
+    WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 1)
+    found, error = asyncio.run(run())
+    assert found.stage == "shadow"
+    assert str(error) == "another version was staged meanwhile"
+
+
+def test_a_worker_that_could_not_stage_says_why_and_nothing_is_swapped(tmp_path: Path) -> None:
+    engine = FakeLLM()
+    weights = memmap(engine, tmp_path)
+    WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 1)
+    asyncio.run(staged(weights, 1))
+    engine.reports = [[report(), report(error="MemoryError: no room")]]
+    with pytest.raises(WeightSyncError, match="version 1 could not be staged: MemoryError: no room"):
+        asyncio.run(staged(weights, 1))
+    engine.log.clear()
+    swap(weights, 1)
+    assert ("change_places", 1) not in engine.log
+
+
+# -- shadows ----------------------------------------------------------------------------------------------------------
+
+
+def shadowed(engine: FakeLLM, version: int = 7) -> EngineWeights:
+    weights = make(engine)
+    weights._in_shadow = version
+    return weights
+
+
+def test_a_version_in_the_shadow_changes_places_and_then_the_old_one_is_dropped() -> None:
+    engine = FakeLLM()
+    weights = shadowed(engine)
+    assert swap(weights).error is None
+    assert engine.log == SHADOW
+    assert weights.version == 7
+    engine.log.clear()
+    assert swap(weights).error is None
+    assert engine.log == GOOD  # it is not there any more
+
+
+def test_another_version_than_the_one_in_the_shadow_is_loaded_plainly() -> None:
+    engine = FakeLLM()
+    swap(shadowed(engine, version=8))
+    assert engine.log == [*GOOD, "drop_staged"]
+
+
+def test_a_canary_that_fails_brings_the_old_weights_back() -> None:
+    engine = FakeLLM()
+    engine.logprob = math.nan
+    weights = shadowed(engine)
+    report = swap(weights)
+    assert (report.started, report.error) == (
+        False,
+        "WeightSyncError: the new weights give a log-prob that is not a number",
+    )
+    back = [("pause", "keep", False), ("abort", []), ("change_places", 7), "resume", "drop_staged"]
+    assert engine.log == [*SHADOW[:4], *back]
+    assert weights.version == 0
+    engine.logprob = -1.0
+    engine.log.clear()
+    assert swap(weights).error is None
+    assert engine.log == GOOD
+
+
+def test_old_weights_that_do_not_come_back_leave_the_engine_paused() -> None:
+    engine = FakeLLM()
+    engine.logprob = math.nan
+    engine.on_resume = lambda: engine.fail.update(change_places=RuntimeError("no way back"))
+    report = swap(shadowed(engine))
+    assert report.started
+    assert "not a number" in report.error
+    assert engine.log[-2:] == [("change_places", 7), "drop_staged"]
+    assert engine.log.count("resume") == 1
+
+
+def test_a_shadow_that_will_not_change_places_leaves_the_old_weights_in_service() -> None:
+    engine = FakeLLM()
+    engine.fail["change_places"] = RuntimeError("version 7 is not in the shadow")
+    weights = shadowed(engine)
+    report = swap(weights)
+    assert (report.started, report.error) == (False, "RuntimeError: version 7 is not in the shadow")
+    assert engine.log == [*SHADOW[:2], "resume", "drop_staged"]
+    assert weights.version == 0
+
+
+# -- what leaves ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("good", [True, False])
+@pytest.mark.parametrize("shadow", [True, False])
+def test_nothing_that_new_weights_made_leaves_before_the_canary(good: bool, shadow: bool) -> None:
+    async def run() -> None:
+        engine = FakeLLM()
+        engine.counts = {"frozen": ("frozen", 0, 2)}
+        weights = shadowed(engine) if shadow else make(engine)
+        asked, answer = asyncio.Event(), asyncio.Event()
+
+        async def probe(prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+            asked.set()
+            await answer.wait()
+            yield SimpleNamespace(outputs=[SimpleNamespace(logprobs=[{5: SimpleNamespace(logprob=engine.logprob)}])])
+
+        engine.generate = probe  # type: ignore[method-assign]
+        engine.logprob = -1.0 if good else math.nan
+        assert await weights.deliver(completion("before", 0, 3)) is not None
+        swapping = asyncio.create_task(weights.swap(7, "keep", False))
+        await asked.wait()
+        leaving = asyncio.create_task(weights.deliver(completion("early", weights.version, 3)))
+        arriving = asyncio.create_task(weights.salt())
+        await asyncio.sleep(0.02)
+        assert not leaving.done()
+        assert not arriving.done()
+        answer.set()
+        assert ((await swapping).error is None) == good
+        await arriving
+        if not good and not shadow:  # neither old weights nor good new ones: until the next swap succeeds
+            await asyncio.sleep(0.02)
+            assert not leaving.done()
+            engine.logprob = -1.0
+            assert (await weights.swap(8, "keep", False)).error is None
+        left = await asyncio.wait_for(leaving, 60.0)
+        assert (left is None) == (not good)  # else it starts again
+        late = await weights.deliver(completion("frozen", weights.version, 4))
+        assert (late is None) == (not good)
+        if late is not None:
+            assert late.outputs[0].policy_versions.tolist() == [0, 0, 7, 7]
+        again = await weights.deliver(completion("frozen", weights.version, 2))
+        assert again is not None
+        assert again.outputs[0].policy_versions.tolist() == [weights.version] * 2
+
+    asyncio.run(run())
+
+
+def test_requests_that_ran_on_weights_that_failed_are_cut_short() -> None:
+    engine = FakeLLM()
+    engine.counts = {"a": ("a", 0, 2)}
+    engine.logprob = math.nan
+    swap(shadowed(engine))
+    assert ("abort", ["a"]) in engine.log
+
+
+# -- whose tokens -----------------------------------------------------------------------------------------------------
+
+
+def completion(name: str, version: int, *lengths: int) -> Completion:
+    outputs = [
+        CompletionOutput(
+            index=index,
+            token_ids=np.zeros(length, np.int64),
+            text="",
+            finish_reason="stop",
+            policy_versions=np.full(length, version, np.int32),
+        )
+        for index, length in enumerate(lengths)
+    ]
+    return Completion(
+        request_id=name, prompt=None, prompt_token_ids=np.zeros(1, np.int64), num_cached_tokens=0, outputs=outputs
+    )
+
+
+def stamped(weights: EngineWeights, name: str, *lengths: int) -> list[list[int]]:
+    done = weights.stamp(completion(name, weights.version, *lengths))
+    return [output.policy_versions.tolist() for output in done.outputs]
+
+
+def test_tokens_delivered_before_a_swap_keep_their_version() -> None:
+    engine = FakeLLM()
+    engine.counts = {"0_a": ("a", 0, 2), "1_a": ("a", 1, 0), "b": ("b", 0, 3)}
+    weights = make(engine)
+    swap(weights, 1)
+    assert stamped(weights, "a", 4, 2) == [[0, 0, 1, 1], [1, 1]]
+    assert stamped(weights, "b", 3) == [[0, 0, 0]]
+    assert stamped(weights, "c", 2) == [[1, 1]]
+
+
+def test_many_swaps_mark_one_request_many_times() -> None:
+    engine = FakeLLM()
+    weights = make(engine)
+    for version, count in ((1, 2), (2, 2), (5, 3)):
+        engine.counts = {"a": ("a", 0, count)}
+        swap(weights, version)
+    assert stamped(weights, "a", 5) == [[0, 0, 2, 5, 5]]
+
+
+def test_a_failed_attempt_marks_nothing_twice() -> None:
+    engine = FakeLLM()
+    engine.counts = {"a": ("a", 0, 2)}
+    weights = make(engine)
+    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
+    swap(weights, 1)
+    engine.fail.clear()
+    swap(weights, 1)
+    assert stamped(weights, "a", 3) == [[0, 0, 1]]
+
+
+def test_tokens_of_the_last_step_are_waited_for() -> None:
+    engine = FakeLLM()
+    engine.counts = {"a": ("a", 0, 2)}
+    engine.arriving = [("a", 3), ("a", 4)]
+    weights = make(engine)
+    swap(weights, 1)
+    assert stamped(weights, "a", 5) == [[0, 0, 0, 0, 1]]
+
+
+def test_requests_that_are_over_are_forgotten() -> None:
+    engine = FakeLLM()
+    engine.counts = {"refused": ("refused", 0, 2)}
+    weights = make(engine)
+    swap(weights, 1)
+    engine.counts = {}
+    swap(weights, 2)
+    assert stamped(weights, "refused", 3) == [[2, 2, 2]]  # the name may come again
+
+
+# -- over real engines ------------------------------------------------------------------------------------------------
+
+PROMPTS = [[72, 101, 108], list(range(40, 90)), [7], [200, 3, 3, 199] * 6]
+FAMILIES = [
+    pytest.param(family, marks=pytest.mark.engine(family))
+    for family in ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3")
+]
+
+
+class Trainer:
+    """A model, what it makes of sequences, and its sender to an engine."""
+
+    def __init__(self, engine: AsyncVLLM, folder: Path, **choices: Any) -> None:
+        self.engine = engine
+        self.reference = Reference(folder)
+        self.model = self.reference.model
+        self.original = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self.sender: WeightSender = VLLMWeightSyncScheme(**choices).create_sender()
+        self.sender.register_model(self.model)
+        self.sender.init_all_workers_group(get_model_metadata(self.model), vllm_engine=engine)
+
+    def restore(self) -> None:
+        self.model.load_state_dict(self.original)
+        self.sender.update_weights()
+
+    def stage(self, version: int, how: str = "auto", verify: str = "digest") -> StageReport:
+        """Stage a version in the first replica."""
+        replica = self.engine.replica_table[0].replica
+        return replica.stage_weights(version, stage=how, verify=verify, threads=1, manifest=None, timeout=60.0)
+
+    def update(self, how: str) -> SyncReport:
+        """Bring the first replica, and only it, to the model's weights in one of the ways."""
+        version = self.sender.publish()
+        staged = self.stage(version, how)
+        assert staged.stage == ("plain" if how == "plain" else "shadow"), staged.reason
+        report = self.sender.apply(version, {0: staged}, replicas=[0])
+        assert report.failed == {}
+        return report
+
+    def canary(self, ids: list[int], tolerance: float = 1e-4) -> dict[str, Any]:
+        """The model's own log-probs of a prompt."""
+        log_probs = self.reference(torch.tensor(ids))[0][1:].tolist()
+        return {"token_ids": ids, "log_probs": log_probs, "tolerance": tolerance}
+
+    def swap(self, version: int, **options: Any) -> SwapReport:
+        """Swap without the sender, which does not know of a canary."""
+        kwargs = {"pause": "keep", "clear_cache": False, "canary": None, **options}
+        return self.engine.replica_table[0].replica.swap_weights(version, timeout=60.0, **kwargs)
+
+    def generate(self, prompts: Any = PROMPTS, tokens: int = 12, **kwargs: Any) -> Any:
+        params = {"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, "temperature": 1.0}
+        return self.engine.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False, **kwargs)
+
+    def assert_agrees(self, completions: list[Completion]) -> None:
+        assert self.reference.distance(*completions) <= TOLERANCE
+        for completion in completions:
+            for output in completion.outputs:
+                _, routes = self.reference.expected(completion, output)
+                got = torch.from_numpy(output.routed_experts.astype(np.int64))
+                assert len(got) == len(completion.prompt_token_ids) + len(output.token_ids) - 1
+                wrong, total = route_mismatches(got, {layer: rows[:-1] for layer, rows in routes.items()})
+                assert (wrong, total) == (0, len(got) * len(routes))
+
+
+@pytest.fixture
+def train(engine: AsyncVLLM, shelf: EngineShelf, request: pytest.FixtureRequest) -> Iterator[Callable[..., Trainer]]:
+    """Make trainers for the shared engine, which ends with the weights that it began with."""
+    trainers: list[Trainer] = []
+
+    def make(**choices: Any) -> Trainer:
+        family = request.node.get_closest_marker("engine").args[0]
+        trainers.append(Trainer(engine, shelf.folder(family), **choices))
+        return trainers[-1]
+
+    yield make
+    if trainers:
+        trainers[-1].restore()
+    for trainer in trainers:
+        trainer.sender.shutdown()
+
+
+Train = Callable[..., Trainer]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_each_sync_the_engine_computes_what_the_trainer_does(family: str, train: Train) -> None:
+    trainer = train()
+    trainer.assert_agrees(trainer.generate())
+    for seed, how in enumerate(("shadow", "plain", "auto", "shadow", "plain", "plain", "shadow")):
+        trainer.reference.change(seed)
+        assert (
+            trainer.reference.distance(*trainer.generate(PROMPTS[:1])) > 100 * TOLERANCE
+        )  # the change is one that shows
+        report = trainer.update(how)
+        completions = trainer.generate()
+        trainer.assert_agrees(completions)
+        assert all((output.policy_versions == report.version).all() for c in completions for output in c.outputs)
+        print(f"{family}, {how}: {report!r}, |dlogp| {trainer.reference.distance(*completions):.1e}")
+
+
+@pytest.mark.soak
+@pytest.mark.engine
+def test_a_tied_head_is_synced_in_both_ways(no_engine: EngineShelf, tmp_path: Path) -> None:
+    save_tiny_moe(tmp_path, "qwen3_moe", tie_word_embeddings=True)
+    with start_engine(tmp_path) as engine:
+        trainer = Trainer(engine, tmp_path)
+        for seed, how in enumerate(("shadow", "plain", "plain", "shadow")):
+            trainer.reference.change(seed, "embed")  # the head is these too
+            trainer.update(how)
+            assert trainer.reference.distance(*trainer.generate()) <= TOLERANCE
+        trainer.sender.shutdown()
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_generation_goes_on_while_a_version_is_staged(train: Train) -> None:
+    """Requests begin and end while the staging of one version is under way."""
+    trainer, stop = train(), threading.Event()
+    spans: list[tuple[float, float]] = []
+
+    def ask() -> None:
+        while not stop.is_set():
+            began = time.monotonic()
+            trainer.generate([[1, 2, 3]], tokens=2)
+            spans.append((began, time.monotonic()))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    version, deadline, inside = trainer.sender.publish(), time.monotonic() + 60, 0
+    try:
+        while not inside:
+            assert time.monotonic() < deadline
+            began = time.monotonic()
+            assert trainer.stage(version, "shadow").loaded > 0
+            ended = time.monotonic()
+            inside = sum(began < first and last < ended for first, last in list(spans))
+    finally:
+        stop.set()
+        thread.join(60.0)
+    assert not thread.is_alive()
+    trainer.assert_agrees(trainer.generate())  # none of those versions was swapped in, and all were alike
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_version_that_was_staged_and_never_applied_is_dropped(train: Train) -> None:
+    trainer = train()
+    before = trainer.generate()
+    trainer.reference.change(21)
+    trainer.stage(trainer.sender.publish(), "shadow")
+    assert trainer.engine.stats()[0]["version"] == before[0].outputs[0].policy_versions[0]
+    trainer.reference.change(22)
+    trainer.update("shadow")
+    trainer.assert_agrees(trainer.generate())
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.parametrize("how", ["shadow", "plain"])
+def test_a_canary_that_the_engine_gets_right_is_passed(train: Train, how: str) -> None:
+    trainer, ids = train(), list(range(60, 90))
+    for seed in (31, 32):
+        trainer.reference.change(seed)
+        version = trainer.sender.publish()
+        trainer.stage(version, how, verify="canary")
+        assert trainer.swap(version, canary=trainer.canary(ids, TOLERANCE)).error is None
+        trainer.assert_agrees(trainer.generate())
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_canary_that_fails_brings_back_the_old_weights_for_every_request(train: Train) -> None:
+    """Requests in flight ran on the new weights for a moment: none of their tokens may be of those."""
+    trainer, prompts = train(), [list(range(start, 60)) for start in range(44, 56)]
+    good = trainer.update("shadow").version
+    old = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    canary = trainer.canary([5, 6, 7])  # of the old weights
+    trainer.reference.change(41)
+    version = trainer.sender.publish()
+    trainer.stage(version, "shadow")
+    done: list[Completion] = []
+    thread = threading.Thread(target=lambda: done.extend(trainer.generate(prompts, tokens=300)))
+    thread.start()
+    let_run(trainer.engine)
+    report = trainer.swap(version, canary=canary)
+    assert not report.started
+    assert "the new weights' log-probs differ from the trainer's by up to" in str(report.error)
+    thread.join(60.0)
+    assert not thread.is_alive()
+    trainer.model.load_state_dict(old)
+    assert len(done) == len(prompts)
+    trainer.assert_agrees(done)
+    for completion in done:
+        assert completion.outputs[0].policy_versions.tolist() == [good] * 300
+        assert completion.outputs[0].finish_reason == "length"
+    trainer.assert_agrees(trainer.generate())
+    trainer.reference.change(42)
+    trainer.update("shadow")
+    trainer.assert_agrees(trainer.generate())
+
+
+@pytest.mark.soak
+@pytest.mark.engine("qwen3_moe")
+def test_two_hundred_updates_under_load_leave_memory_files_and_shared_memory_as_they_were(train: Train) -> None:
+    trainer = train()
+    leader = psutil.Process(trainer.engine.replica_table[0].replica._child.process.pid)  # type: ignore[attr-defined]
+    processes = [psutil.Process(), leader, *leader.children(recursive=True)]
+
+    def held() -> list[int]:
+        """Bytes of driver and of engine, open files of all, bytes of the weight store."""
+        driver, *engine = (process.memory_info().rss for process in processes)
+        files = sum(process.num_fds() for process in processes)
+        return [
+            driver,
+            sum(engine),
+            files,
+            sum(path.stat().st_size for path in trainer.sender.options.store.folder.iterdir()),
+        ]
+
+    updated = threading.Event()
+
+    def ask() -> int:
+        rounds = 0
+        while not updated.is_set():
+            trainer.generate(tokens=24)
+            rounds += 1
+        return rounds
+
+    sizes = []
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(ask)
+        try:
+            for seed in range(200):
+                trainer.reference.change(seed)
+                trainer.update("shadow" if seed % 3 else "plain")
+                sizes.append(held())
+        finally:
+            updated.set()
+        assert load.result(60.0) > 20
+    trainer.restore()
+    first, last = np.median(sizes[50:70], axis=0), np.median(sizes[-20:], axis=0)
+    driver, engine, files, store = (last - first).tolist()
+    assert driver < 20 * (1 << 20)
+    assert engine < 40 * (1 << 20)
+    assert abs(files) <= 2  # of requests that come and go
+    assert abs(store) < 4096  # a manifest's numbers have more digits
+
+
+@pytest.mark.engine("deepseek_v3")
+def test_a_correction_bias_alone_is_synced(train: Train) -> None:
+    trainer = train()
+    with torch.no_grad():
+        for name, tensor in trainer.model.state_dict().items():
+            if "correction_bias" in name:
+                tensor.copy_(tensor.flip(0) * 5)  # other experts win
+    assert trainer.reference.distance(*trainer.generate()) > 100 * TOLERANCE
+    trainer.sender.update_weights()
+    trainer.assert_agrees(trainer.generate())
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_the_same_weights_again_change_nothing(train: Train) -> None:
+    trainer = train()
+    greedy = {"max_tokens": 16, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
+
+    def answers() -> list[tuple[list[int], list[float]]]:
+        completions = trainer.engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy, use_tqdm=False)
+        return [(c.outputs[0].token_ids.tolist(), c.outputs[0].logprobs.tolist()) for c in completions]
+
+    before = answers()
+    trainer.sender.update_weights()
+    after = answers()
+    assert [ids for ids, _ in after] == [ids for ids, _ in before]
+    for (_, new), (_, old) in zip(after, before, strict=True):
+        assert new == pytest.approx(old, abs=2e-6)
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.parametrize("kv", ["salt", "recompute"])
+def test_a_prefix_cached_under_older_weights_is_not_used_again(train: Train, kv: str) -> None:
+    trainer = train(kv=kv)
+    prompt = torch.randint(0, 256, (200,), generator=torch.Generator().manual_seed(hash(kv) % 100)).tolist()
+
+    def cached() -> int:
+        return trainer.generate([prompt], tokens=2)[0].num_cached_tokens
+
+    assert (cached() == 0, cached() > 0) == (True, True)
+    trainer.reference.change(3)
+    trainer.sender.update_weights()
+    assert (cached() == 0, cached() > 0) == (True, True)
+    trainer.assert_agrees(trainer.generate([prompt]))
+    train(kv=kv).sender.update_weights()  # another trainer, with weights of its own
+    assert cached() == 0
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.parametrize(
+    ("kv", "how"),
+    [
+        ("salt", "shadow"),
+        ("recompute", "shadow"),
+        pytest.param("salt", "plain", marks=pytest.mark.soak),
+        pytest.param("recompute", "plain", marks=pytest.mark.soak),
+    ],
+)
+def test_requests_in_flight_go_on_with_the_new_weights_and_each_token_knows_its_version(
+    train: Train, kv: str, how: str
+) -> None:
+    """Tokens made before the swap have the old weights' log-probs, exactly up to the mark. Those after have the new
+    weights' if the cache was recomputed; else their prefix is of both."""
+    trainer, prompts = train(kv=kv), [list(range(start, 60)) for start in range(44, 56)]
+    params = {"max_tokens": 250, "ignore_eos": True, "logprobs": 0, "temperature": 1.0, "n": 2}
+    before = trainer.sender.version
+    done: list[Completion] = []
+
+    def ask() -> None:
+        done.extend(trainer.engine.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False))
+
+    old = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    trainer.reference.change(4)
+    after = trainer.sender.publish()
+    staged = {0: trainer.stage(after, how)}
+    thread = threading.Thread(target=ask)
+    thread.start()
+    let_run(trainer.engine)
+    trainer.sender.apply(after, staged)
+    thread.join(60.0)
+    assert not thread.is_alive()
+    assert len(done) == len(prompts)
+    outputs = [(completion, output) for completion in done for output in completion.outputs]
+    since = after if kv == "recompute" else None
+    new_side = [trainer.reference.expected(*pair, since=since)[0] for pair in outputs]
+    trainer.model.load_state_dict(old)
+    old_side = [trainer.reference.expected(*pair)[0] for pair in outputs]
+    for (completion, output), by_new, by_old in zip(outputs, new_side, old_side, strict=True):
+        versions = torch.from_numpy(output.policy_versions.astype(np.int64))
+        assert set(versions.tolist()) == {before, after}
+        assert (versions.diff() >= 0).all()
+        assert len(output.token_ids) == 250
+        assert output.finish_reason == "length"
+        assert len(output.routed_experts) == len(completion.prompt_token_ids) + 249
+        got, head = torch.from_numpy(output.logprobs.copy()), versions == before
+        assert (got - by_old)[head].abs().max() <= TOLERANCE
+        tail = (got - by_new)[~head].abs()
+        assert (got - by_old)[~head].abs().median() > 100 * TOLERANCE
+        if kv == "recompute":
+            assert tail.max() <= TOLERANCE
+        else:
+            assert tail.isfinite().all()
+
+
+def let_run(engine: AsyncVLLM, seconds: float = 0.2) -> None:
+    """Wait until a request is in flight, and a little longer: long enough for tokens, too short for all of them."""
+    until(lambda: engine.replica_table[0].inflight, 30.0, look_every=0.001)
+    time.sleep(seconds)
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_a_wrappers_rows_have_versions_per_token_and_their_minimum(train: Train) -> None:
+    trainer = train()
+    before = trainer.sender.version
+    wrapper = vLLMWrapper(
+        trainer.engine, input_mode="tokens", generate_kwargs={"max_new_tokens": 200, "ignore_eos": True}
+    )
+    rows: list[Any] = []
+    prompts = lazy_stack([TensorDict(tokens=Tokens(prompt=torch.arange(60, 65))) for _ in range(32)])
+    after = trainer.sender.publish()
+    thread = threading.Thread(target=lambda: rows.extend(wrapper(prompts).unbind(0)))
+    thread.start()
+    let_run(trainer.engine)
+    trainer.sender.apply(after)
+    thread.join(60.0)
+    assert len(rows) == 32
+    for row in rows:
+        versions = row["policy_versions", "full"]
+        assert versions[:5].tolist() == [-1] * 5
+        assert set(versions[5:].tolist()) == {before, after}
+        assert int(row["policy_version"]) == before
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_half_of_the_names_are_refused_and_the_engine_serves_on_exactly(train: Train) -> None:
+    trainer = train()
+    tensors = {name: tensor + 1 for name, tensor in checkpoint_tensors(trainer.model).items()}
+    half = dict(list(tensors.items())[::2])
+    version = trainer.sender.version
+    with pytest.raises(ManifestMismatch, match=r"\d+ missing \("):
+        trainer.sender.update_weights(half)
+    trainer.sender._publisher.expected = None  # a driver that does not check: the engine does
+    with pytest.raises(WeightSyncError, match=r"fewer than 1 replicas hold version .* missing \("):
+        trainer.sender.update_weights(half)
+    assert trainer.engine.stats()[0]["state"] == "SERVING"
+    assert trainer.engine.stats()[0]["version"] == version
+    trainer.assert_agrees(trainer.generate())
+
+
+@pytest.mark.engine("qwen3_moe", num_replicas=2)
+def test_after_a_sync_each_of_two_replicas_agrees_with_the_trainer(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+    trainer = Trainer(engine, shelf.folder("qwen3_moe"))
+    trainer.reference.change(11)
+    report = trainer.sender.update_weights()
+    assert [(entry.replica, entry.error) for entry in report.replicas] == [(0, None), (1, None)]
+    for index in (0, 1):
+        trainer.assert_agrees(trainer.generate(actor_index=index))
+    trainer.restore()
+
+
+@pytest.mark.engine
+def test_weights_that_are_no_numbers_end_a_replica_only_if_the_old_ones_are_gone(no_engine: EngineShelf) -> None:
+    folder = no_engine.folder("qwen3_moe")
+    with start_engine(folder, faults=FaultPolicy(restart=False)) as engine:
+        trainer = Trainer(engine, folder)
+        trainer.reference.change(5)
+        version = trainer.sender.publish()
+        staged = {0: trainer.stage(version, "plain")}
+        missing = trainer.swap(99)
+        assert not missing.started
+        assert "version 99 is not in the store" in str(missing.error)
+        trainer.model.load_state_dict(trainer.original)
+        trainer.assert_agrees(trainer.generate())  # the load failed before its first tensor
+        trainer.reference.change(5)
+        assert trainer.sender.apply(version, staged).failed == {}
+        trainer.assert_agrees(trainer.generate())
+
+        tensors = checkpoint_tensors(trainer.model)
+        tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], torch.nan)
+        version = trainer.sender.publish(tensors)
+        with pytest.raises(WeightSyncError, match="log-prob that is not a number") as caught:
+            trainer.sender.apply(version, {0: trainer.stage(version, "shadow")})
+        assert caught.value.report.replicas[0].attempts == 1
+        assert engine.replica_table[0].state.name == "SERVING"
+        trainer.assert_agrees(trainer.generate())
+
+        failures: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                trainer.generate([[1, 2, 3]] * 32, tokens=450)
+            except EngineError as error:  # nobody is left to answer
+                failures.append(error)
+
+        frozen = threading.Thread(target=ask)
+        frozen.start()
+        let_run(engine)
+        version = trainer.sender.publish(tensors)
+        with pytest.raises(WeightSyncError, match="log-prob that is not a number") as caught:
+            trainer.sender.apply(version, {0: trainer.stage(version, "plain")})
+        assert caught.value.report.replicas[0].attempts == 2
+        frozen.join(60.0)
+        assert len(failures) == 1
+        assert engine.replica_table[0].state.name in ("QUARANTINED", "DEAD")
+        trainer.sender.shutdown()
+
+
+@pytest.mark.soak
+@pytest.mark.engine
+@pytest.mark.parametrize("step", ["stage", "swap"])
+def test_an_engine_that_dies_in_a_step_ends_the_wait_for_it(no_engine: EngineShelf, step: str) -> None:
+    folder = no_engine.folder("qwen3_moe")
+    with start_engine(folder) as engine:
+        trainer = Trainer(engine, folder)
+        version, child = trainer.sender.publish(), engine.replica_table[0].replica._child.process.pid  # type: ignore[attr-defined]
+
+        def kill() -> None:
+            for one in psutil.Process(child).children(recursive=True):
+                one.kill()
+
+        timer = threading.Timer(0.5, kill)
+        timer.start()
+        with pytest.raises(ReplicaDiedError):  # and not the EngineError of a call that ran into its deadline
+            while True:
+                trainer.stage(version, "plain" if step == "swap" else "shadow")
+                if step == "swap":
+                    assert trainer.swap(version).error is None
+        timer.join()
+        trainer.sender.shutdown()

@@ -1,0 +1,137 @@
+"""Whatever holds the weights, checkpoint names and the engine's dtypes come of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from torchrl_moe._errors import ManifestMismatch
+from torchrl_moe.modules.policies.unstack import ModelWeights, checkpoint_tensors, model_metadata
+from torchrl_moe.testing import make_tiny_moe
+from torchrl_moe.weight_update.source.layout import cast_kinds, source_of
+
+F32, F16, BF16, I64 = torch.float32, torch.float16, torch.bfloat16, torch.int64
+FP8 = torch.float8_e4m3fn
+
+
+def same(source: Any, wanted: dict[str, Tensor]) -> bool:
+    found = dict(source.tensors())
+    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in found.items()}
+    return (
+        found.keys() == wanted.keys()
+        and kinds == source.kinds
+        and all(map(torch.equal, found.values(), wanted.values()))
+    )
+
+
+def wanted_of(model: nn.Module) -> dict[str, Tensor]:
+    return checkpoint_tensors(model)
+
+
+def test_the_registered_model_is_sent_unless_something_else_is_given() -> None:
+    one, other = make_tiny_moe(), make_tiny_moe(seed=1)
+    registered = ModelWeights(one)
+    assert same(source_of(None, registered, None), wanted_of(one))
+    assert same(source_of(other, registered, None), wanted_of(other))
+    assert not source_of(None, registered, None).is_sharded
+
+
+def test_nothing_to_send_says_what_to_call() -> None:
+    with pytest.raises(RuntimeError, match=r"no model; call register_model\(model\) first, or pass weights"):
+        source_of(None, None, None)
+
+
+def test_tensors_with_checkpoint_names_are_sent_as_they_are() -> None:
+    model = make_tiny_moe()
+    tensors = {name: tensor + 1 for name, tensor in checkpoint_tensors(model).items() if tensor.is_floating_point()}
+    for given in (tensors, list(tensors.items()), iter(tensors.items())):
+        assert same(source_of(given, ModelWeights(model), model_metadata(model)), tensors)
+
+
+def test_tensors_with_the_models_own_names_are_un_stacked() -> None:
+    model, other = make_tiny_moe("deepseek_v3"), make_tiny_moe("deepseek_v3", seed=1)
+    state = other.state_dict()
+    expected = model_metadata(model)
+    assert set(state) != set(expected)
+    for given in (state, TensorDict.from_module(other), TensorDict(dict(state)).unflatten_keys(".")):
+        found = dict(source_of(given, ModelWeights(model), expected).tensors())
+        wanted = wanted_of(other)
+        buffers = set(wanted) - set(found)
+        assert not buffers
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+class Sharded(torch.Tensor):
+    """Stands for one of which other ranks hold parts; all of them must gather equally often."""
+
+    gathered = 0
+
+    def full_tensor(self) -> Tensor:
+        Sharded.gathered += 1
+        return self.as_subclass(torch.Tensor)
+
+
+def test_sharded_tensors_are_gathered_alike_whether_or_not_the_engine_is_known() -> None:
+    """A dense model's own names are the checkpoint's, and a tied one's may be both the engine's, whom rank 0 knows."""
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, tie_word_embeddings=True, **small))
+    given = {name: tensor.as_subclass(Sharded) for name, tensor in model.state_dict().items()}
+    counts = []
+    for expected in (model_metadata(model) | {"lm_head.weight": (F32, torch.Size([16, 8]))}, None):
+        source = source_of(given, ModelWeights(model, expected or ()), expected)
+        assert source.is_sharded
+        Sharded.gathered = 0
+        found = dict(source.tensors())
+        counts.append(Sharded.gathered)
+        assert found.keys() == (expected or model_metadata(model)).keys()
+    assert counts == [len(list(model.parameters()))] * 2
+
+
+def test_a_name_that_comes_twice_is_refused() -> None:
+    with pytest.raises(ManifestMismatch, match="the weights name a tensor twice"):
+        source_of([("a", torch.ones(1)), ("a", torch.ones(1))], None, None)
+
+
+def test_changes_are_counted() -> None:
+    model = make_tiny_moe()
+    for source in (source_of(None, ModelWeights(model), None), source_of(model.state_dict(), None, None)):
+        before = source.changes()
+        assert source.changes() == before
+        with torch.no_grad():
+            model.lm_head.weight.add_(1)
+        assert source.changes() > before
+
+
+@pytest.mark.parametrize(
+    ("own", "dtype", "checkpoint", "engine", "sent"),
+    [
+        (F32, "engine", BF16, BF16, BF16),
+        (F32, "engine", F32, BF16, F32),  # the engine may keep this one in its checkpoint's dtype
+        (F32, "engine", BF16, F32, F32),
+        (F32, "engine", F16, BF16, F32),
+        (BF16, "engine", F32, F32, BF16),  # nothing is gained by sending more
+        (F32, "engine", BF16, None, F32),
+        (F32, "engine", FP8, BF16, BF16),
+        (F32, "trainer", BF16, BF16, F32),
+        (F32, BF16, F32, F32, BF16),
+        (BF16, F32, BF16, BF16, F32),
+        (I64, BF16, I64, BF16, I64),
+        (I64, "engine", I64, BF16, I64),
+    ],
+)
+def test_none_is_sent_wider_than_the_engine_has_it(
+    own: Any, dtype: Any, checkpoint: Any, engine: Any, sent: Any
+) -> None:
+    shape = torch.Size([2])
+    assert cast_kinds({"a": (own, shape)}, dtype, {"a": (checkpoint, shape)}, engine) == {"a": (sent, shape)}
+
+
+def test_without_an_engine_tensors_are_sent_as_they_are() -> None:
+    kinds = {"a": (F32, torch.Size([2]))}
+    assert cast_kinds(kinds, "engine", None, BF16) == kinds
+    assert cast_kinds(kinds, "engine", {}, BF16) == kinds

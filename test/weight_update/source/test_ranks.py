@@ -1,0 +1,41 @@
+"""One process is rank 0; two ranks agree on the first one's value (see test_publishing for two)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from torchrl_moe.weight_update.source.ranks import agreed, from_first, is_first
+
+
+def test_a_process_by_itself_is_the_first() -> None:
+    assert is_first()
+    assert from_first(7) == agreed(lambda: 7) == 7
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_group_of_one_has_its_first() -> None:
+    assert is_first()
+    assert from_first(1 << 40) == agreed(lambda: 1 << 40) == 1 << 40
+
+
+@pytest.mark.usefixtures("group")
+def test_ones_own_error_goes_on_as_it_is() -> None:
+    with pytest.raises(ZeroDivisionError):
+        agreed(lambda: 1 // 0)
+
+
+@pytest.mark.usefixtures("group")
+def test_another_rank_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    assert not is_first()

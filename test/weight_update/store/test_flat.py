@@ -1,0 +1,87 @@
+"""Bytes of tensors, piece by piece."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from torch import Tensor
+
+from torchrl_moe._errors import ManifestMismatch
+from torchrl_moe.weight_update.store.flat import PIECE_BYTES, MappedFile, _shares, lay_out, pieces_of, send
+from torchrl_moe.weight_update.store.manifest import TensorEntry
+
+BIG = PIECE_BYTES // 4 + 3  # elements of float32
+
+
+def gathered(tensor: Tensor, dtype: torch.dtype) -> bytes:
+    return b"".join(piece.tobytes() for piece in pieces_of(tensor, dtype))
+
+
+def plain(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.arange(BIG, dtype=torch.float32), torch.randn(7, 5).mT, torch.tensor(2.5), torch.empty(0, 3)],
+    ids=["big", "transposed", "scalar", "empty"],
+)
+def test_pieces_are_the_bytes_in_order_and_small(tensor: Tensor, dtype: torch.dtype) -> None:
+    assert gathered(tensor, dtype) == plain(tensor.to(dtype))
+    assert all(len(piece) <= PIECE_BYTES for piece in pieces_of(tensor, dtype))
+
+
+def test_a_tensor_of_its_own_dtype_is_not_copied() -> None:
+    tensor = torch.arange(BIG, dtype=torch.float32)
+    first, second = pieces_of(tensor, torch.float32)
+    assert first.ctypes.data == tensor.data_ptr()
+    assert second.ctypes.data == tensor.data_ptr() + PIECE_BYTES
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, BIG, 2 * BIG])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_digest_is_that_of_all_bytes(count: int, dtype: torch.dtype) -> None:
+    tensor = torch.arange(count, dtype=torch.float32) % 1000
+    taken = bytearray()
+    digest = send(tensor, dtype, lambda piece: taken.extend(piece.tobytes()))
+    assert bytes(taken) == plain(tensor.to(dtype))
+    assert digest == xxhash.xxh3_64_hexdigest(bytes(taken))
+
+
+def test_tensors_lie_one_after_another_at_multiples_of_64() -> None:
+    kinds = [(torch.float32, torch.Size([3])), (torch.int8, torch.Size([65])), (torch.bool, torch.Size([0]))]
+    assert lay_out(kinds) == ([0, 64, 192], 192)
+    assert lay_out([]) == ([], 0)
+
+
+def test_every_reader_gets_about_the_same_share() -> None:
+    entries = [TensorEntry(str(size), "uint8", (size,), 0, "0" * 16) for size in (5, 90, 40, 50, 1, 0, 14)]
+    shares = _shares(entries, 2)
+    assert sorted(entry for share in shares for entry in share) == sorted(entries)
+    assert [sum(entry.nbytes for entry in share) for share in shares] == [104, 96]
+
+
+def test_a_mapped_file_knows_when_it_was_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(bytes(range(128)))
+    mapped = MappedFile(path)
+    assert mapped.tensor(TensorEntry("a", "uint8", (2, 3), 64, "0" * 16)).tolist() == [[64, 65, 66], [67, 68, 69]]
+    assert mapped.is_current()
+    path.write_bytes(bytes(range(100)))
+    assert not mapped.is_current()
+    path.unlink()
+    assert not mapped.is_current()
+
+
+def test_an_empty_file_can_be_mapped_and_a_missing_one_cannot(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    empty = MappedFile(tmp_path / "empty")
+    assert empty.tensor(TensorEntry("a", "float32", (0, 2), 0, "0" * 16)).shape == (0, 2)
+    with pytest.raises(ManifestMismatch, match="has 0 bytes, a ends at 4"):
+        empty.check([TensorEntry("a", "float32", (), 0, "0" * 16)])
+    with pytest.raises(ManifestMismatch, match="missing of the weight store cannot be opened: No such file"):
+        MappedFile(tmp_path / "missing")

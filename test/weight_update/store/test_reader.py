@@ -1,0 +1,159 @@
+"""The reader: mappings that outlive versions, leases, damage."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from support.processes import exit_code_of
+from torchrl_moe._errors import DigestMismatch, ManifestMismatch, SyncTimeout
+from torchrl_moe.weight_update.store import VersionsWriter, WeightStoreReader, WeightStoreWriter
+
+Writer = WeightStoreWriter | VersionsWriter
+LAYOUTS: dict[str, Callable[[Path], Writer]] = {"slots": WeightStoreWriter, "versions": VersionsWriter}
+DATA = {"slots": "slot-1.weights", "versions": "v1/weights"}
+
+
+@pytest.fixture(params=list(LAYOUTS))
+def layout(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def writer(layout: str, tmp_path: Path) -> Writer:
+    return LAYOUTS[layout](tmp_path)
+
+
+def tensors(value: float = 1.0) -> dict[str, Tensor]:
+    return {f"t{i}": torch.full((i, 100), float(value)) for i in range(5)}
+
+
+def test_tensors_are_mapped_without_a_copy_and_without_a_warning(writer: Writer, tmp_path: Path) -> None:
+    manifest, reader = writer.publish(tensors().items(), 1), WeightStoreReader(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with reader.reading(manifest) as once:
+            pointers = {name: tensor.data_ptr() for name, tensor in once.items()}
+        with reader.reading(manifest) as again:
+            assert {name: tensor.data_ptr() for name, tensor in again.items()} == pointers
+    offsets = {entry.name: entry.offset for entry in manifest.entries if entry.nbytes}
+    assert all(pointers[name] - pointers["t1"] == offsets[name] - offsets["t1"] for name in offsets)
+
+
+def test_a_tensor_outlives_its_reader(writer: Writer, tmp_path: Path) -> None:
+    manifest, reader = writer.publish(tensors(3).items(), 1), WeightStoreReader(tmp_path)
+    with reader.reading(manifest) as read:
+        kept = read["t4"]
+    del reader, read
+    assert kept.eq(3).all()
+
+
+def test_a_slot_is_mapped_once_for_all_its_versions(tmp_path: Path) -> None:
+    writer, reader = WeightStoreWriter(tmp_path), WeightStoreReader(tmp_path)
+    pointers = set()
+    for version in range(1, 7):
+        with reader.reading(writer.publish(tensors(version).items(), version)) as read:
+            pointers.add(read["t1"].data_ptr())
+            assert all(tensor.eq(version).all() for tensor in read.values())
+    assert len(pointers) == 2
+
+
+def test_who_writes_into_a_mapped_tensor_dies_and_damages_nothing(writer: Writer, tmp_path: Path) -> None:
+    manifest = writer.publish(tensors().items(), 1)
+
+    def scribble() -> None:
+        with WeightStoreReader(tmp_path).reading(manifest) as read:
+            read["t1"].fill_(7)
+
+    assert exit_code_of(scribble) == -signal.SIGSEGV
+    WeightStoreReader(tmp_path).verify(manifest)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 9])
+def test_any_number_of_threads_finds_a_flipped_byte(writer: Writer, layout: str, tmp_path: Path, threads: int) -> None:
+    manifest, reader = writer.publish(tensors().items(), 1), WeightStoreReader(tmp_path)
+    reader.verify(manifest, threads)
+    with (tmp_path / DATA[layout]).open("r+b") as data:
+        data.seek(manifest.entries[3].end - 1)
+        data.write(b"x")
+    with pytest.raises(DigestMismatch, match="version 1: bytes of t3 are not those published; publish it again"):
+        reader.verify(manifest, threads)
+    with reader.reading(manifest, verify=True) as read:
+        assert read["t2"].eq(1).all()
+        assert list(read) == [f"t{i}" for i in range(5)]
+        assert len(read) == 5
+        with pytest.raises(DigestMismatch, match="bytes of t3"):
+            read["t3"]
+
+
+def test_a_file_that_was_cut_short_is_refused_before_it_is_read(writer: Writer, layout: str, tmp_path: Path) -> None:
+    manifest, reader = writer.publish(tensors().items(), 1), WeightStoreReader(tmp_path)
+    reader.verify(manifest)
+    os.truncate(tmp_path / DATA[layout], manifest.entries[3].end)
+    for attempt in (reader.verify, lambda manifest: reader.reading(manifest).__enter__()):
+        with pytest.raises(ManifestMismatch, match=r"weights has \d+ bytes, t4 ends at \d+: the file was cut short"):
+            attempt(manifest)
+    (tmp_path / DATA[layout]).unlink()
+    with pytest.raises(ManifestMismatch, match=r"weights of the weight store (is gone|cannot be opened)"):
+        reader.verify(manifest)
+
+
+def test_a_link_in_the_place_of_a_file_is_not_followed(writer: Writer, layout: str, tmp_path: Path) -> None:
+    manifest = writer.publish(tensors().items(), 1)
+    path = tmp_path / DATA[layout]
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises((ManifestMismatch, OSError), match=r"cannot be opened|symbolic links"):
+        WeightStoreReader(tmp_path).verify(manifest)
+
+
+def test_a_manifest_under_another_number_is_refused(writer: Writer, layout: str, tmp_path: Path) -> None:
+    writer.publish(tensors().items(), 1)
+    name = "manifest-{}.json" if layout == "slots" else "v{}/manifest.json"
+    wrong = tmp_path / name.format(9)
+    wrong.parent.mkdir(exist_ok=True)
+    wrong.write_text((tmp_path / name.format(1)).read_text())
+    with pytest.raises(ManifestMismatch, match="is the manifest of version 1, not 9"):
+        WeightStoreReader(tmp_path).manifest(9)
+
+
+def test_the_newest_version_is_known(writer: Writer, tmp_path: Path) -> None:
+    reader = WeightStoreReader(tmp_path)
+    assert reader.newest() is None
+    for version in (1, 2, 5):
+        writer.publish(tensors().items(), version)
+        assert reader.newest() == version
+
+
+def test_a_slot_that_its_writer_keeps_is_waited_for_only_so_long(tmp_path: Path) -> None:
+    manifest = WeightStoreWriter(tmp_path).publish(tensors().items(), 1)
+    reader = WeightStoreReader(tmp_path, lock_seconds=0.05)
+    with (tmp_path / DATA["slots"]).open("rb") as stopped_writer:
+        fcntl.flock(stopped_writer, fcntl.LOCK_EX)
+        with pytest.raises(SyncTimeout, match=r"the trainer has held slot-1\.weights for 0\.05 s"):
+            reader.verify(manifest)
+    reader.verify(manifest)
+
+
+def test_flat_bytes_are_those_of_the_slot(tmp_path: Path) -> None:
+    manifest = WeightStoreWriter(tmp_path).publish(tensors(2).items(), 1)
+    with WeightStoreReader(tmp_path).flat(manifest) as flat:
+        assert len(flat) == manifest.extent
+        entry = manifest.entries[4]
+        assert (flat[entry.offset : entry.end].view(np.float32) == 2).all()
+        assert not flat.flags.writeable
+
+
+def test_a_directory_has_no_flat_bytes(tmp_path: Path) -> None:
+    manifest = VersionsWriter(tmp_path).publish(tensors().items(), 1)
+    with pytest.raises(ManifestMismatch, match="may lie in more than one file"):
+        WeightStoreReader(tmp_path).flat(manifest).__enter__()

@@ -1,0 +1,447 @@
+"""Slots: what is read is what was published, or an error that says why not."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from support.processes import exit_code_of
+from torchrl_moe._errors import DigestMismatch, ManifestMismatch, SyncTimeout, WeightSyncError
+from torchrl_moe.weight_update.store import WeightStoreReader, WeightStoreWriter
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([True, False])}
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> WeightStoreWriter:
+    return WeightStoreWriter(tmp_path / "store", lock_seconds=5.0)
+
+
+@pytest.fixture
+def reader(writer: WeightStoreWriter) -> WeightStoreReader:
+    return WeightStoreReader(writer.folder)
+
+
+def constant(value: float, size: int = 1000) -> dict[str, Tensor]:
+    return {"w": torch.full((size,), float(value)), "v": torch.full((3,), float(value))}
+
+
+def read(reader: WeightStoreReader, version: int) -> dict[str, Tensor]:
+    with reader.reading(reader.manifest(version)) as tensors:
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
+
+
+# -- round trip -------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Any bytes in any dtype and shape, 0-d and empty ones too, contiguous or not."""
+    dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 5), max_size=3))
+    count = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.tensor(list(draw(st.binary(min_size=count, max_size=count))), dtype=torch.uint8)
+    tensor = (raw % 2).bool() if dtype is torch.bool else raw.view(dtype)
+    tensor = tensor.view(shape)
+    return tensor.mT if len(shape) == 2 and draw(st.booleans()) else tensor
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.dictionaries(st.text(max_size=8), tensors(), max_size=6), min_size=1, max_size=4))
+def test_every_version_comes_back_bit_by_bit(versions: list[dict[str, Tensor]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        writer, reader = WeightStoreWriter(folder), WeightStoreReader(folder)
+        for number, weights in enumerate(versions, start=1):
+            manifest = writer.publish(weights.items(), number)
+            assert reader.manifest(number) == manifest
+            reader.verify(manifest)
+            again = read(reader, number)
+            assert list(again) == list(weights)
+            assert all(same_bits(again[name], weights[name]) for name in weights)
+            assert manifest.tensors == {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
+            assert manifest.nbytes == sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+
+
+def test_parameters_that_want_gradients_are_published(writer: WeightStoreWriter, reader: WeightStoreReader) -> None:
+    writer.publish([("p", torch.nn.Parameter(torch.ones(2)))], 1)
+    assert read(reader, 1)["p"].tolist() == [1.0, 1.0]
+
+
+def test_the_digest_is_of_names_dtypes_shapes_and_bytes(writer: WeightStoreWriter) -> None:
+    zeros = torch.zeros(4)
+    variants = [
+        {"a": zeros},
+        {"b": zeros},
+        {"a": zeros.view(2, 2)},
+        {"a": zeros.int()},
+        {"a": torch.ones(4)},
+        {"a": zeros, "b": zeros},
+    ]
+    digests = [writer.publish(weights.items(), number).digest for number, weights in enumerate(variants)]
+    assert len(set(digests)) == len(variants)
+    assert writer.publish({"a": torch.zeros(4)}.items(), 9).digest == digests[0]
+
+
+def test_a_name_that_comes_twice_is_refused(writer: WeightStoreWriter, reader: WeightStoreReader) -> None:
+    with pytest.raises(ManifestMismatch, match="version 1 names a tensor twice"):
+        writer.publish([("a", torch.ones(1)), ("a", torch.ones(1))], 1)
+    with pytest.raises(ManifestMismatch, match=r"version 1 is not in the store, which holds \[\]"):
+        reader.manifest(1)
+
+
+# -- slots ------------------------------------------------------------------------------------------------------------
+
+
+def test_two_slots_take_turns_and_the_third_version_ends_the_first(
+    writer: WeightStoreWriter, reader: WeightStoreReader
+) -> None:
+    slots = [writer.publish(constant(version).items(), version).slot for version in (1, 2, 3)]
+    assert slots == [1, 0, 1]
+    assert [read(reader, version)["w"][0].item() for version in (2, 3)] == [2.0, 3.0]
+    with pytest.raises(ManifestMismatch, match=r"version 1 is not in the store, which holds \[2, 3\]"):
+        reader.manifest(1)
+
+
+def test_a_version_may_grow_and_shrink(writer: WeightStoreWriter, reader: WeightStoreReader) -> None:
+    for version, size in enumerate((10, 10, 5_000, 100_000, 3, 0, 200_000), start=1):
+        writer.publish(constant(version, size).items(), version)
+        reader.verify(reader.manifest(version))
+        assert read(reader, version)["w"].tolist() == [version] * size
+
+
+def test_a_writer_that_counts_anew_leaves_no_manifest_without_its_bytes(
+    writer: WeightStoreWriter, reader: WeightStoreReader
+) -> None:
+    for version in (7, 8):
+        writer.publish(constant(version).items(), version)
+    writer.close()
+    WeightStoreWriter(writer.folder).publish(constant(1).items(), 1)
+    with pytest.raises(ManifestMismatch, match=r"version 7 is not in the store, which holds \[1, 8\]"):
+        reader.manifest(7)
+    reader.verify(reader.manifest(8))
+    reader.verify(reader.manifest(1))
+
+
+def test_a_manifest_that_was_published_again_is_refused(writer: WeightStoreWriter, reader: WeightStoreReader) -> None:
+    old = writer.publish(constant(1).items(), 1)
+    writer.publish(constant(2).items(), 1)
+    with pytest.raises(ManifestMismatch, match="version 1 was published again"):
+        reader.verify(old)
+
+
+def test_a_reader_that_comes_late_is_told_that_the_slot_was_used_again(
+    writer: WeightStoreWriter, reader: WeightStoreReader
+) -> None:
+    manifest = writer.publish(constant(1).items(), 1)
+    for version in (2, 3):
+        writer.publish(constant(version).items(), version)
+    with pytest.raises(ManifestMismatch, match="version 1 is not in the store"), reader.reading(manifest):
+        pass
+
+
+# -- locks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_holds_the_writer_of_its_slot_back_and_no_other(
+    writer: WeightStoreWriter, reader: WeightStoreReader
+) -> None:
+    manifest = writer.publish(constant(1).items(), 1)
+    with reader.reading(manifest) as tensors:
+        writer.publish(constant(2).items(), 2)  # the other slot
+        thread = threading.Thread(target=writer.publish, args=(constant(3).items(), 3))
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+        assert tensors["w"].eq(1.0).all()
+        assert reader.manifest(1) == manifest  # not gone before it must
+    thread.join(60.0)
+    assert not thread.is_alive()
+    assert read(reader, 3)["w"].eq(3.0).all()
+
+
+def test_a_writer_does_not_wait_for_ever(tmp_path: Path) -> None:
+    writer, reader = WeightStoreWriter(tmp_path, lock_seconds=0.05), WeightStoreReader(tmp_path)
+    manifest = writer.publish(constant(1).items(), 1)
+    with reader.reading(manifest), pytest.raises(SyncTimeout, match=r"a reader has held slot-1\.weights for 0\.05 s"):
+        writer.publish(constant(3).items(), 3)
+    reader.verify(manifest)  # nothing was lost
+    writer.publish(constant(3).items(), 3)
+
+
+def test_a_process_forked_meanwhile_keeps_no_lock(tmp_path: Path) -> None:
+    """As a trainer forks workers of a data loader: they have its open files."""
+    writer, reader = WeightStoreWriter(tmp_path, lock_seconds=0.05), WeightStoreReader(tmp_path, lock_seconds=0.05)
+    manifest = writer.publish(constant(1).items(), 1)
+    waiting, go = os.pipe()
+    with reader.reading(manifest), writer._holding(0):
+        child = os.fork()
+        if not child:
+            os.close(go)
+            os.read(waiting, 1)
+            os._exit(0)
+    try:
+        writer.publish(constant(3).items(), 3)
+        reader.verify(writer.publish(constant(4).items(), 4))
+        writer.close()
+        WeightStoreWriter(tmp_path).close()
+    finally:
+        os.close(go)
+        os.waitpid(child, 0)
+        os.close(waiting)
+
+
+def test_a_reader_waits_until_the_new_manifest_is_shown(writer: WeightStoreWriter, reader: WeightStoreReader) -> None:
+    """While a slot is written there is no manifest of it, and none is read from a half-written one."""
+    manifest = writer.publish(constant(1).items(), 1)
+    seen: list[str] = []
+
+    def read_old() -> None:
+        try:
+            reader.verify(manifest)
+        except ManifestMismatch as error:
+            seen.append(str(error))
+
+    with (writer.folder / "slot-1.weights").open("ab") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # the writer of version 3
+        thread = threading.Thread(target=read_old)
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+        (writer.folder / "manifest-1.json").unlink()
+    thread.join(60.0)
+    assert seen == ["version 1 is not in the store, which holds []"]
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["w", "v"])
+def test_bytes_that_differ_are_found_and_their_tensor_is_named(
+    writer: WeightStoreWriter, reader: WeightStoreReader, name: str
+) -> None:
+    manifest = writer.publish(constant(1).items(), 1)
+    entry = next(entry for entry in manifest.entries if entry.name == name)
+    with (writer.folder / "slot-1.weights").open("r+b") as slot:
+        slot.seek(entry.offset + entry.nbytes - 1)
+        last = slot.read(1)
+        slot.seek(-1, os.SEEK_CUR)
+        slot.write(bytes([last[0] ^ 1]))
+    with pytest.raises(DigestMismatch, match=f"version 1: bytes of {name} are not those published"):
+        reader.verify(manifest)
+
+
+def test_a_writer_killed_while_it_writes_leaves_the_last_version(
+    writer: WeightStoreWriter, reader: WeightStoreReader
+) -> None:
+    """Killed for good, in a process of its own, with half of version 3 in the slot of version 1."""
+    for version in (1, 2):
+        writer.publish(constant(version).items(), version)
+    writer.close()
+
+    def deadly() -> Iterator[tuple[str, Tensor]]:
+        yield "w", torch.full((1000,), 3.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in constant(3).items()}
+    assert exit_code_of(lambda: WeightStoreWriter(writer.folder).publish(deadly(), 3, kinds)) == -signal.SIGKILL
+    with pytest.raises(ManifestMismatch, match=r"version 1 is not in the store, which holds \[2\]"):
+        reader.manifest(1)
+    reader.verify(reader.manifest(2))
+    assert read(reader, 2)["w"].eq(2.0).all()
+    again = WeightStoreWriter(writer.folder)  # the locks went with the process
+    again.publish(constant(4).items(), 4)
+    reader.verify(reader.manifest(4))
+
+
+def test_a_draft_of_a_manifest_is_no_version(writer: WeightStoreWriter, reader: WeightStoreReader) -> None:
+    writer.publish(constant(1).items(), 1)
+    (writer.folder / ".manifest-2.json.tmp").write_text('{"version": 2, "slot"')
+    with pytest.raises(ManifestMismatch, match=r"version 2 is not in the store, which holds \[1\]"):
+        reader.manifest(2)
+    writer.publish(constant(2).items(), 2)
+    assert sorted(path.name for path in writer.folder.glob("*manifest*")) == ["manifest-1.json", "manifest-2.json"]
+
+
+def test_a_full_folder_is_said_to_be_full(
+    writer: WeightStoreWriter, reader: WeightStoreReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in (1, 2):
+        writer.publish(constant(version).items(), version)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        WeightSyncError, match=r"no room for 4 MB in .*store \(No space left on device\): a weight store keeps"
+    ):
+        writer.publish(constant(3, 1_000_000).items(), 3)
+    reader.verify(reader.manifest(1))
+
+
+# -- stress -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_never_sees_a_torn_version_while_a_process_publishes(tmp_path: Path) -> None:
+    """Each version is one value throughout; digests and values are looked at under the lock."""
+    script = (
+        "import sys, torch\n"
+        "from torchrl_moe.weight_update.store import WeightStoreWriter\n"
+        "torch.set_num_threads(1)\n"
+        "writer = WeightStoreWriter(sys.argv[1])\n"
+        "for v in range(1, 1001):\n"
+        "    size = 20_000 + 1_000 * (v % 7)\n"
+        "    writer.publish([('w', torch.full((size,), float(v))), ('v', torch.full((3,), v))], v)\n"
+    )
+    reader, checked, late, last = WeightStoreReader(tmp_path), 0, 0, 0
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)])
+    try:
+        while process.poll() is None and checked < 400:
+            versions = [int(path.stem.split("-")[1]) for path in tmp_path.glob("manifest-*.json")]
+            if not versions:
+                time.sleep(0.01)
+                continue
+            last = max(versions)
+            try:
+                manifest = reader.manifest(last)
+                reader.verify(manifest)
+                with reader.reading(manifest) as tensors:
+                    assert all(tensor.eq(last).all() for tensor in tensors.values())
+            except ManifestMismatch:
+                late += 1
+                continue
+            checked += 1
+    finally:
+        process.kill()
+        process.wait()
+    print(f"{checked} versions read, {late} gone before they were, last {last}")
+    assert checked > 20
+
+
+# -- folders and writers ----------------------------------------------------------------------------------------------
+
+
+def test_only_the_owner_may_enter_and_read(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir(mode=0o755)
+    writer = WeightStoreWriter(tmp_path / "store")
+    writer.publish(WEIGHTS.items(), 1)
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in writer.folder.iterdir()} == {0o600}
+
+
+def test_a_second_writer_is_refused_until_the_first_is_closed(writer: WeightStoreWriter) -> None:
+    with pytest.raises(WeightSyncError, match=rf"is written by process {os.getpid()} on .*: one trainer per folder"):
+        WeightStoreWriter(writer.folder)
+    writer.close()
+    writer.close()
+    WeightStoreWriter(writer.folder).publish(WEIGHTS.items(), 1)
+
+
+def test_more_slots_keep_more_versions(tmp_path: Path) -> None:
+    writer, reader = WeightStoreWriter(tmp_path, slots=3), WeightStoreReader(tmp_path)
+    for version in range(1, 6):
+        writer.publish(constant(version).items(), version)
+    assert [read(reader, version)["w"][0].item() for version in (3, 4, 5)] == [3.0, 4.0, 5.0]
+    assert reader.newest() == 5
+    writer.close()
+    fewer = WeightStoreWriter(tmp_path, slots=2)  # version 6 goes where version 3 was, and 4 stays whole in slot 1
+    fewer.publish(constant(6).items(), 6)
+    reader.verify(reader.manifest(4))
+    with pytest.raises(ManifestMismatch, match=r"version 3 is not in the store, which holds \[4, 5, 6\]"):
+        reader.manifest(3)
+
+
+def test_a_slot_that_was_cut_short_or_replaced_is_mapped_anew(
+    writer: WeightStoreWriter, reader: WeightStoreReader
+) -> None:
+    for version in (1, 2):
+        writer.publish(constant(version).items(), version)
+    os.truncate(writer.folder / "slot-1.weights", 10)
+    copy = writer.folder / "copy"
+    copy.write_bytes((writer.folder / "slot-0.weights").read_bytes())
+    copy.rename(writer.folder / "slot-0.weights")
+    for version in (3, 4):
+        writer.publish(constant(version).items(), version)
+        reader.verify(reader.manifest(version))
+        assert read(reader, version)["w"].eq(version).all()
+
+
+# -- tensors that come one by one -------------------------------------------------------------------------------------
+
+
+def test_tensors_are_cast_to_what_was_announced_whatever_order_they_come_in(
+    writer: WeightStoreWriter, reader: WeightStoreReader
+) -> None:
+    big = torch.linspace(-3, 3, 100_001)
+    kinds = {"a": (torch.bfloat16, big.shape), "n": (torch.int64, torch.Size([2]))}
+    manifest = writer.publish(iter([("n", torch.tensor([1, 2])), ("a", big)]), 1, kinds)
+    assert list(manifest.tensors.items()) == list(kinds.items())
+    reader.verify(manifest)
+    got = read(reader, 1)
+    assert torch.equal(got["a"], big.bfloat16())
+    assert got["n"].tolist() == [1, 2]
+    plain = writer.publish([("a", big.bfloat16()), ("n", torch.tensor([1, 2]))], 2)
+    assert plain.digest == manifest.digest
+
+
+def test_tensors_that_are_not_as_announced_end_the_version_and_leave_the_one_before(
+    writer: WeightStoreWriter, reader: WeightStoreReader
+) -> None:
+    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in constant(1, 5).items()}
+    writer.publish(constant(2, 5).items(), 2)
+    for tensors, words in (
+        ([("w", torch.ones(5))], "1 tensors did not come: v"),
+        ([("w", torch.ones(5)), ("w", torch.ones(5))], "w came twice"),
+        ([("x", torch.ones(5))], "x came unannounced"),
+        ([("w", torch.ones(4))], r"w came with shape \[4\], announced \[5\]"),
+    ):
+        with pytest.raises(ManifestMismatch, match=words):
+            writer.publish(tensors, 3, kinds)
+    assert reader.newest() == 2
+    reader.verify(reader.manifest(2))
+
+
+def test_publishing_over_and_over_leaves_nothing_behind(writer: WeightStoreWriter, reader: WeightStoreReader) -> None:
+    def figures() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), sum(path.stat().st_size for path in writer.folder.iterdir())
+
+    for version in range(1, 204):
+        writer.publish(constant(version, 2000).items(), version)
+        reader.verify(reader.manifest(version), threads=2)
+        if version == 3:
+            before = figures()
+    descriptors, size = figures()
+    assert descriptors == before[0]
+    assert size <= before[1] + 200  # a manifest's numbers grow

@@ -1,0 +1,297 @@
+"""The directory of versions: whole or not there, collected, and never under a reader."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.processes import exit_code_of
+from torchrl_moe._errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.weight_update.store import VersionsWriter, WeightStoreReader
+from torchrl_moe.weight_update.store.versions import LEASE_SECONDS, leased
+
+
+def tensors(**values: float) -> dict[str, Tensor]:
+    return {name: torch.full((1000,), float(value)) for name, value in values.items()}
+
+
+def read(folder: Path, version: int) -> dict[str, float]:
+    reader = WeightStoreReader(folder)
+    manifest = reader.manifest(version)
+    reader.verify(manifest)
+    with reader.reading(manifest) as found:
+        assert all(tensor.eq(tensor[0]).all() for tensor in found.values())
+        return {name: tensor[0].item() for name, tensor in found.items()}
+
+
+def folders(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("v*"))
+
+
+def size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_the_newest_versions_are_kept_and_the_marker_names_the_last(tmp_path: Path) -> None:
+    writer = VersionsWriter(tmp_path, keep_versions=3, fsync=True)
+    for version in range(1, 6):
+        assert writer.publish(tensors(a=version, b=-version).items(), version).slot is None
+        assert (tmp_path / "STABLE").read_text() == f"v{version}\n"
+    assert folders(tmp_path) == ["v3", "v4", "v5"]
+    assert [read(tmp_path, version) for version in (3, 4, 5)] == [{"a": v, "b": -v} for v in (3.0, 4.0, 5.0)]
+    with pytest.raises(ManifestMismatch, match=r"version 2 is not in the store, which holds \[3, 4, 5\]"):
+        read(tmp_path, 2)
+
+
+def test_only_the_owner_may_enter_and_read(tmp_path: Path) -> None:
+    VersionsWriter(tmp_path).publish(tensors(a=1).items(), 1)
+    modes = {path.is_dir(): path.stat().st_mode & 0o777 for path in [tmp_path, *tmp_path.rglob("*")]}
+    assert modes == {True: 0o700, False: 0o600}
+
+
+def test_a_version_that_a_reader_holds_stays_until_it_lets_go(tmp_path: Path) -> None:
+    writer, reader = VersionsWriter(tmp_path), WeightStoreReader(tmp_path)
+    manifest = writer.publish(tensors(a=1).items(), 1)
+    with reader.reading(manifest) as held:
+        for version in (2, 3, 4):
+            writer.publish(tensors(a=version).items(), version)
+        assert folders(tmp_path) == ["v1", "v3", "v4"]
+        assert held["a"].eq(1).all()
+        reader.verify(manifest)
+    writer.publish(tensors(a=5).items(), 5)
+    assert folders(tmp_path) == ["v4", "v5"]
+    assert list((tmp_path / "leases").iterdir()) == []
+
+
+def test_a_lease_of_a_dead_reader_is_forgotten(tmp_path: Path) -> None:
+    writer = VersionsWriter(tmp_path)
+    writer.publish(tensors(a=1).items(), 1)
+    (tmp_path / "leases").mkdir(exist_ok=True)
+    old = tmp_path / "leases" / "v1-of-the-dead"
+    old.touch()
+    for version in (2, 3):
+        writer.publish(tensors(a=version).items(), version)
+    assert folders(tmp_path) == ["v1", "v2", "v3"]
+    os.utime(old, (0, time.time() - LEASE_SECONDS - 60))
+    writer.publish(tensors(a=4).items(), 4)
+    assert folders(tmp_path) == ["v3", "v4"]
+    assert not old.exists()
+
+
+def test_a_reader_that_leases_in_the_last_moment_keeps_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = VersionsWriter(tmp_path)
+    for version in (1, 2):
+        writer.publish(tensors(a=version).items(), version)
+    looks: list[set[int]] = [set(), {1}]  # none at first, one when the folder was moved away
+    monkeypatch.setattr(writer, "_leased", lambda: looks.pop(0))
+    writer.publish(tensors(a=3).items(), 3)
+    assert folders(tmp_path) == ["v1", "v2", "v3"]
+    assert read(tmp_path, 1) == {"a": 1.0}
+
+
+# -- delta ------------------------------------------------------------------------------------------------------------
+
+
+def test_only_what_changed_is_written_and_every_kept_version_is_whole(tmp_path: Path) -> None:
+    writer = VersionsWriter(tmp_path, delta=True)
+    steps: list[dict[str, float]] = [
+        {"a": 1, "b": 1, "c": 1},
+        {"a": 1, "b": 2, "c": 1},
+        {"a": 1, "b": 2, "c": 3},
+        {"a": 1, "b": 2, "c": 3},
+        {"a": 5, "b": 5, "c": 5},
+        {"a": 5, "b": 6, "c": 5},
+    ]
+    written, bases = [], []
+    for version, values in enumerate(steps, start=1):
+        manifest = writer.publish(tensors(**values).items(), version)
+        written.append(sum(entry.nbytes for entry in manifest.entries if entry.base is None) // 4000)
+        bases.append([entry.base for entry in manifest.entries])
+        assert read(tmp_path, version) == values
+        if version > 1:
+            assert read(tmp_path, version - 1) == steps[version - 2]
+    assert written == [3, 1, 1, 0, 3, 1]
+    assert bases[3] == [1, 2, 3]
+    assert folders(tmp_path) == ["v5", "v6"]
+
+
+def test_an_old_version_may_live_on_for_its_bytes_only(tmp_path: Path) -> None:
+    writer = VersionsWriter(tmp_path, delta=True)
+    for version in range(1, 5):
+        writer.publish(tensors(a=1, b=version).items(), version)
+    assert folders(tmp_path) == ["v1", "v3", "v4"]
+    assert not (tmp_path / "v1" / "manifest.json").exists()
+    with pytest.raises(ManifestMismatch, match=r"holds \[3, 4\]"):
+        read(tmp_path, 1)
+    assert read(tmp_path, 4) == {"a": 1.0, "b": 4.0}
+
+
+def test_a_base_of_a_version_that_is_held_stays(tmp_path: Path) -> None:
+    writer, reader = VersionsWriter(tmp_path, delta=True), WeightStoreReader(tmp_path)
+    writer.publish(tensors(a=1, b=1).items(), 1)
+    manifest = writer.publish(tensors(a=1, b=2).items(), 2)
+    with reader.reading(manifest) as held:
+        for version in (3, 4, 5):
+            writer.publish(tensors(a=version, b=version).items(), version)
+        assert folders(tmp_path) == ["v1", "v2", "v4", "v5"]
+        reader.verify(manifest)
+        assert held["a"].eq(1).all()
+    writer.publish(tensors(a=6, b=6).items(), 6)
+    assert folders(tmp_path) == ["v5", "v6"]
+
+
+@pytest.mark.parametrize("after", [{"a": torch.ones(500, 2)}, {"a": torch.ones(1000, dtype=torch.float64)}])
+def test_a_tensor_of_another_kind_has_changed(tmp_path: Path, after: dict[str, Tensor]) -> None:
+    writer = VersionsWriter(tmp_path, delta=True)
+    writer.publish(tensors(a=1).items(), 1)
+    assert [entry.base for entry in writer.publish(after.items(), 2).entries] == [None]
+
+
+def test_a_new_writer_begins_with_a_whole_version(tmp_path: Path) -> None:
+    writer = VersionsWriter(tmp_path, delta=True)
+    writer.publish(tensors(a=1).items(), 1)
+    writer.close()
+    assert VersionsWriter(tmp_path, delta=True).publish(tensors(a=1).items(), 2).entries[0].base is None
+
+
+def test_a_writer_that_counts_anew_replaces_versions(tmp_path: Path) -> None:
+    writer = VersionsWriter(tmp_path)
+    for version in (7, 8):
+        writer.publish(tensors(a=version).items(), version)
+    writer.close()
+    again = VersionsWriter(tmp_path)
+    for version in (1, 2, 7):
+        again.publish(tensors(a=-version).items(), version)
+        assert WeightStoreReader(tmp_path).newest() == version
+        assert read(tmp_path, version) == {"a": -version}
+
+
+def test_a_number_that_is_used_again_takes_those_with_it_that_need_its_bytes(tmp_path: Path) -> None:
+    writer, reader = VersionsWriter(tmp_path, keep_versions=3, delta=True), WeightStoreReader(tmp_path)
+    writer.publish(tensors(a=1, b=1).items(), 1)
+    manifest = writer.publish(tensors(a=1, b=2).items(), 2)
+    writer.close()
+    again = VersionsWriter(tmp_path, keep_versions=3, delta=True)
+    with leased(tmp_path, 1), pytest.raises(WeightSyncError, match="version 1 is there already, and a reader holds it"):
+        again.publish(tensors(a=9, b=9).items(), 1)
+    reader.verify(manifest)
+    again.publish(tensors(a=9, b=9).items(), 1)
+    with pytest.raises(ManifestMismatch, match=r"version 2 is not in the store, which holds \[1\]"):
+        reader.verify(manifest)
+    assert read(tmp_path, 1) == {"a": 9.0, "b": 9.0}
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+    writer = VersionsWriter(tmp_path)
+    with pytest.raises(WeightSyncError, match=rf"is written by process {os.getpid()} on .*: one trainer per folder"):
+        VersionsWriter(tmp_path)
+    writer.close()
+    VersionsWriter(tmp_path)
+
+
+def test_a_writer_killed_while_it_writes_leaves_the_last_version_and_its_litter_is_cleared(tmp_path: Path) -> None:
+    kinds = {name: (torch.float32, torch.Size([1000])) for name in "ab"}
+
+    def deadly() -> Iterator[tuple[str, Tensor]]:
+        yield "a", torch.full((1000,), 2.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def work() -> None:
+        writer = VersionsWriter(tmp_path)
+        writer.publish(tensors(a=1).items(), 1)
+        writer.publish(deadly(), 2, kinds)
+
+    assert exit_code_of(work) == -signal.SIGKILL
+    assert [name for name in folders(tmp_path) if ".tmp-" in name] != []
+    assert WeightStoreReader(tmp_path).newest() == 1
+    assert read(tmp_path, 1) == {"a": 1.0}
+    writer = VersionsWriter(tmp_path)
+    assert folders(tmp_path) == ["v1"]
+    writer.publish(tensors(a=3).items(), 2)
+    assert read(tmp_path, 2) == {"a": 3.0}
+
+
+def test_a_full_disk_is_said_to_be_full_and_leaves_the_last_version(tmp_path: Path) -> None:
+    """The limit on the size of a file stands in for the disk's end; a process of its own has it."""
+
+    def work() -> None:
+        writer = VersionsWriter(tmp_path)
+        writer.publish(tensors(a=1).items(), 1)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+        with pytest.raises(
+            WeightSyncError, match=r"no room for 4 MB in .*: a weight store keeps more than one version"
+        ):
+            writer.publish([("a", torch.full((1_000_000,), 2.0))], 2)
+
+    assert exit_code_of(work) == 0
+    assert folders(tmp_path) == ["v1"]
+    assert read(tmp_path, 1) == {"a": 1.0}
+
+
+def test_a_version_that_fails_leaves_no_litter(tmp_path: Path) -> None:
+    writer = VersionsWriter(tmp_path)
+    kinds = {"a": (torch.float32, torch.Size([3])), "b": (torch.float32, torch.Size([3]))}
+    with pytest.raises(ManifestMismatch, match="1 tensors did not come: b"):
+        writer.publish([("a", torch.ones(3))], 1, kinds)
+    assert folders(tmp_path) == []
+    assert WeightStoreReader(tmp_path).newest() is None
+
+
+def test_a_reader_never_sees_a_torn_version_while_another_thread_publishes(tmp_path: Path) -> None:
+    writer, failures = VersionsWriter(tmp_path, delta=True), []
+    writer.publish(tensors(a=0, b=1).items(), 1)
+    stop = threading.Event()
+
+    def look() -> None:
+        reader = WeightStoreReader(tmp_path)
+        while not stop.is_set():
+            version = reader.newest()
+            assert version is not None
+            try:
+                manifest = reader.manifest(version)
+                reader.verify(manifest)
+                with reader.reading(manifest) as found:
+                    if not (found["a"].eq(version // 2).all() and found["b"].eq(version).all()):
+                        failures.append(version)
+            except ManifestMismatch:
+                continue  # it came and went
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for version in range(2, 150):
+        writer.publish(tensors(a=version // 2, b=version).items(), version)
+    stop.set()
+    for thread in threads:
+        thread.join(60.0)
+    assert failures == []
+    assert size(tmp_path) < 60_000
+
+
+def test_collecting_holds_no_descriptors(tmp_path: Path) -> None:
+    writer, reader = VersionsWriter(tmp_path, delta=True), WeightStoreReader(tmp_path)
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    held = []
+    for version in range(1, 50):
+        reader.verify(writer.publish(tensors(a=version, b=1).items(), version))
+        held.append(descriptors())
+    assert max(held) == max(held[:5])
+    assert len(reader._mapped) <= 3

@@ -1,0 +1,23 @@
+"""How a replica prepares a version, whatever the transport, and which rank a worker has."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from torchrl_moe.weight_update.transports.base import StageOptions, rank_of
+
+
+def test_a_version_is_verified_and_staged_as_the_machine_allows_by_default() -> None:
+    assert StageOptions() == StageOptions(stage="auto", verify="digest", threads=1)
+
+
+@pytest.mark.parametrize(
+    ("replica", "per_replica", "worker", "offset", "rank"), [(0, 1, 0, 1, 1), (0, 4, 3, 1, 4), (1, 2, 1, 5, 8)]
+)
+def test_ranks_count_the_workers_behind_the_offset(
+    replica: int, per_replica: int, worker: int, offset: int, rank: int
+) -> None:
+    config = SimpleNamespace(data_parallel_index=replica, world_size=per_replica, rank=worker)
+    assert rank_of(config, offset) == rank

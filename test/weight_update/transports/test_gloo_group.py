@@ -1,0 +1,133 @@
+"""Two ranks of a gloo group in one process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from support.waiting import until
+from torchrl_moe._errors import SyncTimeout
+from torchrl_moe.weight_update.transports.gloo_group import GlooGroup, join_rendezvous, open_rendezvous, own_address
+
+TIMEOUT = 20.0
+LOOPBACK = "127.0.0.1"
+
+
+@pytest.fixture
+def pair() -> Iterator[Callable[..., tuple[GlooGroup, GlooGroup]]]:
+    made: list[GlooGroup] = []
+
+    def make(timeout: float = TIMEOUT, bucket_bytes: int = 1000) -> tuple[GlooGroup, GlooGroup]:
+        store = open_rendezvous(LOOPBACK, timeout)
+
+        def join() -> None:
+            made.append(GlooGroup(join_rendezvous(LOOPBACK, store.port, timeout), 1, 2, timeout, bucket_bytes))
+
+        thread = threading.Thread(target=join)
+        thread.start()
+        trainer = GlooGroup(store, 0, 2, timeout, bucket_bytes)
+        thread.join(timeout)
+        made.append(trainer)
+        return trainer, made[-2]
+
+    yield make
+    for group in made:
+        group.close()
+
+
+Pair = Callable[..., tuple[GlooGroup, GlooGroup]]
+
+
+def later(seconds: float = TIMEOUT) -> float:
+    return time.monotonic() + seconds
+
+
+@pytest.mark.parametrize("size", [0, 1, 999, 1000, 3500])
+def test_bytes_arrive_in_buckets_whatever_their_number(pair: Pair, size: int) -> None:
+    trainer, worker = pair()
+    sent, got = torch.arange(size).to(torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    seen: list[int] = []
+    thread = threading.Thread(target=worker.broadcast, args=(got, later(), seen.append))
+    thread.start()
+    trainer.broadcast(sent, later(), lambda _: None)
+    thread.join(TIMEOUT)
+    assert torch.equal(sent, got)
+    assert seen == [min(stop, size) for stop in range(1000, size + 1000, 1000)]
+
+
+def test_the_default_group_is_left_alone(pair: Pair) -> None:
+    pair()
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_worker_is_ready_once_for_each_transfer(pair: Pair) -> None:
+    trainer, worker = pair()
+    for _ in range(2):
+        assert not trainer.all_ready()
+        worker.announce()
+        until(trainer.all_ready, TIMEOUT)
+        thread = threading.Thread(
+            target=worker.broadcast, args=(torch.zeros(9, dtype=torch.uint8), later(), lambda _: None)
+        )
+        thread.start()
+        trainer.broadcast(torch.ones(9, dtype=torch.uint8), later(), lambda _: None)
+        thread.join(TIMEOUT)
+
+
+def test_a_rank_that_does_not_come_is_a_timeout() -> None:
+    store = open_rendezvous(LOOPBACK, 0.5)
+    with pytest.raises(SyncTimeout, match=r"the 2 ranks of a gloo group did not meet within 0\.5 s"):
+        GlooGroup(store, 0, 2, 0.5)
+
+
+def test_a_rank_that_does_not_send_is_a_timeout_and_one_that_left_an_error(pair: Pair) -> None:
+    trainer, worker = pair()
+    with pytest.raises(SyncTimeout, match="0 of 9 bytes were sent when the time was up"):
+        worker.broadcast(torch.zeros(9, dtype=torch.uint8), later(0.2), lambda _: None)
+    trainer, worker = pair()
+    trainer.close()
+    with pytest.raises(RuntimeError):
+        worker.broadcast(torch.zeros(9, dtype=torch.uint8), later(), lambda _: None)
+
+
+def test_a_closed_group_says_so(pair: Pair) -> None:
+    trainer, _ = pair()
+    trainer.close()
+    trainer.close()
+    with pytest.raises(RuntimeError, match="the group was closed"):
+        trainer.broadcast(torch.zeros(9, dtype=torch.uint8), later(), lambda _: None)
+
+
+def test_an_error_of_who_watches_ends_the_transfer(pair: Pair) -> None:
+    trainer, worker = pair()
+    got = torch.zeros(2000, dtype=torch.uint8)
+    thread = threading.Thread(target=worker.broadcast, args=(got[:1000], later(), lambda _: None))
+    thread.start()
+
+    def refuse(count: int) -> None:
+        raise ValueError(f"after {count}")
+
+    with pytest.raises(ValueError, match="after 1000"):
+        trainer.broadcast(torch.ones(2000, dtype=torch.uint8), later(), refuse)
+    thread.join(TIMEOUT)
+    assert got.sum() == 1000
+
+
+def test_an_interface_can_be_named(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    pair()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    with pytest.raises(RuntimeError, match="no-such-interface"):
+        GlooGroup(open_rendezvous(LOOPBACK, 1.0), 0, 1, 1.0)
+
+
+def test_no_host_name_is_looked_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda *_: pytest.fail("looked up"))
+    monkeypatch.setattr(socket, "gethostbyname", lambda *_: pytest.fail("looked up"))
+    assert own_address(LOOPBACK, 1) == LOOPBACK
+    pair()

@@ -1,0 +1,74 @@
+"""Which transport a name stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchrl_moe.testing.fake_weights import FakeWeightReplica
+from torchrl_moe.weight_update.transports.gloo import GlooReceiver
+from torchrl_moe.weight_update.transports.gloo_group import GlooGroup, open_rendezvous
+from torchrl_moe.weight_update.transports.memmap import MemmapReceiver, MemmapTransport
+from torchrl_moe.weight_update.transports.registry import open_receiver, open_transport
+
+# -- the trainer's end ------------------------------------------------------------------------------------------------
+
+
+def test_memmap_has_the_folder_as_the_engines_see_it(tmp_path: Path) -> None:
+    transport = open_transport("memmap", tmp_path / "a", tmp_path / "b")
+    assert isinstance(transport, MemmapTransport)
+    assert transport.folder == tmp_path / "b"
+
+
+def test_adapters_lie_in_the_same_folder_and_replicas_learn_what_they_are(tmp_path: Path) -> None:
+    replica = FakeWeightReplica()
+    open_transport("adapter", tmp_path).open(replica, 5.0)
+    assert (replica.reader, replica._adapters) == (None, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gloo", "GlooTransport"), ("nccl", "NcclTransport")])
+@pytest.mark.parametrize("address", [None, "10.0.0.1"])
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_collective_meets_on_loopback_by_default(
+    name: str, kind: str, address: str | None, device: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    module = f"torchrl_moe.weight_update.transports.{name}.{kind}"
+    monkeypatch.setattr(module, lambda *given, **options: made.append((given, options)))
+    open_transport(name, tmp_path, address=address, device=device)
+    assert made == [((tmp_path, address or "127.0.0.1"), {"device": device} if device else {})]
+
+
+def test_an_unknown_transport_is_refused_at_the_trainers_end(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown transport 'carrier pigeon'; there are 'memmap', 'adapter'"):
+        open_transport("carrier pigeon", tmp_path)
+
+
+# -- a worker's end ---------------------------------------------------------------------------------------------------
+
+
+def test_a_transport_is_opened_by_its_name(tmp_path: Path) -> None:
+    assert isinstance(open_receiver("memmap", {"folder": str(tmp_path)}), MemmapReceiver)
+
+
+def test_a_worker_joins_the_trainers_group_under_its_rank() -> None:
+    store = open_rendezvous("127.0.0.1", 20.0)
+    options = {"address": "127.0.0.1", "port": store.port, "world_size": 2, "rank_offset": 1}
+    worker = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=0))
+    receiver = open_receiver("gloo", {**options, "timeout_seconds": 20.0, "bucket_bytes": 9}, worker)
+    assert isinstance(receiver, GlooReceiver)
+    GlooGroup(store, 0, 2, 20.0).close()  # a wrong rank would not let it come about
+    receiver.close()
+
+
+def test_an_unknown_transport_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown transport 'carrier pigeon'; the worker has 'memmap', 'gloo' and"):
+        open_receiver("carrier pigeon", {})
+
+
+def test_other_options_than_its_own_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="port"):
+        open_receiver("memmap", {"folder": str(tmp_path), "port": 1})

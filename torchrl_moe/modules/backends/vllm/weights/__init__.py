@@ -1,0 +1,1 @@
+"""A weight update inside an engine: its process, its workers, and what both look at."""

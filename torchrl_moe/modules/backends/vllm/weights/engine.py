@@ -1,0 +1,359 @@
+"""The engine process's side of a weight update: stage a version while the engine serves, then swap it in.
+
+One transaction. Staging checks names, shapes and digests, and loads the version into the workers' shadow where they can
+have one. Swapping pauses, loads or lets model and shadow change places, resumes, and asks the canary; what any request
+makes meanwhile is held back until that is through. A failure that the old weights survive, before the first tensor was
+loaded or with a shadow at any time, leaves them serving; any other leaves the engine paused, since its layers may be
+half old and half new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torchrl_moe import _compat
+from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.modules.backends.replica import Completion, PauseMode
+from torchrl_moe.modules.backends.reports import SwapReport
+from torchrl_moe.modules.backends.vllm.weights.canary import ask_canary
+from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors
+from torchrl_moe.weight_update.transports.base import StageReport
+
+__all__ = ["EngineWeights"]
+
+SETTLE_SECONDS = 0.01  # between two looks at tokens that are still on their way
+POLL_SECONDS = (0.005, 0.1)  # between two looks at workers that stage: first, and at most
+
+
+class InFlight(Protocol):
+    """The requests of the engine, which a swap may cut short."""
+
+    def pausing(self, mode: PauseMode) -> None:
+        """Note that the engine is about to pause."""
+
+    def restart_answers(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
+        """Have answers without a token asked for again; ``delivered`` is request -> answer -> tokens."""
+
+    def read_again(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
+        """Note that answers lose their cache, so that the tokens they have are read again."""
+
+
+class EngineWeights:
+    """The weights of one ``AsyncLLM``.
+
+    Args:
+        engine: the ``AsyncLLM``.
+        expected: returns checkpoint name -> (dtype, shape) of what the engine was started from.
+    """
+
+    def __init__(self, engine: Any, expected: Callable[[], dict[str, Any]]) -> None:
+        self.engine = engine
+        self._read_expected = expected
+        self._expected: dict[str, Any] | None = None  # until a transport is open
+        self.version = 0
+        self.proved_version = 0  # of the last weights that were found good
+        self.in_flight: InFlight | None = None
+        self._swaps = 0
+        self._left_paused = False  # by a swap that failed, not by the user
+        self._user_paused = False  # as the last swap that worked on sound weights began
+        self._open_gate = asyncio.Event()  # for requests that come
+        self._open_gate.set()
+        self._proved = asyncio.Event()  # for completions that go
+        self._proved.set()
+        self._held: set[str] = set()  # requests whose completion waits for that
+        self._spoiled: set[str] = set()  # requests that may have tokens of weights that failed
+        self._reader: WeightStoreReader | None = None
+        self._stagings = 0
+        self._in_shadow: int | None = None  # the version that waits in the workers' shadows
+        self._marks: dict[str, list[tuple[int, dict[int, int]]]] = {}  # request -> version, tokens of each answer
+
+    async def init(self, transport: str, options: Mapping[str, Any]) -> None:
+        """Open the transport in the workers, and here."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        info = {"transport": transport, "options": dict(options)}
+        await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        self._reader = WeightStoreReader(options["folder"]) if transport == "memmap" else None
+        self._expected = await asyncio.to_thread(self._read_expected)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the weights may be others than those that the engine was started from."""
+        return self._swaps > 0
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    async def salt(self) -> dict[str, str]:
+        """Return the part of a prompt that keeps cached prefixes of different weights apart, once no swap is on."""
+        await self._no_swap()
+        # by swap, not by version: another trainer may begin to count at zero
+        return {"cache_salt": f"swap-{self._swaps}"} if self._swaps else {}
+
+    async def _no_swap(self) -> None:
+        while not self._open_gate.is_set():  # the next swap may begin before who waits is woken
+            await self._open_gate.wait()
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        """Pause the engine for the user; a swap that is on ends first, since it would resume what the user paused."""
+        await self._no_swap()
+        self._user_paused = True  # asked of vLLM at each swap, but not where one has left the engine paused
+        await self.engine.pause_generation(mode=mode, clear_cache=clear_cache)
+
+    async def resume(self) -> None:
+        """Resume the engine for the user; a swap that is on ends first, since half of the weights would generate.
+
+        Raises:
+            WeightSyncError: a swap failed, and left it neither its old weights nor good new ones.
+        """
+        await self._no_swap()
+        if self._left_paused:
+            raise WeightSyncError("a weight update failed in this engine: it must be updated, or restarted, first")
+        await self.engine.resume_generation()
+
+    async def deliver(self, completion: Completion) -> Completion | None:
+        """Return a completion whose tokens know their versions, once the weights that made them are proved.
+
+        Returns:
+            None if they were not good: the request must start again.
+        """
+        self._held.add(completion.request_id)
+        try:
+            await self._proved.wait()
+        finally:
+            self._held.discard(completion.request_id)
+        if completion.request_id in self._spoiled:
+            self._spoiled.discard(completion.request_id)
+            return None
+        return self.stamp(completion)
+
+    def stamp(self, completion: Completion, keep: bool = False) -> Completion:
+        """Give tokens that a request had before a swap the version that made them; the rest has the version now.
+
+        Args:
+            completion: changed in place.
+            keep: whether to remember the swaps, since the request goes on.
+        """
+        marks = self._marks.get(completion.request_id, []) if keep else self._marks.pop(completion.request_id, [])
+        for version, counts in reversed(marks):
+            for output in completion.outputs:
+                output.policy_versions[: counts.get(output.index, 0)] = version
+        return completion
+
+    # -- staging ----------------------------------------------------------------------------------------------------
+
+    async def stage(self, version: int, stage: str, verify: str, threads: int, manifest: str | None) -> StageReport:
+        """Check a version while the engine serves, and load it into the shadow if asked to and possible.
+
+        Args:
+            version: its number.
+            stage: ``"shadow"``, ``"plain"``, or ``"auto"``: shadow where that works.
+            verify: ``"digest"`` compares the digests of all bytes.
+            threads: that read and hash.
+            manifest: as JSON, for a transport whose versions cannot be looked up.
+
+        Raises:
+            WeightSyncError: the transport was not initialised, the version is not what the engine expects, or a worker
+                could not stage it. The old weights serve on.
+        """
+        if self._expected is None:
+            raise WeightSyncError("the weight transport is not initialised: call init_all_workers_group() first")
+        started, self._in_shadow = time.perf_counter(), None
+        found = self._find(version, manifest)
+        check_tensors(found.tensors, self._expected)
+        reports = await self._stage_in_workers(found, stage != "plain", verify == "digest", threads)
+        shadow = all(report["stage"] == "shadow" for report in reports)
+        verifying = time.perf_counter()
+        if self._reader is not None and verify == "digest" and not shadow:  # a shadow is compared as it is loaded
+            await asyncio.to_thread(self._reader.verify, found, threads)
+        verified = time.perf_counter()
+        self._in_shadow = version if shadow else None
+        return StageReport(
+            seconds=time.perf_counter() - started,
+            nbytes=found.nbytes,
+            digest=found.digest,
+            fetched=verified - verifying + max(report["fetched"] for report in reports),
+            loaded=max(report["loaded"] for report in reports),
+            stage="shadow" if shadow else "plain",
+            reason=next((report["reason"] for report in reports if report["reason"]), ""),
+        )
+
+    def _find(self, version: int, manifest: str | None) -> Manifest:
+        if manifest is not None:
+            return Manifest.from_json(manifest)
+        if self._reader is None:
+            raise WeightSyncError(f"the transport cannot look version {version} up: give its manifest")
+        return self._reader.manifest(version)
+
+    async def _stage_in_workers(self, found: Manifest, *options: Any) -> list[dict[str, Any]]:
+        """Have all workers stage a version, in threads of theirs, and return what each reports at the end."""
+        waiting, longest = POLL_SECONDS
+        self._stagings = mine = self._stagings + 1
+        while not all(await self.engine.collective_rpc("torchrl_moe_stage", args=(found.to_json(), *options))):
+            await asyncio.sleep(longest)  # the version before is told to stop
+            self._check_newest(mine)
+        while True:
+            reports: list[dict[str, Any]] = await self.engine.collective_rpc("torchrl_moe_staged")
+            if not any(report["running"] for report in reports):
+                break
+            await asyncio.sleep(waiting)
+            self._check_newest(mine)
+            waiting = min(waiting * 1.5, longest)
+        for report in reports:
+            if report["error"] is not None:
+                raise WeightSyncError(f"version {found.version} could not be staged: {report['error']}")
+        return reports
+
+    def _check_newest(self, staging: int) -> None:
+        if staging != self._stagings:  # the driver lost patience with this one
+            raise WeightSyncError("another version was staged meanwhile")
+
+    # -- swapping ---------------------------------------------------------------------------------------------------
+
+    async def swap(
+        self,
+        version: int,
+        pause: PauseMode,
+        clear_cache: bool,
+        canary: Mapping[str, Any] | None = None,
+        patience: float = math.inf,
+    ) -> SwapReport:
+        """Replace the weights. Never raises for a failed update: the report says how far it came.
+
+        Requests that arrive meanwhile wait here, so that none reads cached prefixes of the old weights afterwards. An
+        engine that was paused before stays so, and its canary is not asked.
+
+        Args:
+            version: what was staged.
+            pause: what becomes of requests in flight.
+            clear_cache: drop cached prefixes.
+            canary: of :func:`ask_canary`.
+            patience: seconds after which the driver gives the engine up; the canary gets half of what is left.
+        """
+        started = time.perf_counter()
+        self._open_gate.clear()
+        try:
+            return await self._swap(started, version, pause, clear_cache, canary, patience)
+        finally:
+            self._open_gate.set()
+
+    async def _swap(
+        self,
+        started: float,
+        version: int,
+        pause: PauseMode,
+        clear_cache: bool,
+        canary: Mapping[str, Any] | None,
+        patience: float,
+    ) -> SwapReport:
+        if not self._left_paused:  # else it is paused in any case, and what the user wants was noted before
+            self._user_paused = await self.engine.is_paused()
+        was_paused = self._user_paused
+        (error,) = await asyncio.gather(self._hold(pause, clear_cache), return_exceptions=True)
+        if error is not None:
+            touched = self._left_paused
+            await self._settle(error, restored=not touched, resume=not touched and not was_paused)
+            return SwapReport(started=touched, error=_words(error))
+        paused = time.perf_counter()
+        self._swaps += 1  # whatever comes of it, nothing cached before is good for what comes after
+        (error,) = await asyncio.gather(self._load(version), return_exceptions=True)
+        loaded = resumed = time.perf_counter()
+        restored = error is not None and not self._left_paused and await self._whole()
+        unproved = "the engine is paused" if error is None and was_paused else ""
+        if error is None:
+            before, self.version = self.version, version
+            if not was_paused:
+                self._proved.clear()
+                await self.engine.resume_generation()
+                resumed = time.perf_counter()
+                seconds = max(patience - (resumed - started), 0.0) / 2
+                asked = ask_canary(self.engine, canary, f"weight-probe-{self._swaps}", seconds)
+                (said,) = await asyncio.gather(asked, return_exceptions=True)
+                if isinstance(said, BaseException):
+                    error, restored = said, await self._take_back(before)
+                else:
+                    unproved = said
+        await self._settle(error, restored, resume=restored and not was_paused)
+        return SwapReport(
+            started=not restored,
+            pausing_seconds=paused - started,
+            loading_seconds=loaded - paused,
+            paused_seconds=resumed - started,
+            unproved=unproved,
+            error=_words(error),
+        )
+
+    async def _hold(self, pause: PauseMode, clear_cache: bool) -> None:
+        if self.in_flight is not None:
+            self.in_flight.pausing(pause)
+        await self.engine.pause_generation(mode=pause, clear_cache=clear_cache)
+        counts = await self._delivered()
+        self._marks = {name: [*self._marks.get(name, []), (self.version, had)] for name, had in counts.items()}
+        if self.in_flight is not None:
+            (self.in_flight.read_again if clear_cache else self.in_flight.restart_answers)(counts)
+
+    async def _delivered(self) -> dict[str, dict[int, int]]:
+        """Return how many tokens each request of a paused engine has, by answer."""
+        seen, counts = None, _compat.delivered_tokens(self.engine)
+        while counts != seen:  # the last step's tokens may still be on their way
+            seen = counts
+            await asyncio.sleep(SETTLE_SECONDS)
+            counts = _compat.delivered_tokens(self.engine)
+        return counts
+
+    async def _load(self, version: int) -> None:
+        if self._in_shadow == version:
+            await self.engine.collective_rpc("torchrl_moe_change_places", args=(version,))
+            return
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self.engine.start_weight_update()
+        await self.engine.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
+        await self.engine.finish_weight_update(str(version))
+
+    async def _whole(self) -> bool:
+        """Whether the model of every worker can run: then a load that failed has not begun."""
+        asked = self.engine.collective_rpc("torchrl_moe_whole")
+        whole: list[bool] | BaseException
+        (whole,) = await asyncio.gather(asked, return_exceptions=True)
+        return not isinstance(whole, BaseException) and all(whole)
+
+    async def _take_back(self, before: int) -> bool:
+        """Pause weights that failed, let go of what they made, and bring the old ones back if they are still there.
+
+        Requests that ran meanwhile start again: with them even a cached prefix may be of those weights.
+        """
+        await self.engine.pause_generation(mode="keep", clear_cache=False)
+        running = set(await self._delivered())
+        self._spoiled |= running | self._held
+        self._marks.clear()
+        await self.engine.abort(list(running))
+        if self._in_shadow != self.version:
+            return False
+        undo = self.engine.collective_rpc("torchrl_moe_change_places", args=(self.version,))
+        undone: Any
+        (undone,) = await asyncio.gather(undo, return_exceptions=True)
+        self.version = before
+        return not isinstance(undone, BaseException)
+
+    async def _settle(self, error: BaseException | None, restored: bool, resume: bool) -> None:
+        """Put the engine back to work, or leave it paused if it has neither its old weights nor good new ones."""
+        was_in_shadow, self._in_shadow = self._in_shadow, None
+        self._left_paused = error is not None and not restored
+        if resume:
+            await self.engine.resume_generation()
+        if not self._left_paused:
+            self.proved_version = self.version
+            self._proved.set()
+        if was_in_shadow is not None:
+            if error is None and was_in_shadow == self.version:
+                await self.engine.update_weight_version(str(self.version))
+            # the old weights, or new ones that nobody will use
+            await asyncio.gather(self.engine.collective_rpc("torchrl_moe_drop_staged"), return_exceptions=True)
+
+
+def _words(error: BaseException | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"

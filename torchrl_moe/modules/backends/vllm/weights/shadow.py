@@ -1,0 +1,191 @@
+"""A second model beside the one that generates: new weights are loaded into it meanwhile, then the two change places.
+
+The second model is built once, by vLLM itself, and holds no memory but while a version waits in it. Loading it is what
+vLLM does at start-up: checkpoint tensors into fresh parameters, then packing. Changing places exchanges what the
+modules of the two *hold*, the storage of parameters and buffers and the packed handles of linear layers, and never the
+modules or parameters themselves: what refers to one of those, such as a tied head, a router's correction bias, the
+route capture or vLLM's own registry of layers, goes on to refer to the model that generates.
+
+After the change the second model holds the old weights, so that changing again undoes it.
+
+Imported in vLLM's worker processes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_moe import _compat
+from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.modules.backends.vllm.weights.memory import available_memory
+
+__all__ = ["ShadowModel", "reason_against"]
+
+MEMORY_MARGIN = 1.1
+SHOWN_NAMES = 4
+
+
+def reason_against(model: nn.Module, vllm_config: Any, device: torch.device) -> str:
+    """Return why a model cannot have a shadow, in words; an empty string if it can."""
+    parallel = vllm_config.parallel_config
+    if device.type != "cpu":
+        return f"a shadow was proved on cpu only, not on {device.type}"
+    if parallel.world_size_across_dp > 1:
+        return f"a shadow was proved on one worker only, the engine has {parallel.world_size_across_dp}"
+    if vllm_config.quant_config is not None:
+        return "the model is quantised"
+    if vllm_config.cache_config.cache_dtype.startswith("fp8"):
+        return "the KV cache is quantised, and its scales are the engine's own"
+    if vllm_config.lora_config is not None:
+        return "the engine has LoRA adapters"
+    if vllm_config.speculative_config is not None:
+        return "the engine has a draft model"
+    if not vllm_config.model_config.enforce_eager:
+        return "the model may be compiled: start the engine with enforce_eager=True"
+    return _compat.hidden_weights(model)
+
+
+@dataclass(frozen=True, slots=True)
+class _Blank:
+    """A parameter of the second model before anything is loaded into it."""
+
+    parameter: nn.Parameter
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def allocate(self) -> None:
+        self.parameter.data = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+    def free(self) -> None:
+        self.parameter.data = torch.empty(0, dtype=self.dtype)
+
+
+class ShadowModel:
+    """The second model of a worker.
+
+    Build it between two steps of the model that runs: that sets vLLM's process-wide state for a moment. The other
+    methods may run in a thread, one at a time, except :meth:`swap`, which no step may run beside.
+
+    Args:
+        live: the model that generates.
+        vllm_config: its configuration.
+        device: where it is.
+
+    Raises:
+        WeightSyncError: the second model has other modules than the first.
+    """
+
+    def __init__(self, live: nn.Module, vllm_config: Any, device: torch.device) -> None:
+        self._device = device
+        self.model, self._config = _compat.build_beside(vllm_config, device)
+        self._live = dict(live.named_modules(remove_duplicate=False))
+        self._shadow = dict(self.model.named_modules(remove_duplicate=False))
+        if self._live.keys() != self._shadow.keys():
+            raise WeightSyncError(f"the second model differs in {_some(self._live.keys() ^ self._shadow.keys())}")
+        # a module may have two places
+        pairs = {id(module): (module, self._shadow[place]) for place, module in self._live.items()}
+        self._modules = list(pairs.values())
+        self._tables = [(module, dict(module._parameters), dict(module._buffers)) for module in self.model.modules()]
+        self._blanks = [_Blank(p, p.shape, p.stride(), p.dtype) for p in self.model.parameters()]
+        self._exchanges: list[tuple[Tensor, Tensor]] = []
+        self._packed: list[tuple[nn.Module, nn.Module]] = []
+        self.release()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a version needs while it waits."""
+        return sum(blank.nbytes for blank in self._blanks)
+
+    def memory_missing(self) -> str:
+        """Return why there is no room for a version, in words; an empty string if it has."""
+        free, needed = available_memory(), int(self.nbytes * MEMORY_MARGIN)
+        if free >= needed:
+            return ""
+        return f"{needed / 1e9:.1f} GB are needed beside the model, {free / 1e9:.1f} GB are free"
+
+    @torch.no_grad()
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> str:
+        """Load a version as vLLM does at start-up, and get ready to change places.
+
+        Returns:
+            Why the two cannot change places, in words; an empty string if they can.
+        """
+        self.release()
+        with ExitStack() as give_up:
+            give_up.callback(self.release)
+            for blank in self._blanks:
+                blank.allocate()
+            _compat.load_beside(self.model, self._config, self._device, iter(tensors))
+            try:
+                self._exchanges, self._packed = self._match(), self._match_packed()
+            except WeightSyncError as error:
+                return str(error)
+            give_up.pop_all()
+        return ""
+
+    def _match(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the tensors that change places, live and shadow, each once."""
+        pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        for place, live in self._live.items():
+            ours, theirs = _tensors(live), _tensors(self._shadow[place])
+            if ours.keys() != theirs.keys():
+                raise WeightSyncError(f"{place} has {sorted(ours)} but was loaded as {sorted(theirs)}")
+            for name, tensor in ours.items():
+                other = theirs[name]
+                if tensor is other or tensor.numel() == other.numel() == 0:  # shared constants, and what is packed
+                    continue
+                if (tensor.shape, tensor.stride(), tensor.dtype) != (other.shape, other.stride(), other.dtype):
+                    raise WeightSyncError(
+                        f"{place}.{name} is {list(tensor.shape)} {tensor.dtype}, "
+                        f"but was loaded as {list(other.shape)} {other.dtype}"
+                    )
+                if pairs.setdefault(id(tensor), (tensor, other))[1] is not other:
+                    raise WeightSyncError(f"{place}.{name} is tied in the live model and was loaded untied")
+        if len({id(other) for _, other in pairs.values()}) != len(pairs):
+            raise WeightSyncError("tensors that differ in the live model were loaded tied")
+        return list(pairs.values())
+
+    def _match_packed(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Return the layers that exchange packed weights, live and shadow."""
+        pairs = [(live, shadow) for live, shadow in self._modules if _compat.has_packed(live)]
+        if not all(_compat.has_packed(shadow) for _, shadow in pairs):
+            raise WeightSyncError("a layer is packed in the live model and was loaded unpacked")
+        return pairs
+
+    def swap(self) -> None:
+        """Let the two models change places; again, to undo it."""
+        for live, shadow in self._exchanges:
+            live.data, shadow.data = shadow.data, live.data
+        for live_layer, shadow_layer in self._packed:
+            _compat.exchange_packed(live_layer, shadow_layer)
+
+    def release(self) -> None:
+        """Give up what the second model holds."""
+        self._exchanges, self._packed = [], []
+        for module, parameters, buffers in self._tables:
+            module._parameters = dict(parameters)
+            module._buffers = dict(buffers)
+            _compat.drop_packed(module)
+        for blank in self._blanks:
+            blank.free()
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    held = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:SHOWN_NAMES]) + (", ..." if len(listed) > SHOWN_NAMES else "")

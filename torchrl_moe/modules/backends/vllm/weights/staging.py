@@ -1,0 +1,156 @@
+"""A version on its way into a worker, in a thread, while the worker's loop goes on to generate.
+
+The thread is a polite one: it computes with one core, at a lower priority, and Python lets it run in shorter turns, so
+that the steps of the model that generates are not kept waiting.
+
+Imported in vLLM's worker processes only.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from torch import Tensor
+
+from torchrl_moe import _compat
+from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.modules.backends.vllm.weights.shadow import ShadowModel
+from torchrl_moe.weight_update.store import Manifest
+from torchrl_moe.weight_update.transports.base import Receiver
+
+__all__ = ["Staging", "TensorStream", "run_politely"]
+
+NICENESS = 5
+TURN_SECONDS = 0.0005  # of Python's interpreter lock, instead of 5 ms
+
+
+class TensorStream:
+    """A version's tensors, one after another, as a model takes them. ``taken`` counts how many it took.
+
+    Args:
+        tensors: name -> tensor.
+        cancelled: ends the stream with an error once it is set.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], cancelled: threading.Event | None = None) -> None:
+        self.taken = 0
+        self._tensors, self._cancelled = tensors, cancelled
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._tensors.items():
+            if self._cancelled is not None and self._cancelled.is_set():
+                raise WeightSyncError("another version was staged meanwhile")
+            self.taken += 1
+            yield name, tensor
+
+    def check_taken(self, version: int) -> None:
+        """Raise a ``WeightSyncError`` if the model left tensors behind."""
+        if self.taken != len(self._tensors):
+            raise WeightSyncError(f"the model took {self.taken} of {len(self._tensors)} tensors of version {version}")
+
+
+class Staging:
+    """Fetches one version, and loads it into the shadow.
+
+    Args:
+        manifest: the version.
+        receiver: where it comes from.
+        shadow: what to load it into.
+        reason: why the loading is left to the pause; empty if it is not. A shadow then gives up what it held.
+        verify: compare digests, of what arrives or of what is loaded into the shadow.
+        threads: that read and hash.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        receiver: Receiver,
+        shadow: ShadowModel | None,
+        reason: str,
+        *,
+        verify: bool,
+        threads: int,
+    ) -> None:
+        self.manifest = manifest
+        self._receiver, self._shadow, self._reason = receiver, shadow, reason
+        self._verify, self._threads = verify, threads
+        self._fetched = self._loaded = 0.0
+        self._cancelled = threading.Event()
+        self._job = run_politely(self._run)
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread is still at it."""
+        return not self._job.done()
+
+    @property
+    def stage(self) -> Literal["shadow", "plain"]:
+        """What was done, once the thread has ended."""
+        return "plain" if self._reason or self._job.exception() is not None else "shadow"
+
+    def cancel(self) -> None:
+        """Ask the thread to end; it does at the next tensor."""
+        self._cancelled.set()
+
+    def report(self) -> dict[str, Any]:
+        """Return how far it is, as plain data."""
+        if self.running:
+            return {"running": True}
+        error = self._job.exception()
+        return {
+            "running": False,
+            "stage": self.stage,
+            "reason": self._reason,
+            "fetched": self._fetched,
+            "loaded": self._loaded,
+            "error": None if error is None else f"{type(error).__name__}: {error}",
+        }
+
+    def _run(self) -> None:
+        started = time.perf_counter()
+        self._receiver.fetch(self.manifest, verify=self._verify, threads=self._threads)
+        fetched = time.perf_counter()
+        self._fetched = fetched - started
+        if self._shadow is None:
+            return
+        if self._reason:
+            self._shadow.release()
+            return
+        self._load(self._shadow)
+        self._loaded = time.perf_counter() - fetched
+
+    def _load(self, shadow: ShadowModel) -> None:
+        with self._receiver.reading(self.manifest, verify=self._verify) as tensors:
+            stream = TensorStream(tensors, self._cancelled)
+            self._reason = shadow.load(stream)
+        stream.check_taken(self.manifest.version)
+
+
+def run_politely(work: Callable[[], None]) -> Future[None]:
+    """Run something in a thread of its own that makes way for the worker's loop."""
+    executor = ThreadPoolExecutor(1, "weights")
+    job = executor.submit(_polite()(work))
+    executor.shutdown(wait=False)  # the thread ends with its job
+    return job
+
+
+@contextmanager
+def _polite() -> Iterator[None]:
+    if sys.platform == "linux":  # there, a priority may be a thread's own
+        thread = threading.get_native_id()
+        # only ever up: without a privilege nobody may lower his own
+        os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+    _compat.compute_with_one_thread()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(TURN_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

@@ -1,0 +1,211 @@
+"""The worker's side of a weight update: vLLM's own weight-transfer interface, over a transport of ours.
+
+vLLM asks for the backend at start-up, before a transport is chosen; so every engine starts with this one, and init
+names the transport. A version comes into the model in one of two ways. Plain: one bracket of vLLM's layerwise reload
+under the pause, where start takes the layers apart, each is put together when its last tensor arrives, and finish does
+the rest. Shadow: it is loaded into a second model while the first generates, and the two change places under the pause.
+
+Imported in vLLM's worker processes only.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from torchrl_moe import _compat
+from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.modules.backends.vllm.weights.shadow import ShadowModel, reason_against
+from torchrl_moe.modules.backends.vllm.weights.staging import Staging, TensorStream, run_politely
+from torchrl_moe.weight_update.store import Manifest
+from torchrl_moe.weight_update.transports.base import Receiver
+from torchrl_moe.weight_update.transports.registry import open_receiver
+
+__all__ = ["InitInfo", "UpdateInfo", "WeightEngine"]
+
+# what a model class that cannot be built a second time may raise
+BUILD_ERRORS = (WeightSyncError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Which transport, and what its receiver needs to know."""
+
+    transport: str
+    options: dict[str, Any]
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Which version to load."""
+
+    version: int
+
+
+class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads versions of the weights into the worker's model.
+
+    ``whole`` says whether the model can run: no layer of it is taken apart.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.whole = True
+        self._receiver: Receiver | None = None
+        self._kernels: list[tuple[Any, Any]] = []
+        self._reading = ExitStack()  # of the version that is being loaded
+        self._shadow: ShadowModel | None = None
+        self._reason_against = ""  # a shadow, found when one was built or filled
+        self._staging: Staging | None = None
+        self._dropping: Future[None] | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Open the transport, and close the one before."""
+        receiver = open_receiver(init_info.transport, init_info.options, self)
+        self.shutdown()
+        self._receiver = receiver
+
+    def _open(self) -> Receiver:
+        if self._receiver is None:
+            raise RuntimeError("the weight transport is not initialised")
+        return self._receiver
+
+    # -- while the model generates ----------------------------------------------------------------------------------
+
+    def stage(self, manifest: Manifest, *, shadow: bool, verify: bool, threads: int) -> bool:
+        """Begin to fetch a version, and to load it into the shadow if asked to and possible. Returns at once.
+
+        What was staged before and not used is dropped.
+
+        Returns:
+            False if an earlier version is still in the way: ask again.
+        """
+        receiver = self._open()
+        if self._is_busy():
+            return False
+        reason = receiver.loads_during_pause
+        if not reason:
+            reason = self._find_reason() if shadow else "plain was asked for"
+        self._staging = Staging(manifest, receiver, self._shadow, reason, verify=verify, threads=threads)
+        return True
+
+    def _is_busy(self) -> bool:
+        """Whether a thread is at the shadow still; it is told to stop."""
+        if self._staging is not None and self._staging.running:
+            self._staging.cancel()
+            return True
+        if self._dropping is not None and not self._dropping.done():
+            return True
+        dropping, self._dropping = self._dropping, None
+        if dropping is not None:
+            dropping.result()  # what went wrong then is told now
+        return False
+
+    def _find_reason(self) -> str:
+        """Return why no version can be loaded into the shadow; build it if it is not there yet."""
+        if self._shadow is None and not self._reason_against:
+            self._reason_against = reason_against(self.model, self.vllm_config, self.device)
+            if not self._reason_against:
+                try:
+                    self._shadow = ShadowModel(self.model, self.vllm_config, self.device)
+                except BUILD_ERRORS as error:
+                    self._reason_against = f"no second model can be built: {error}"
+        return self._reason_against or (self._shadow.memory_missing() if self._shadow is not None else "")
+
+    def staged(self) -> dict[str, Any]:
+        """Return how far staging is, as :meth:`Staging.report` does."""
+        if self._staging is None:
+            raise RuntimeError("nothing was staged")
+        return self._staging.report()
+
+    def drop(self) -> None:
+        """Give up what was staged, or after a swap the old weights; in a thread, since memory takes time to free."""
+        self._staging = None
+        if self._shadow is not None:
+            self._dropping = run_politely(self._shadow.release)
+
+    # -- under the pause: shadow ------------------------------------------------------------------------------------
+
+    def change_places(self, version: int) -> None:
+        """Let the model and its shadow change places; again, to undo it."""
+        staging = self._staging
+        if staging is None or self._shadow is None or staging.running or staging.stage != "shadow":
+            raise RuntimeError(f"version {version} is not in the shadow")
+        if staging.manifest.version != version:
+            raise RuntimeError(f"version {staging.manifest.version} is in the shadow, and not {version}")
+        self._shadow.swap()
+
+    # -- under the pause: plain -------------------------------------------------------------------------------------
+
+    def start_weight_update(self) -> None:
+        """Take the layers apart.
+
+        On CPU the packed expert kernels are dropped too: vLLM 0.30 skips packing while one exists, and the experts
+        would then be read in the wrong layout.
+        """
+        self.whole = False
+        self._reading.close()  # of an update that was never finished
+        if self.device.type == "cpu":
+            self._kernels += _compat.take_moe_kernels(self.model)
+        _compat.forget_half_loads(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load a version. Names, shapes and digests were checked before.
+
+        If it fails before the first tensor, the layers are put together as they were.
+        """
+        stream: TensorStream | None = None
+        receiver = self._open()
+        if receiver.loads_during_pause:
+            self._receive(receiver, self._manifest(update_info.version))
+            return
+        try:
+            manifest = self._manifest(update_info.version)
+            # until the update is finished: vLLM keeps tensors of layers that are not full, such as padded embeddings
+            stream = TensorStream(self._reading.enter_context(receiver.reading(manifest)))
+            self.model.load_weights(iter(stream))
+            stream.check_taken(manifest.version)
+        except BaseException:
+            if stream is None or not stream.taken:
+                self.finish_weight_update()
+            self._reading.close()
+            raise
+
+    def _receive(self, receiver: Receiver, manifest: Manifest) -> None:
+        """Load what arrives while it does."""
+        if (taken := receiver.load(manifest)) != len(manifest.entries):
+            raise WeightSyncError(f"{taken} of {len(manifest.entries)} tensors of version {manifest.version} arrived")
+
+    def _manifest(self, version: int) -> Manifest:
+        """Return the manifest that was staged, since not every receiver can look one up."""
+        staged = None if self._staging is None else self._staging.manifest
+        return staged if staged is not None and staged.version == version else self._open().manifest(version)
+
+    def finish_weight_update(self) -> None:
+        """Put together what is left, and give experts that were not loaded their kernels back."""
+        with self._reading:
+            finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            _compat.pack_tied(self.model)
+        _compat.restore_moe_kernels(self._kernels)
+        self._kernels = []
+        self.whole = True
+
+    def shutdown(self) -> None:
+        """Let go of the sender."""
+        if self._receiver is not None:
+            self._receiver.close()

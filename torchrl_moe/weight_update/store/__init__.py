@@ -1,0 +1,33 @@
+"""Versions of a model's weights as flat bytes, and the manifests that describe them. Torch and numpy only.
+
+One host: slots in shared memory (``slots``). Several hosts: a directory of versions on a shared file system
+(``versions``). One reader for both.
+"""
+
+from typing import TYPE_CHECKING
+
+from torchrl_moe._lazy import attach
+
+if TYPE_CHECKING:
+    from torchrl_moe.weight_update.store.adapters import AdapterWriter as AdapterWriter
+    from torchrl_moe.weight_update.store.adapters import copy_adapter as copy_adapter
+    from torchrl_moe.weight_update.store.manifest import Manifest as Manifest
+    from torchrl_moe.weight_update.store.manifest import TensorEntry as TensorEntry
+    from torchrl_moe.weight_update.store.manifest import check_tensors as check_tensors
+    from torchrl_moe.weight_update.store.reader import WeightStoreReader as WeightStoreReader
+    from torchrl_moe.weight_update.store.slots import WeightStoreWriter as WeightStoreWriter
+    from torchrl_moe.weight_update.store.versions import VersionsWriter as VersionsWriter
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "AdapterWriter": ".adapters",
+            "Manifest": ".manifest",
+            "TensorEntry": ".manifest",
+            "VersionsWriter": ".versions",
+            "WeightStoreReader": ".reader",
+            "WeightStoreWriter": ".slots",
+            "check_tensors": ".manifest",
+            "copy_adapter": ".adapters",
+        },
+    )

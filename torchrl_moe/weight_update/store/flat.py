@@ -1,0 +1,203 @@
+"""Flat bytes: tensors cut into pieces that are hashed and copied while in cache, and files mapped without a copy.
+
+Hashing a piece brings it into the cache, from where it is copied: together they cost what the copy alone does. numpy
+copies, since torch's threads on a busy host cost a hundred times what they gain.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchrl_moe._errors import DigestMismatch, ManifestMismatch
+from torchrl_moe.weight_update.store.manifest import ALIGNMENT, Manifest, TensorEntry, TensorKind
+
+__all__ = ["Bytes", "CheckedTensors", "MappedFile", "check_digest", "lay_out", "pieces_of", "send", "verify_entries"]
+
+Bytes = NDArray[np.uint8]
+Buffer = bytes | memoryview
+PIECE_BYTES = 4 << 20
+CAST_ELEMENTS = 1 << 15  # at most so many: torch uses more than one thread above
+
+
+def pieces_of(tensor: Tensor, dtype: torch.dtype) -> Iterator[Bytes]:
+    """Give a tensor's bytes in ``dtype``, in order and on the CPU: without a copy where that can be."""
+    if _lies_ready(tensor, dtype):
+        raw = _bytes_of(tensor)
+        for start in range(0, len(raw), PIECE_BYTES):
+            yield raw[start : start + PIECE_BYTES]
+        return
+    flat = tensor.detach().reshape(-1)
+    step = CAST_ELEMENTS if flat.is_cpu else PIECE_BYTES // dtype.itemsize
+    for start in range(0, flat.numel(), step):
+        yield _bytes_of(flat[start : start + step].to(dtype).cpu())
+
+
+def send(tensor: Tensor, dtype: torch.dtype, take: Callable[[Bytes], object]) -> str:
+    """Give a tensor's bytes to ``take``, piece by piece, and return their digest."""
+    if tensor.nbytes <= PIECE_BYTES and _lies_ready(tensor, dtype):  # the most, and all of it at once
+        piece = _bytes_of(tensor)
+        found = str(xxhash.xxh3_64_hexdigest(piece.data))
+        take(piece)
+        return found
+    digest = xxhash.xxh3_64()
+    for piece in pieces_of(tensor, dtype):
+        digest.update(piece.data)
+        take(piece)
+    return str(digest.hexdigest())
+
+
+def _lies_ready(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype == dtype and tensor.is_cpu
+
+
+def _bytes_of(tensor: Tensor) -> Bytes:
+    raw: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return raw
+
+
+def lay_out(kinds: Iterable[TensorKind]) -> tuple[list[int], int]:
+    """Return the offset of each tensor in a flat file, and the file's size."""
+    offsets, size = [], 0
+    for dtype, shape in kinds:
+        offsets.append(size)
+        size += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return offsets, size
+
+
+class MappedFile:
+    """A file's bytes, mapped to be read: what its writer changes is seen here, and a write here ends the process.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ManifestMismatch: it is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError as error:
+            raise ManifestMismatch(f"{path.name} of the weight store cannot be opened: {error.strerror}") from None
+        try:
+            status = os.fstat(descriptor)
+            self.identity = (status.st_dev, status.st_ino, status.st_size)
+            self.path, self.size = path, status.st_size
+            size = max(status.st_size, 1)
+            self.view = memoryview(mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ) if self.size else b"\0")
+        finally:
+            os.close(descriptor)
+        address = np.frombuffer(self.view, np.uint8).ctypes.data
+        # torch warns of read-only memory; this does not say that it is. The mapping lives as long as a tensor does.
+        buffer: Any = (ctypes.c_uint8 * size).from_address(address)
+        buffer.owner = self.view
+        self._buffer = buffer
+
+    def is_current(self) -> bool:
+        """Whether the path still leads to this file, at the same size."""
+        try:
+            status = os.stat(self.path, follow_symlinks=False)
+        except OSError:
+            return False
+        return self.identity == (status.st_dev, status.st_ino, status.st_size)
+
+    def check(self, entries: Iterable[TensorEntry]) -> None:
+        """Refuse tensors that lie past the end; to read there would end the process.
+
+        Raises:
+            ManifestMismatch: one does.
+        """
+        for entry in entries:
+            if entry.end > self.size:
+                raise ManifestMismatch(
+                    f"{self.path.name} has {self.size} bytes, {entry.name} ends at {entry.end}: the file was cut short"
+                )
+
+    def tensor(self, entry: TensorEntry) -> Tensor:
+        """Return a tensor as it lies there."""
+        dtype, count = entry.torch_dtype, math.prod(entry.shape)
+        if not count:
+            return torch.empty(entry.shape, dtype=dtype)
+        return torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
+
+
+class CheckedTensors(Mapping[str, Tensor]):
+    """Tensors of a version, each compared with its digest whenever it is taken; its bytes are in cache afterwards.
+
+    Args:
+        manifest: the version.
+        files: by the ``base`` of the entries that lie in them.
+    """
+
+    def __init__(self, manifest: Manifest, files: Mapping[int | None, MappedFile]) -> None:
+        self._version, self._files = manifest.version, files
+        self._entries = {entry.name: entry for entry in manifest.entries}
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        file = self._files[entry.base]
+        check_digest(self._version, entry, file.view[entry.offset : entry.end])
+        return file.tensor(entry)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def check_digest(version: int, entry: TensorEntry, content: Buffer) -> None:
+    """Compare a tensor's bytes with those published.
+
+    Raises:
+        DigestMismatch: they differ.
+    """
+    if xxhash.xxh3_64_hexdigest(content) != entry.digest:
+        raise DigestMismatch(f"version {version}: bytes of {entry.name} are not those published; publish it again")
+
+
+def verify_entries(manifest: Manifest, view_of: Callable[[TensorEntry], memoryview], threads: int) -> None:
+    """Hash every tensor's bytes and compare.
+
+    Args:
+        manifest: what was published.
+        view_of: gives the bytes of the file that a tensor lies in.
+        threads: that read and hash, each a share of the tensors of about the same size.
+
+    Raises:
+        DigestMismatch: bytes differ; the first such tensor that was met is named.
+    """
+
+    def verify(share: Sequence[TensorEntry]) -> None:
+        for entry in share:
+            check_digest(manifest.version, entry, view_of(entry)[entry.offset : entry.end])
+
+    if threads <= 1:
+        verify(manifest.entries)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="weight-reader") as pool:
+        list(pool.map(verify, _shares(manifest.entries, threads)))
+
+
+def _shares(entries: Sequence[TensorEntry], count: int) -> list[list[TensorEntry]]:
+    """Deal entries out, the largest first, each to the one with the fewest bytes."""
+    shares: list[list[TensorEntry]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for entry in sorted(entries, key=lambda entry: -entry.nbytes):
+        least = loads.index(min(loads))
+        shares[least].append(entry)
+        loads[least] += entry.nbytes
+    return shares

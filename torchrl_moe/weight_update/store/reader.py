@@ -1,0 +1,167 @@
+"""The reader of a weight store, of either kind, in any process that sees its folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from torchrl_moe._errors import ManifestMismatch, SyncTimeout
+from torchrl_moe.weight_update.store.flat import Bytes, CheckedTensors, MappedFile, verify_entries
+from torchrl_moe.weight_update.store.manifest import Manifest, TensorEntry
+from torchrl_moe.weight_update.store.slots import lock_slot, manifest_path, manifest_paths, slot_path, unlock
+from torchrl_moe.weight_update.store.versions import (
+    DATA,
+    MANIFEST,
+    leased,
+    newest_stable,
+    version_folder,
+    version_folders,
+)
+
+__all__ = ["WeightStoreReader"]
+
+
+class WeightStoreReader:
+    """Reads versions. Files stay mapped from one version to the next; safe to use from several threads.
+
+    Args:
+        folder: the writer's.
+        lock_seconds: how long to wait for a writer that is at the slot which is to be read.
+    """
+
+    def __init__(self, folder: str | Path, lock_seconds: float = 60.0) -> None:
+        self.folder = Path(folder)
+        self._lock_seconds = lock_seconds
+        self._mapped: dict[Path, MappedFile] = {}
+        self._known: tuple[tuple[int, ...], Manifest] | None = None  # the manifest read last, and its file's identity
+        self._lock = threading.Lock()
+
+    def newest(self) -> int | None:
+        """Return the newest version that is there, if any is."""
+        return max(manifest_paths(self.folder), default=newest_stable(self.folder))
+
+    def manifest(self, version: int) -> Manifest:
+        """Return the manifest of a version.
+
+        Raises:
+            ManifestMismatch: it was not published, is gone again, or its file is damaged.
+        """
+        for path in (manifest_path(self.folder, version), version_folder(self.folder, version) / MANIFEST):
+            try:
+                found = self._read(path)
+            except FileNotFoundError:
+                continue
+            if found.version != version:
+                raise ManifestMismatch(f"{path.name} is the manifest of version {found.version}, not {version}")
+            return found
+        whole = (v for v, path in version_folders(self.folder).items() if (path / MANIFEST).exists())
+        there = sorted([*manifest_paths(self.folder), *whole])
+        raise ManifestMismatch(f"version {version} is not in the store, which holds {there}")
+
+    def _read(self, path: Path) -> Manifest:
+        status = path.stat()
+        identity = (status.st_ino, status.st_mtime_ns, status.st_size)
+        known = self._known
+        if known is None or known[0] != identity:
+            known = self._known = identity, Manifest.from_json(path.read_text())
+        return known[1]
+
+    @contextmanager
+    def reading(self, manifest: Manifest, verify: bool = False) -> Iterator[Mapping[str, Tensor]]:
+        """Keep a version from being overwritten or removed, and give its tensors.
+
+        They are mapped and not copied. Do not keep them afterwards, and do not write into them: that ends the process.
+
+        Args:
+            manifest: the version.
+            verify: whether to compare a tensor's digest whenever it is taken, where :meth:`verify` was not called:
+                copying it right afterwards finds its bytes in cache.
+
+        Raises:
+            ManifestMismatch: the version is not there any more, or its files were cut short.
+            SyncTimeout: the trainer did not let go of the slot in time: it is stopped.
+            DigestMismatch: on taking a tensor, its bytes are not those published.
+        """
+        with self._holding(manifest) as files:
+            if verify:
+                yield CheckedTensors(manifest, files)
+            else:
+                yield {entry.name: files[entry.base].tensor(entry) for entry in manifest.entries}
+
+    @contextmanager
+    def flat(self, manifest: Manifest) -> Iterator[Bytes]:
+        """:meth:`reading` for those who send a slot as it lies there: uint8 ``[manifest.extent]``, read-only."""
+        if manifest.slot is None:
+            raise ManifestMismatch("a version in a directory may lie in more than one file: read it tensor by tensor")
+        with self._holding(manifest) as files:
+            yield np.frombuffer(files[None].view, np.uint8)[: manifest.extent]
+
+    def verify(self, manifest: Manifest, threads: int = 1) -> None:
+        """Compare every tensor's digest.
+
+        Args:
+            manifest: the version.
+            threads: that read and hash; they help where reading waits (a disk, a network).
+
+        Raises:
+            DigestMismatch: bytes differ from those that were published; such a tensor is named.
+        """
+        with self._holding(manifest) as files:
+            views = {base: file.view for base, file in files.items()}
+            verify_entries(manifest, lambda entry: views[entry.base], threads)
+
+    @contextmanager
+    def _holding(self, manifest: Manifest) -> Iterator[dict[int | None, MappedFile]]:
+        with self._lease(manifest):
+            if self.manifest(manifest.version) != manifest:  # now that nobody may take it away
+                raise ManifestMismatch(f"version {manifest.version} was published again since its manifest was read")
+            yield self._files(manifest)
+
+    @contextmanager
+    def _lease(self, manifest: Manifest) -> Iterator[None]:
+        if manifest.slot is None:
+            with leased(self.folder, manifest.version):
+                yield
+            return
+        path = slot_path(self.folder, manifest.slot)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            raise ManifestMismatch(f"{path.name} of the weight store is gone") from None
+        try:
+            if not lock_slot(descriptor, fcntl.LOCK_SH, self._lock_seconds):
+                raise SyncTimeout(f"the trainer has held {path.name} for {self._lock_seconds:g} s")
+            yield
+        finally:
+            unlock(descriptor)
+
+    def _files(self, manifest: Manifest) -> dict[int | None, MappedFile]:
+        """Return the files that hold a version, by the ``base`` of their entries."""
+        groups: dict[int | None, list[TensorEntry]] = {None: []}
+        for entry in manifest.entries:
+            groups.setdefault(entry.base, []).append(entry)
+        files = {base: self._map(self._path(manifest, base)) for base in groups}
+        for base, entries in groups.items():
+            files[base].check(entries)
+        with self._lock:  # versions go; the mappings of their files with them
+            self._mapped = {path: file for path, file in self._mapped.items() if file.is_current()}
+        return files
+
+    def _path(self, manifest: Manifest, base: int | None) -> Path:
+        if manifest.slot is not None:
+            return slot_path(self.folder, manifest.slot)
+        return version_folder(self.folder, manifest.version if base is None else base) / DATA
+
+    def _map(self, path: Path) -> MappedFile:
+        with self._lock:
+            held = self._mapped.get(path)
+            if held is None or not held.is_current():
+                self._mapped[path] = held = MappedFile(path)
+            return held

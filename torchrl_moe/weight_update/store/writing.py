@@ -1,0 +1,131 @@
+"""What both kinds of store do before a byte is written: whose folder it is, who may write, and what will come."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from torch import Tensor
+
+from torchrl_moe._errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.weight_update.store.manifest import TensorKind
+
+__all__ = ["LOCK", "WriterLock", "in_order", "kinds_of", "naming_full_disks", "own_folder", "replace_text"]
+
+
+def own_folder(folder: Path) -> Path:
+    """Make a folder that only its owner may enter, and return it; one that is there must be a store, or empty.
+
+    Raises:
+        WeightSyncError: it belongs to someone else, or holds other things.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid():
+        raise WeightSyncError(f"the weight store {str(folder)!r} belongs to another user: name a folder of your own")
+    if not (folder / LOCK).exists() and any(folder.iterdir()):  # old versions are removed: other things may look so
+        raise WeightSyncError(f"{str(folder)!r} holds other things: name a folder of the weight store's own")
+    if status.st_mode & 0o077:
+        folder.chmod(0o700)
+    return folder
+
+
+LOCK = "writer"
+
+
+class WriterLock:
+    """Keeps a second trainer out of a store, until it is closed or its process ends.
+
+    A file system without locks (some NFS mounts) keeps nobody out.
+
+    Raises:
+        WeightSyncError: the store has a writer; it is named.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        self._file = os.fdopen(descriptor, "r+")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = self._file.read(200) or "another process"
+            self._file.close()
+            raise WeightSyncError(
+                f"the weight store {str(folder)!r} is written by {owner}: one trainer per folder. End that one, "
+                "or name another folder."
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Let the next writer in. Idempotent."""
+        if not self._file.closed:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # a process that was forked has the file open still
+            self._file.close()
+
+
+def kinds_of(tensors: Iterable[tuple[str, Tensor]], version: int) -> tuple[dict[str, Tensor], dict[str, TensorKind]]:
+    """Return tensors by name, and name -> (dtype, shape).
+
+    Raises:
+        ManifestMismatch: a name comes twice.
+    """
+    listed = list(tensors)
+    named = dict(listed)
+    if len(named) != len(listed):
+        raise ManifestMismatch(f"version {version} names a tensor twice")
+    return named, {name: (tensor.dtype, tensor.shape) for name, tensor in listed}
+
+
+def in_order(tensors: Iterable[tuple[str, Tensor]], kinds: Mapping[str, TensorKind]) -> Iterator[tuple[str, Tensor]]:
+    """Give tensors as they come, each once and as announced.
+
+    Raises:
+        ManifestMismatch: one was not announced, comes twice, has another shape, or does not come.
+    """
+    waiting = set(kinds)
+    for name, tensor in tensors:
+        if name not in waiting:
+            raise ManifestMismatch(f"{name} came {'twice' if name in kinds else 'unannounced'}")
+        if tensor.shape != kinds[name][1]:
+            raise ManifestMismatch(f"{name} came with shape {list(tensor.shape)}, announced {list(kinds[name][1])}")
+        waiting.remove(name)
+        yield name, tensor
+    if waiting:
+        raise ManifestMismatch(f"{len(waiting)} tensors did not come: {', '.join(sorted(waiting)[:4])}, ...")
+
+
+@contextmanager
+def naming_full_disks(folder: Path, nbytes: int) -> Iterator[None]:
+    """Say in words that a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise WeightSyncError(
+            f"no room for {nbytes / 1e6:.0f} MB in {folder} ({error.strerror}): a weight store keeps more than one "
+            "version. Make room, or name a folder with more of it."
+        ) from None
+
+
+def replace_text(path: Path, text: str, fsync: bool = False) -> None:
+    """Write a file whole or not at all."""
+    draft = path.with_name(f".{path.name}.tmp")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w") as handle:
+        handle.write(text)
+        if fsync:
+            handle.flush()
+            os.fsync(handle.fileno())
+    os.replace(draft, path)

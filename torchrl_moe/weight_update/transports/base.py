@@ -1,0 +1,133 @@
+"""What the sender knows of a transport, and what a worker knows of it: two protocols, and what passes between them.
+
+Whatever the transport, a version is published to the host's weight store first: a late or restarted replica can have it
+too, and a collective transport sends the store's flat bytes as they lie there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from torchrl_moe.weight_update.store import Manifest
+
+__all__ = ["Peer", "Receiver", "StageOptions", "StageReport", "Transport", "rank_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOptions:
+    """How a replica prepares a version while it serves.
+
+    Attributes:
+        stage: ``"shadow"`` loads it into a second model, ``"plain"`` leaves the loading to the pause, ``"auto"`` is
+            shadow where that works.
+        verify: ``"digest"`` hashes every byte that arrived; ``"canary"`` and ``"off"`` do not.
+        threads: that read and hash.
+    """
+
+    stage: Literal["auto", "shadow", "plain"] = "auto"
+    verify: Literal["digest", "canary", "off"] = "digest"
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageReport:
+    """A version that a replica checked and may load.
+
+    Attributes:
+        seconds: it took in all.
+        nbytes: of its tensors.
+        digest: of names, dtypes, shapes, and bytes.
+        fetched: seconds until the bytes were there and checked.
+        loaded: seconds to load them into the shadow, or beside other adapters.
+        stage: ``"shadow"``: loaded already; ``"plain"``: in the pause; ``"adapter"``: loaded, and needs no pause.
+        reason: why there is no shadow; empty if there is.
+    """
+
+    seconds: float
+    nbytes: int
+    digest: str
+    fetched: float = 0.0
+    loaded: float = 0.0
+    stage: Literal["shadow", "plain", "adapter"] = "plain"
+    reason: str = ""
+
+
+class Peer(Protocol):
+    """What a transport asks of a replica; see :class:`~torchrl_moe.modules.backends.replica.Replica`."""
+
+    def wait_ready(self, timeout: float) -> Any:
+        """Return what is known of it, its ``tensor_parallel_size`` among that."""
+
+    def init_weights(self, transport: str, options: Mapping[str, Any], timeout: float) -> None:
+        """Make the engine's end of a transport."""
+
+    def stage_weights(
+        self, version: int, *, stage: str, verify: str, threads: int, manifest: str | None, timeout: float
+    ) -> StageReport:
+        """Fetch a version and check it, while requests run."""
+
+
+class Transport(Protocol):
+    """One way from the trainer to replicas. Its methods may be called for several replicas at the same time."""
+
+    def open(self, replica: Peer, timeout: float) -> None:
+        """Make a replica ready to take versions; once for each replica object, a restarted one included."""
+
+    def stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
+        """Bring a version to a replica while it serves; nothing of it is used yet."""
+
+    def close(self) -> None:
+        """Let go of all replicas. Idempotent."""
+
+
+class Receiver(Protocol):
+    """Where a worker takes versions from. What loads them sees nothing else."""
+
+    @property
+    def loads_during_pause(self) -> str:
+        """Why a version cannot be fetched before the pause, in words; empty if it can. Then :meth:`load` brings it."""
+
+    def manifest(self, version: int) -> Manifest:
+        """Return the manifest of a version that is there.
+
+        Raises:
+            ManifestMismatch: it is not.
+        """
+
+    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
+        """Bring a version here, and compare its digests if asked to. May wait for the sender: it runs in a thread.
+
+        Raises:
+            DigestMismatch: other bytes arrived than were published.
+        """
+
+    def reading(self, manifest: Manifest, *, verify: bool = False) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Give a version's tensors by checkpoint name; they are good inside the context only.
+
+        Args:
+            manifest: the version.
+            verify: compare the digest of a tensor when it is taken, where :meth:`fetch` did not: then a
+                ``DigestMismatch`` comes from there.
+        """
+
+    def load(self, manifest: Manifest) -> int:
+        """Receive a version straight into the model, during the pause; return how many tensors it took."""
+
+    def close(self) -> None:
+        """Let go of the sender. Idempotent."""
+
+
+def rank_of(parallel_config: Any, rank_offset: int) -> int:
+    """Return a worker's rank in the group of its replica and the trainer.
+
+    Args:
+        parallel_config: vLLM's, of this worker.
+        rank_offset: the rank of the replica's first worker.
+    """
+    before: int = parallel_config.data_parallel_index * parallel_config.world_size
+    return before + int(parallel_config.rank) + rank_offset

@@ -1,0 +1,77 @@
+"""Which transport a name stands for, at either end; only that one is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrl_moe.weight_update.transports.base import Receiver, Transport, rank_of
+from torchrl_moe.weight_update.transports.memmap import MemmapReceiver, MemmapTransport
+
+__all__ = ["open_receiver", "open_transport"]
+
+LOOPBACK = "127.0.0.1"
+
+
+def open_transport(
+    name: str,
+    folder: Path,
+    seen_as: Path | None = None,
+    *,
+    address: str | None = None,
+    device: torch.device | str | int | None = None,
+) -> Transport:
+    """Return the trainer's end of a transport.
+
+    Args:
+        name: ``"memmap"``, ``"adapter"``, ``"gloo"`` or ``"nccl"``.
+        folder: of the weight store.
+        seen_as: the same, as the replicas see it.
+        address: where ranks of a collective transport meet.
+        device: the trainer's, for one.
+
+    Raises:
+        ValueError: there is no such transport, or not on that device.
+        WeightSyncError: nccl, and torch sees no GPU.
+    """
+    if name == "memmap":
+        return MemmapTransport(seen_as or folder)
+    if name == "adapter":
+        return MemmapTransport(seen_as or folder, "adapter")
+    options: dict[str, Any] = {} if device is None else {"device": device}
+    if name == "gloo":
+        from torchrl_moe.weight_update.transports.gloo import GlooTransport
+
+        return GlooTransport(folder, address or LOOPBACK, **options)
+    if name == "nccl":
+        from torchrl_moe.weight_update.transports.nccl import NcclTransport
+
+        return NcclTransport(folder, address or LOOPBACK, **options)
+    raise ValueError(f"unknown transport {name!r}; there are 'memmap', 'adapter', 'gloo' and 'nccl'")
+
+
+def open_receiver(name: str, options: Mapping[str, Any], worker: Any = None) -> Receiver:
+    """Return a worker's end of a transport.
+
+    Args:
+        name: the scheme's.
+        options: what this transport needs to know, such as ``folder``.
+        worker: the weight engine that asks; a collective transport takes its rank and device from it.
+
+    Raises:
+        ValueError: there is no such transport.
+    """
+    if name == "memmap":
+        return MemmapReceiver(**options)
+    if name == "gloo":
+        from torchrl_moe.weight_update.transports.gloo import GlooReceiver
+
+        return GlooReceiver(options, rank_of(worker.parallel_config, options["rank_offset"]))
+    if name == "nccl":
+        from torchrl_moe.weight_update.transports.nccl import NcclReceiver
+
+        return NcclReceiver(options, rank_of(worker.parallel_config, options["rank_offset"]), worker)
+    raise ValueError(f"unknown transport {name!r}; the worker has 'memmap', 'gloo' and 'nccl'")
