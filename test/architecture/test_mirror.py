@@ -32,6 +32,7 @@ ACROSS: dict[str, str] = {
     "modules/serving/test_connect.py": "a service in a Ray cluster, and its drivers",
     "modules/policies/test_truncated_sampling.py": "what a real engine samples from less than all words, scored",
     "objectives/test_invariance.py": "no split of a batch changes a loss, for each of them",
+    "modules/policies/test_ranks.py": "training on ranks that share a model, against one process",
     "modules/policies/test_parity.py": "engine and policy together compute what transformers computes",
     "modules/serving/test_faults.py": "processes of real engines killed and stopped under requests",
     "modules/replay/test_composition.py": "replay with peft, torch.compile and FSDP2",

@@ -176,6 +176,8 @@ class GRPOLoss(LossModule):
 
     def _register_clip_range(self, clip: tuple[float, float], device: torch.device | None) -> None:
         if device is None:
+            device = getattr(self.actor_network, "device", None)  # where it computes: its parameters may be offloaded
+        if device is None:
             device = next((parameter.device for parameter in self.parameters()), torch.get_default_device())
         for name, epsilon in zip(("low", "high"), clip, strict=True):
             self.register_buffer(f"clip_epsilon_{name}", torch.tensor(epsilon, device=device))

@@ -243,17 +243,18 @@ class ScoringModel:
             self._head.thread = threading.get_ident()
             self._head.parts, self._head.places = selection.parts()  # here, since it depends on values
             self._head.transform = self.transform
-            self._output.shadowed = self.language_model.__dict__.get("forward")
-            self.head.forward = self._head
-            self.language_model.forward = self._output
+            stand_ins: dict[nn.Module, Any] = {self.head: self._head, self.language_model: self._output}
+            for module, stand_in in stand_ins.items():
+                stand_in.shadowed = module.__dict__.get("forward")
+                module.forward = stand_in
             try:
                 yield
             finally:
-                del self.head.forward
-                if self._output.shadowed is None:
-                    del self.language_model.forward
-                else:
-                    self.language_model.forward = self._output.shadowed
+                for module, stand_in in stand_ins.items():
+                    if stand_in.shadowed is None:
+                        del module.forward
+                    else:
+                        module.forward = stand_in.shadowed
                 self._head.parts, self._head.places, self._head.scores = [], None, None
 
 
@@ -262,6 +263,7 @@ class _ScoringHead:
 
     def __init__(self, head: nn.Module) -> None:
         self.head = head
+        self.shadowed: Any = None
         self.parts: list[tuple[float, Selection]] = []
         self.places: Tensor | None = None
         self.transform = LogitTransform()
@@ -276,7 +278,7 @@ class _ScoringHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.elsewhere:
-            return type(self.head).forward(self.head, hidden)
+            return (self.shadowed or type(self.head).forward.__get__(self.head))(hidden)
         self.dtype = hidden.dtype
         flat = hidden.flatten(0, -2)
         scores = [self._score(flat, value, part) for value, part in self.parts]

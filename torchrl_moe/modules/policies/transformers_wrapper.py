@@ -41,6 +41,7 @@ from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, align, re
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.modules.replay.discovery import discover, number_of_layers
 from torchrl_moe.modules.replay.incoming import ON_BAD_ROUTES, OnBadRoutes, Packing
+from torchrl_moe.modules.replay.parallelism import computing_device, refused_parallelism, summed_again
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 
 __all__ = ["TransformersWrapper"]
@@ -122,7 +123,7 @@ class TransformersWrapper(DenseDistributions):
         self.in_keys = [self.input_key, *([(routed_experts_key, "full")] if replay == "R3" else [])]
         self.out_keys = [log_probs_key, *(["routing"] if replay != "none" else [])]
         self.out_keys += [RECORDED] if replay == "R2" else []
-        self._has_warned = self._has_warned_of_routes = False
+        self._has_warned = self._has_warned_of_routes = self._has_warned_of_sums = False
         # what TorchRL's base class reads
         self.num_samples, self.layout, self.pad_output = None, None, True
         self._min_batch_size = self._max_batch_size = self._batching_lock = None
@@ -131,8 +132,8 @@ class TransformersWrapper(DenseDistributions):
 
     @property
     def device(self) -> torch.device:
-        """Where the model's parameters are."""
-        return next(self.model.parameters()).device
+        """Where the model computes, which may not be where its parameters are."""
+        return computing_device(self.model)
 
     def get_new_version(self, **kwargs: Any) -> TransformersWrapper:
         """Return a wrapper of the same model with some arguments changed and all others kept.
@@ -203,6 +204,7 @@ class TransformersWrapper(DenseDistributions):
             _checks.check_shape("mask", mask.shape, tuple(wanted.shape), hint="It is laid out as the padded tokens.")
             wanted = wanted & mask.bool().to(wanted.device)
         self.scoring_model.check()
+        self._warn_of_sums()
         layout = self._layout(batch)
         selection = Selection.of(batch, layout, wanted, self._sampled_from(td, batch), entropy)
         with self._routed(td, batch, layout):
@@ -224,6 +226,17 @@ class TransformersWrapper(DenseDistributions):
                 self._has_warned = True
                 warnings.warn(UNSAID.format(unsaid), stacklevel=3)
         return read_sampling(td, batch, self.temperature)
+
+    def _warn_of_sums(self) -> None:
+        name = summed_again(self.scoring_model.language_model) if torch.is_grad_enabled() else ""
+        if name and not self._has_warned_of_sums:
+            self._has_warned_of_sums = True
+            warnings.warn(
+                f"{name} has a gradient already, and transformers will sum it over tensor-parallel ranks once more in "
+                "the next backward pass: gradients of norms become too large. Run one backward pass for each step, or "
+                "keep these gradients aside in between.",
+                stacklevel=3,
+            )
 
     def _layout(self, batch: ScoringBatch) -> Layout:
         masked = self.scoring_model.sees_pads  # asked first: under FSDP all ranks find out together, whatever they have
@@ -362,4 +375,7 @@ def _model_of(model: Any) -> nn.Module:
         raise TypeError(f"model must be a transformers model, a folder or a hub name, got {type(model).__name__}")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise TypeError(f"{type(model).__name__} hides its model: give its module, and use fully_shard for ranks")
+    reason = refused_parallelism(model)
+    if reason:
+        raise TypeError(f"{type(model).__name__} cannot be scored under {reason}")
     return model

@@ -154,7 +154,8 @@ class Binding:
         elif shape != self.shape:
             raise ReplayError(
                 f"the forward pass has tokens {list(shape)}, the routes are for {list(self.shape)}: give routes laid "
-                "out as the batch, [B, T, L, K], pads included"
+                "out as the batch, [B, T, L, K], pads included. A forward pass that sees a part of each sequence "
+                "(context or sequence parallelism) cannot be replayed"
             )
 
     def check_used(self) -> None:

@@ -21,6 +21,7 @@ from torchrl_moe.modules.replay.binding import UNSET, Binding, LayerReport, Reco
 from torchrl_moe.modules.replay.checkpointing import wrap_checkpoints
 from torchrl_moe.modules.replay.discovery import arriving, check_replayed, discover, dry_inputs, number_of_layers
 from torchrl_moe.modules.replay.incoming import OnBadRoutes, Packing, bind_routes
+from torchrl_moe.modules.replay.parallelism import computing_device, refused_parallelism
 from torchrl_moe.modules.replay.state import ReplayState
 
 __all__ = ["Recording", "RouterReplay"]
@@ -43,7 +44,8 @@ class RouterReplay:
 
     Raises:
         ReplayError: the model has a RouterReplay already.
-        UnsupportedRouterError: no router was found, or one cannot be replayed exactly.
+        UnsupportedRouterError: no router was found, one cannot be replayed exactly, or ranks share the model by
+            context, pipeline or expert-tensor parallelism.
 
     >>> from torchrl_moe.testing import make_tiny_moe
     >>> model = make_tiny_moe("qwen3_moe")
@@ -64,6 +66,9 @@ class RouterReplay:
                 f"this model has a RouterReplay already: use it, RouterReplay.of(model), or call its remove(). It is "
                 f"{owner!r}"
             )
+        reason = refused_parallelism(model)
+        if reason:
+            raise UnsupportedRouterError(f"{type(model).__name__} cannot be replayed under {reason}")
         handles.uninstall(model)  # those of the model that this one is a copy of
         self.model = model
         self._state = ReplayState(owner=self)
@@ -170,7 +175,7 @@ class RouterReplay:
             attention_mask=attention_mask,
             measure=measure,
             on_bad_routes=on_bad_routes,
-            device=next(self.model.parameters()).device,
+            device=computing_device(self.model),
             packing=packing,
         )
         with self._opened(binding):
