@@ -133,7 +133,8 @@ def test_tensors_stay_until_the_update_is_finished(
     worker: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM copies some of them only then."""
-    store.publish(values(1.0).items(), 1)
+    for version in (1, 2):
+        store.publish(values(1.0).items(), version)
     worker.start_weight_update()
     receive(worker, 1)
     monkeypatch.setattr(store, "_lock_seconds", 0.01)
