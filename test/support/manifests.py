@@ -1,8 +1,9 @@
-"""How often manifests are made: each is read, or published."""
+"""How often manifests are made, and where: each is read, or published."""
 
 from __future__ import annotations
 
-from collections import Counter
+import threading
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -10,14 +11,14 @@ import pytest
 from torchrl_moe.weight_update.store import Manifest
 
 
-def count_made(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """Return a count, by version, that goes up whenever this process makes a manifest."""
-    made: Counter[int] = Counter()
+def note_made(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[threading.Thread]]:
+    """Return by version the threads in which this process makes manifests from now on."""
+    made: dict[int, list[threading.Thread]] = defaultdict(list)
     plain = Manifest.__init__
 
-    def count(self: Manifest, version: int, *rest: Any) -> None:
-        made[version] += 1
+    def note(self: Manifest, version: int, *rest: Any) -> None:
+        made[version].append(threading.current_thread())
         plain(self, version, *rest)
 
-    monkeypatch.setattr(Manifest, "__init__", count)
+    monkeypatch.setattr(Manifest, "__init__", note)
     return made
