@@ -24,6 +24,7 @@ from torchrl.modules.llm.policies import Tokens
 
 from support.engines import EngineShelf, start_engine
 from support.llm import FakeLLM, report
+from support.manifests import note_made
 from support.reference import TOLERANCE, Reference, route_mismatches
 from support.waiting import until
 from torchrl_moe._errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError, WeightSyncError
@@ -310,6 +311,27 @@ def memmap(engine: FakeLLM, folder: Path) -> EngineWeights:
     asyncio.run(weights.init("memmap", {"folder": str(folder)}))
     engine.log.clear()
     return weights
+
+
+@pytest.mark.parametrize(("version", "sent"), [(301, True), (302, False)])  # which no other test reads
+def test_a_manifest_is_read_once_for_all_engines_of_a_process_and_never_in_their_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, sent: bool
+) -> None:
+    published = WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], version)
+    text, made = published.to_json(), note_made(monkeypatch)
+    engines = [FakeLLM() for _ in range(4)]
+    for engine in engines:
+        engine.begins = [[False], [False]]  # asked again
+        engine.reports = [[report(running=True)]] * 5 + [[report()]]
+    every = [memmap(engine, tmp_path) for engine in engines]
+
+    async def main() -> list[Any]:
+        calls = (staged(weights, version, manifest=text if sent else None) for weights in every * 2)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert any(not isinstance(each, Exception) and each.digest == published.digest for each in asyncio.run(main()))
+    assert len(made[version]) == 1
+    assert made[version][0] is not threading.main_thread()
 
 
 def test_staging_needs_the_transport_and_then_checks_everything(tmp_path: Path) -> None:

@@ -162,8 +162,7 @@ class EngineWeights:
         if self._expected is None:
             raise WeightSyncError("the weight transport is not initialised: call init_all_workers_group() first")
         started, self._in_shadow = time.perf_counter(), None
-        found = self._find(version, manifest)
-        check_tensors(found.tensors, self._expected)
+        found, nbytes, digest = await asyncio.to_thread(self._find, version, manifest, self._expected)
         reports = await self._stage_in_workers(found, stage != "plain", verify == "digest", threads)
         shadow = all(report["stage"] == "shadow" for report in reports)
         verifying = time.perf_counter()
@@ -173,20 +172,24 @@ class EngineWeights:
         self._in_shadow = version if shadow else None
         return StageReport(
             seconds=time.perf_counter() - started,
-            nbytes=found.nbytes,
-            digest=found.digest,
+            nbytes=nbytes,
+            digest=digest,
             fetched=verified - verifying + max(report["fetched"] for report in reports),
             loaded=max(report["loaded"] for report in reports),
             stage="shadow" if shadow else "plain",
             reason=next((report["reason"] for report in reports if report["reason"]), ""),
         )
 
-    def _find(self, version: int, manifest: str | None) -> Manifest:
+    def _find(self, version: int, manifest: str | None, expected: Mapping[str, Any]) -> tuple[Manifest, int, str]:
+        """Return the manifest of a version that fits, its bytes and digest; takes long if it names many tensors."""
         if manifest is not None:
-            return Manifest.from_json(manifest)
-        if self._reader is None:
+            found = Manifest.from_json(manifest)
+        elif self._reader is not None:
+            found = self._reader.manifest(version)
+        else:
             raise WeightSyncError(f"the transport cannot look version {version} up: give its manifest")
-        return self._reader.manifest(version)
+        check_tensors(found.tensors, expected)
+        return found, found.nbytes, found.digest
 
     async def _stage_in_workers(self, found: Manifest, *options: Any) -> list[dict[str, Any]]:
         """Have all workers stage a version, in threads of theirs, and return what each reports at the end."""

@@ -85,10 +85,10 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     # -- while the model generates ----------------------------------------------------------------------------------
 
-    def stage(self, manifest: Manifest, *, shadow: bool, verify: bool, threads: int) -> bool:
+    def stage(self, manifest: str, *, shadow: bool, verify: bool, threads: int) -> bool:
         """Begin to fetch a version, and to load it into the shadow if asked to and possible. Returns at once.
 
-        What was staged before and not used is dropped.
+        What was staged before and not used is dropped. The manifest comes as JSON, and is read in the thread.
 
         Returns:
             False if an earlier version is still in the way: ask again.
@@ -144,8 +144,8 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         staging = self._staging
         if staging is None or self._shadow is None or staging.running or staging.stage != "shadow":
             raise RuntimeError(f"version {version} is not in the shadow")
-        if staging.manifest.version != version:
-            raise RuntimeError(f"version {staging.manifest.version} is in the shadow, and not {version}")
+        if (held := staging.manifest and staging.manifest.version) != version:
+            raise RuntimeError(f"version {held} is in the shadow, and not {version}")
         self._shadow.swap()
 
     # -- under the pause: plain -------------------------------------------------------------------------------------
