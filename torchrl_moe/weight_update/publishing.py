@@ -166,6 +166,11 @@ class Publisher:
         thread.shutdown(wait=False)  # it ends with its only task
         return future
 
+    def protect(self, version: int) -> None:
+        """Keep a version in the store until another is protected."""
+        if self._writer is not None:  # else it is not one of this trainer's
+            self._writer.protected = version
+
     def republish(self, version: int, number: Callable[[], int]) -> Published:
         """Publish an older version's contents, of which no byte is written again, under a new number.
 

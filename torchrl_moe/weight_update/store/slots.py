@@ -80,6 +80,9 @@ class WeightStoreWriter:
         lock_seconds: how long to wait for readers of the slot that is next.
         slots: how many versions are there at the same time.
 
+    Attributes:
+        protected: a version that is not written over; ``None`` for none.
+
     Raises:
         WeightSyncError: the folder has a writer, or belongs to someone else.
     """
@@ -88,6 +91,7 @@ class WeightStoreWriter:
         self.folder = own_folder(Path(folder))
         self._lock_seconds = lock_seconds
         self._slots = slots
+        self.protected: int | None = None
         self._maps: dict[int, tuple[int, Bytes]] = {}  # slot -> inode, its bytes
         self._writing = WriterLock(self.folder)
         for draft in self.folder.glob(".manifest-*"):  # of a writer that was killed
@@ -157,7 +161,9 @@ class WeightStoreWriter:
     def _next_slot(self, version: int) -> int:
         """Return the slot whose newest version was published longest ago; of empty ones that of the number."""
         used = list(self._slot_of.values())[::-1]
-        ages = {slot: used.index(slot) if slot in used else len(used) for slot in range(self._slots)}
+        kept = None if self.protected is None else self._slot_of.get(self.protected)
+        free = [slot for slot in range(self._slots) if slot != kept]
+        ages = {slot: used.index(slot) if slot in used else len(used) for slot in free}
         return min(ages, key=lambda slot: (-ages[slot], (slot - version) % self._slots))
 
     def _show(self, manifest: Manifest) -> Manifest:

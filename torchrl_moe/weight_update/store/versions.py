@@ -109,6 +109,9 @@ class VersionsWriter:
         delta: whether to write only what changed.
         fsync: whether a version must be on the disk before it is named: it then outlives a crash of the machine.
 
+    Attributes:
+        protected: a version that is not collected; ``None`` for none.
+
     Raises:
         WeightSyncError: the folder has a writer, or belongs to someone else.
     """
@@ -117,6 +120,7 @@ class VersionsWriter:
         self.folder = own_folder(Path(folder))
         self._keep, self._delta, self._fsync = keep_versions, delta, fsync
         self._writing = WriterLock(self.folder)
+        self.protected: int | None = None
         self._last: Manifest | None = None
         for left in self.folder.glob(f"{VERSION}*.tmp-*"):  # of a writer that was killed
             left.unlink()
@@ -201,6 +205,8 @@ class VersionsWriter:
         live = version_paths(self.folder)
         newest = self._last.version if self._last is not None else -1
         kept = set(sorted(live, key=lambda version: (version != newest, -version))[: self._keep])
+        if self.protected in live:
+            kept.add(self.protected)
         held = self._leased()
         kept |= {version for version in live if version not in kept and (version in held or not self._hide(version))}
         needed = {base for version in kept for base in self._bases(version)}
