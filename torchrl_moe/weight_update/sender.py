@@ -150,11 +150,9 @@ class WeightSender:
             raise ValueError(f"gpus_per_replica={wanted}, but the engine has tensor_parallel_size={size}")
 
     def _open_transport(self) -> Transport:
-        options, collective = self.options, self.options.collective
+        options, store = self.options, self.options.store
         name = "adapter" if options.source.lora == "adapter" else options.transport
-        store = options.store
-        where: dict[str, Any] = {"address": collective.master_address, "device": collective.device}
-        return open_transport(name, store.folder, store.seen_as, **where)
+        return open_transport(name, store.folder, store.seen_as, **options.collective.where())
 
     def _check_names(self, metadata: Mapping[str, Any] | None, expected: Mapping[str, Any]) -> None:
         model = self._publisher.model
