@@ -21,6 +21,8 @@ class ReplicaInfo:
     layout: RoutingLayout | None
     max_model_len: int
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
     engine_version: str = ""
     dtype: str = ""
     why_live: str = ""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrl_moe.weight_update.store import Manifest
 
-__all__ = ["Peer", "Receiver", "StageOptions", "StageReport", "Transport", "rank_of"]
+__all__ = ["Peer", "Receiver", "StageOptions", "StageReport", "Transport", "rank_of", "workers_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,10 @@ class Peer(Protocol):
     """What a transport asks of a replica; see :class:`~torchrl_moe.modules.backends.replica.Replica`."""
 
     def wait_ready(self, timeout: float) -> Any:
-        """Return what is known of it, its ``tensor_parallel_size`` among that."""
+        """Return what is known of it, the sizes that :func:`workers_of` reads among that."""
+
+    def is_alive(self) -> bool:
+        """Whether its process lives."""
 
     def init_weights(self, transport: str, options: Mapping[str, Any], timeout: float) -> None:
         """Make the engine's end of a transport."""
@@ -120,6 +123,16 @@ class Receiver(Protocol):
 
     def close(self) -> None:
         """Let go of the sender. Idempotent."""
+
+
+def workers_of(info: Any) -> int:
+    """Return how many workers a replica has: one for each tensor parallel, pipeline and data parallel rank.
+
+    Args:
+        info: what :meth:`Peer.wait_ready` returned.
+    """
+    workers: int = info.tensor_parallel_size * info.pipeline_parallel_size * info.data_parallel_size
+    return workers
 
 
 def rank_of(parallel_config: Any, rank_offset: int) -> int:

@@ -319,6 +319,8 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Lo
         layout=layout,
         max_model_len=model_config.max_model_len,
         tensor_parallel_size=engine_args.tensor_parallel_size,
+        pipeline_parallel_size=engine_args.pipeline_parallel_size,
+        data_parallel_size=engine_args.data_parallel_size,
         engine_version=vllm.__version__,
         dtype=str(model_config.dtype).removeprefix("torch."),
         why_live=why_live,
