@@ -119,7 +119,7 @@ def router_rows() -> list[Row]:
     rows = []
     for count in (1024, 4096):
         hidden = torch.randn(count, 256, requires_grad=True)
-        for name, live in LIVE.items():
+        for name, live in LIVE.items():  # one row: routes are of one sequence
             routes = random_routes(replay, 1, count)
             routes[:, :live] = -1
             binding = bind_routes(routes, replay.sites, replay.num_layers)
@@ -129,7 +129,7 @@ def router_rows() -> list[Row]:
                     partial(replayed, hidden, binding),
                     partial(step, hidden),
                     ROUTER_PAIRS,
-                    0 if live else ROUTER_TARGET,
+                    ROUTER_TARGET,
                 )
             )
     return rows

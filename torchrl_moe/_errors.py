@@ -19,6 +19,7 @@
     └── WeightSyncError              a weight update did not take effect
         ├── ManifestMismatch         (ValueError) names, shapes or dtypes differ
         ├── DigestMismatch           the bytes that arrived are not those that were sent
+        ├── WeightsOwnedError        another driver updates the engine
         └── SyncTimeout              (TimeoutError)
 
 A message says what is wrong, what was got, what is allowed and what to do.
@@ -48,6 +49,7 @@ __all__ = [
     "TorchRLMoEError",
     "UnsupportedRouterError",
     "WeightSyncError",
+    "WeightsOwnedError",
 ]
 
 
@@ -142,6 +144,10 @@ class ManifestMismatch(WeightSyncError, ValueError):
 
 class DigestMismatch(WeightSyncError):
     """The bytes that arrived are not those that were sent."""
+
+
+class WeightsOwnedError(WeightSyncError):
+    """Another driver updates the weights of the engine, and lives."""
 
 
 class SyncTimeout(WeightSyncError, TimeoutError):

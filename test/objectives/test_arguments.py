@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torchrl_moe.objectives.arguments import (
     check_fixed_length,
     check_no_dual_clip,
     check_penalties,
+    check_router_loss,
     clip_range,
 )
 
@@ -24,7 +26,9 @@ def test_choice() -> None:
 
 def test_penalties() -> None:
     check_penalties(None, None, None, "k3", False)
-    check_penalties(0.1, 0.0, 0.0, "k1", True)
+    check_penalties(0.1, 0.0, 0.0, "k1", True, 10.0)
+    with pytest.raises(ValueError, match=r"^kl_clamp must be positive, got 0: None switches it off.$"):
+        check_penalties(None, None, None, "k3", False, 0)
     with pytest.raises(ValueError, match=r"^kl_mask_threshold must be positive, got 0: None switches it off.$"):
         check_penalties(0, None, None, "k3", False)
     with pytest.raises(ValueError, match=r"^kl_to_ref_coeff must not be negative, got -1: None switches it off.$"):
@@ -45,6 +49,15 @@ def test_dual_clip() -> None:
     check_no_dual_clip(int, {"dual_clip": None})
     with pytest.raises(ValueError, match=r"^int has no dual_clip, got 3.0: it bounds the clipped surrogate"):
         check_no_dual_clip(int, {"dual_clip": 3.0})
+
+
+def test_router_loss() -> None:
+    actor, other = object(), object()
+    check_router_loss(None, actor)
+    check_router_loss(SimpleNamespace(actor_network=actor), actor)
+    for wrong in (SimpleNamespace(actor_network=other), 3):
+        with pytest.raises(ValueError, match=r"^router_loss must be a MoERouterLoss of this loss's actor, got "):
+            check_router_loss(wrong, actor)
 
 
 def test_fixed_length() -> None:

@@ -517,6 +517,40 @@ def test_terms_that_are_off_are_absent() -> None:
     assert loss.actor_network.calls[-1]["entropy"] is False
 
 
+@pytest.mark.parametrize("term", ["kl_to_ref", "kl_to_inference"])
+def test_one_far_token_does_not_drown_the_batch(term: str) -> None:
+    """π gives it e^-25 where the other policy gives it e^-5.1: as it is, k3 is 4.4e8, and so is its gradient."""
+    td, actor = by_hand()
+    key = REF if term == "kl_to_ref" else LOG_PROBS
+    td[1][key][1] = -5.1
+    actor.log_probs.data[1, 2] = -25.0
+
+    def gradient(**arguments: Any) -> tuple[float, Tensor]:
+        out = GRPOLoss(actor, **{f"{term}_coeff": 1.0}, **arguments)(td)
+        return out.get(term).item(), torch.autograd.grad(out.get(f"loss_{term}"), actor.log_probs)[0]
+
+    _, free = gradient(kl_clamp=None)
+    assert free[1, 2].item() == pytest.approx(-(math.exp(19.9) - 1) / 3)
+    mean, bounded = gradient()
+    assert mean < 10
+    assert bounded[1, 2] == 0
+    assert torch.equal(bounded[0], free[0])
+    with pytest.raises(ValueError, match=r"^kl_clamp must be positive, got -1: None switches it off.$"):
+        GRPOLoss(actor, kl_clamp=-1)
+
+
+@pytest.mark.parametrize("paper", [DAPO, GSPOLoss, CISPOLoss, DPPOLoss, SAPOLoss])
+def test_losses_of_papers_without_an_entropy_bonus_have_none(paper: type[GRPOLoss]) -> None:
+    """TorchRL's DAPO and CISPOLoss add one by default, as its GRPOLoss does, whose default stays."""
+    td, actor = by_hand()
+    out = paper(actor)(td)
+    assert total(out).item() == out.loss_objective.item()
+    assert out.loss_entropy is None
+    wanted = paper(actor, entropy_bonus=True, aggregation="token_mean")(td)
+    assert wanted.loss_entropy.item() == pytest.approx(-0.01 * (1 + 2 + 3) / 3)
+    assert GRPOLoss(actor)(td).loss_entropy.item() == wanted.loss_entropy.item()
+
+
 def test_a_kl_with_coefficient_zero_is_measured() -> None:
     out = GRPOLoss(BigramActor(), kl_to_inference_coeff=0.0)(ragged(samples(SHAPES)))
     assert out.kl_to_inference.item() > 0
@@ -669,7 +703,8 @@ def test_torchrl_agrees_where_it_is_right(torchrl_actor: Any, strategy: Any, agg
     arguments: dict[str, Any] = {"masking_strategy": strategy, "aggregation": aggregation, **EVERYTHING}
     for lengths, all_known in ([(2, 3), (2, 3)], True), ([(2, 3), (4, 5)], False):
         td = torchrl_rollouts(lengths, torchrl_actor, all_known)
-        theirs, ours = TorchRLLoss(torchrl_actor, **arguments)(td.copy()), GRPOLoss(torchrl_actor, **arguments)(td)
+        theirs = TorchRLLoss(torchrl_actor, **arguments)(td.copy())
+        ours = GRPOLoss(torchrl_actor, **arguments, kl_clamp=None)(td)  # TorchRL bounds no penalty
         whole = strategy == "generic" and all_known
         keys = list(theirs.keys()) if whole else ["loss_objective", "loss_entropy", "ESS"]
         for key in keys:

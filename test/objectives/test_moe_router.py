@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from support.rollouts import PAD, VOCABULARY, BigramActor, dense, ragged, samples
-from torchrl_moe.objectives import MoERouterLoss, MoERouterLossOutput
+from support.routes import random_routes
+from torchrl_moe.objectives import GRPOLoss, GSPOLoss, MoERouterLoss, MoERouterLossOutput
 
 NAN = float("nan")
 SHAPES = [(2, 3), (1, 4), (3, 1)]
@@ -231,6 +232,104 @@ def test_a_real_moe_of_which_the_first_layer_is_dense() -> None:
     total(out).backward()
     for layer in (1, 2, 3):
         assert model.get_submodule(f"model.layers.{layer}.mlp.gate").weight.grad.abs().max() > 0
+
+
+# -- with a policy loss -----------------------------------------------------------------------------------------------
+
+
+def real_batch() -> tuple[Any, TensorDictBase]:
+    """Four rollouts that follow random experts, in two pairs of unequal lengths."""
+    from torchrl_moe.modules import TransformersWrapper
+    from torchrl_moe.testing import make_tiny_moe
+
+    actor = TransformersWrapper(make_tiny_moe("qwen3_moe"))
+    rollouts = [
+        one.apply(lambda x: x.float() if x.is_floating_point() else x)
+        for one in samples([(2, 3), (1, 4), (3, 1), (2, 5)])
+    ]
+    for i, rollout in enumerate(rollouts):
+        routes = random_routes(actor.router_replay, 1, len(rollout["tokens", "full"]), seed=i)[0]
+        routes[-1] = -1  # as every engine's
+        rollout["routed_experts"] = {"full": routes}
+    return actor, ragged(rollouts)
+
+
+ROUTES: dict[str, Any] = {"routes": ("routed_experts", "full"), "num_experts": 16}
+
+
+def test_two_micro_batches_run_two_forward_passes_of_the_body() -> None:
+    """They ran six: those of the loss, as many of the router loss, and as many for its totals."""
+    actor, td = real_batch()
+    router_loss = MoERouterLoss(actor, top_k=4)
+    loss = GRPOLoss(actor, router_loss=router_loss, kl_to_inference_coeff=0.1)
+    loss(td)  # the model is tried
+    passes: list[int] = []
+    hook = actor.model.model.register_forward_hook(lambda *_: passes.append(1))
+    parts = td.split(2)
+    for key, number in loss.denominators(td).items():
+        for part in parts:
+            part[key] = torch.full(part.batch_size, number)
+    totals = router_loss.totals(parts, **ROUTES)
+    store(totals, parts)
+    outs = [loss(part) for part in parts]
+    assert len(passes) == 2
+    hook.remove()
+    got = gradient_of(actor, [sum_of_losses(out) for out in outs])
+    store(totals, [td])
+    whole, alone = GRPOLoss(actor, kl_to_inference_coeff=0.1)(td), router_loss(td)
+    wanted = gradient_of(actor, [sum_of_losses(whole) + total(alone)])
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+    for key in ("loss_load_balancing", "loss_z"):
+        torch.testing.assert_close(sum(out.get(key) for out in outs), alone.get(key), rtol=1e-5, atol=1e-7)
+
+
+def sum_of_losses(out: Any) -> Tensor:
+    return sum(value for key, value in out.items() if key.startswith("loss_"))  # type: ignore[return-value]
+
+
+def gradient_of(actor: Any, losses: list[Tensor]) -> list[Tensor]:
+    wanted = [p for name, p in actor.model.named_parameters() if "gate.weight" in name or "layers.1." in name]
+    return list(torch.autograd.grad(sum(losses), wanted))
+
+
+def test_its_terms_are_those_of_a_policy_loss_that_has_it() -> None:
+    actor, td = real_batch()
+    router_loss = MoERouterLoss(actor, top_k=4)
+    loss = GSPOLoss(actor, router_loss=router_loss)
+    out, alone = loss(td), router_loss(td)
+    assert set(loss.out_keys) == set(out.keys()) == {*GSPOLoss(actor).out_keys, *router_loss.out_keys}
+    assert set(loss.state_dict()) == set(GSPOLoss(actor).state_dict())  # the actor is in it once
+    for key in router_loss.out_keys:
+        torch.testing.assert_close(out.get(key), alone.get(key), equal_nan=True)
+    router_loss.set_keys(attention_mask="attended")
+    with pytest.raises(ValueError, match="the tensordict has no 'attended'"):
+        loss(td)
+    with pytest.raises(ValueError, match="router_loss must be a MoERouterLoss of this loss's actor"):
+        GRPOLoss(BigramActor(), router_loss=router_loss)
+    with pytest.raises(ValueError, match="returned None for the router logits"):
+        silent = BigramActor()
+        GRPOLoss(silent, router_loss=MoERouterLoss(silent, top_k=2))(td.exclude("routed_experts"))
+
+
+def test_totals_of_recorded_choices_are_those_of_the_router_that_made_them() -> None:
+    actor, td = real_batch()
+    recording = actor.get_new_version(replay="R2")
+    with torch.no_grad():
+        recording.score(td)
+    router_loss, parts = MoERouterLoss(recording, top_k=4), list(td.split(2))
+    live = router_loss.totals(parts)
+    recorded = router_loss.totals(parts, routes=("train_routed_experts", "full"), num_experts=16)
+    for key, value in live.items():
+        torch.testing.assert_close(recorded[key], value, rtol=1e-6, atol=1e-6)
+    for one in td.unbind(0):
+        one["train_routed_experts", "full"][-1] = -1
+    without_last = router_loss.totals(parts, routes=("train_routed_experts", "full"), num_experts=16)
+    assert without_last["num_router_sequences"].tolist() == [0, 4, 4, 4]
+    torch.testing.assert_close(without_last["expert_counts"].sum(-1), live["expert_counts"].sum(-1))
+    with pytest.raises(ValueError, match="go together, got routes='x', num_experts=None"):
+        router_loss.totals(parts, routes="x")
+    with pytest.raises(ValueError, match=r"routes hold expert \d+, num_experts is 2"):
+        router_loss.totals(parts, routes=("train_routed_experts", "full"), num_experts=2)
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

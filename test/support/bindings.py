@@ -24,8 +24,8 @@ def bound(
     return bind_routes(routes, sites, 3, attention_mask=mask, **options)
 
 
-def own(scores: Tensor = SCORES) -> torch.return_types.topk:
-    return scores.topk(2)
+def own(rows: Tensor | None = None) -> torch.return_types.topk:
+    return (SCORES if rows is None else SCORES[rows]).topk(2)
 
 
 def changed(place: tuple[int, ...], value: object) -> Tensor:

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-WORLD_SIZE = 2
 
-
-def run_as_ranks(work: Callable[..., Any], *arguments: Any, seconds: float = 240.0) -> list[Any]:
-    """Run a function in two processes that are ranks 0 and 1 of the default group; return what it returns in each.
+def run_as_ranks(work: Callable[..., Any], *arguments: Any, seconds: float = 240.0, world_size: int = 2) -> list[Any]:
+    """Run a function in processes that are ranks of the default group; return what it returns in each.
 
     They are forks: torch is not imported again.
 
@@ -24,12 +22,16 @@ def run_as_ranks(work: Callable[..., Any], *arguments: Any, seconds: float = 240
         work: it may return what can be pickled, and arrays for tensors.
         *arguments: of ``work``.
         seconds: for each of them.
+        world_size: how many.
     """
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
-        ranks = [context.Process(target=_run, args=(i, store, work, arguments, answers)) for i in range(WORLD_SIZE)]
+        ranks = [
+            context.Process(target=_run, args=(i, world_size, store, work, arguments, answers))
+            for i in range(world_size)
+        ]
         for rank in ranks:
             rank.start()
         try:
@@ -43,11 +45,13 @@ def run_as_ranks(work: Callable[..., Any], *arguments: Any, seconds: float = 240
     return [value for _, value, _ in got]
 
 
-def _run(rank: int, store: str, work: Callable[..., Any], arguments: tuple[Any, ...], answers: Any) -> None:
+def _run(
+    rank: int, world_size: int, store: str, work: Callable[..., Any], arguments: tuple[Any, ...], answers: Any
+) -> None:
     answer: tuple[int, Any, str] = (rank, None, "it was ended")
     try:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD_SIZE)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
         answer = (rank, work(*arguments), "")
         dist.barrier()
         dist.destroy_process_group()

@@ -22,6 +22,14 @@ from torchrl_moe.weight_update.options import CollectiveOptions, SourceOptions, 
         ({"min_serving": 4}, 4, 4, 3),  # one may always be away
         ({"min_serving": 2, "rolling": 4}, 4, 2, 2),
         ({"min_serving": 0}, 4, 0, 0),
+        ({}, 10, 9, 9),
+        ({}, 64, 57, 58),  # nine tenths hold it, a tenth is away
+        ({}, 1024, 921, 922),
+        ({"rolling": 0.5, "min_serving": 0.25}, 8, 2, 2),
+        ({"rolling": 0.5}, 8, 7, 4),
+        ({"rolling": 0.01}, 8, 7, 7),  # one at least
+        ({"min_serving": 1.0}, 8, 8, 7),
+        ({"min_serving": 0.7}, 10, 7, 7),  # not 6, as floor(0.7 * 10) would be if 0.7 were a little less
     ],
 )
 def test_how_many_must_hold_a_version_and_how_many_must_serve_meanwhile(
@@ -35,6 +43,13 @@ def test_how_many_must_hold_a_version_and_how_many_must_serve_meanwhile(
     ("kind", "choices", "words"),
     [
         (SwapOptions, {"rolling": 0}, "rolling must be at least 1, got 0"),
+        (
+            SwapOptions,
+            {"rolling": 1.5},
+            r"rolling must be a share above 0 and at most 1\.0, or a whole number",
+        ),
+        (SwapOptions, {"min_serving": 0.0}, "min_serving must be a share above 0"),
+        (SwapOptions, {"min_serving": float("nan")}, "min_serving must be a share above 0"),
         (StoreOptions, {"layout": "files"}, "layout must be one of 'slots', 'versions', got 'files'"),
         (StoreOptions, {"keep_versions": 1}, "keep_versions must be at least 2"),
         (StoreOptions, {"fsync": True}, "fsync=True needs layout='versions'"),
@@ -47,6 +62,12 @@ def test_a_bad_choice_is_refused(kind: Any, choices: dict[str, Any], words: str)
     folders = {"folder": Path("x"), "seen_as": Path("x")} if kind is StoreOptions else {}
     with pytest.raises(ValueError, match=words):
         kind(**folders, **choices)
+
+
+@pytest.mark.parametrize("choices", [{"rolling": True}, {"min_serving": "all"}])
+def test_what_is_no_number_is_refused(choices: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="must be a number of replicas or a share of them"):
+        SwapOptions(**choices)
 
 
 @pytest.mark.parametrize(

@@ -365,3 +365,87 @@ def test_the_mode_says_how_requests_are_paused_and_the_stage_is_passed_on(connec
     assert fake.told("swap_weights")["pause"] == "abort"
     staging = {"version": 1, "stage": "shadow", "verify": "off", "threads": 3, "manifest": None}
     assert fake.told("stage_weights") == staging
+
+
+# -- versions that replicas turn down ---------------------------------------------------------------------------------
+
+
+def test_a_version_that_every_replica_turns_down_is_not_what_restarted_ones_get(connect: Connect) -> None:
+    engine = FakeFleet(2)
+    sender = connect(engine)
+    sender.update_weights(weights(1))
+    for number in (2, 3, 4):  # more than the store keeps
+        for fake in engine.fakes:
+            fake.fail["swap_weights"] = always(SoftError("its canary failed", restored=True))
+        with pytest.raises(WeightSyncError, match="its canary failed"):
+            sender.update_weights(weights(number))
+        engine.restart(1)
+        sender.bring(1)
+        assert value_in(engine, 1) == 1.0
+        assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
+    engine.fakes[0].fail.clear()
+    report = sender.update_weights(weights(5))
+    assert report.failed == {}
+    assert [value_in(engine, index) for index in range(2)] == [5.0, 5.0]
+
+
+def test_without_a_version_that_was_taken_a_restarted_replica_keeps_its_checkpoint(connect: Connect) -> None:
+    engine = FakeFleet(1)
+    sender = connect(engine)
+    engine.fakes[0].fail["swap_weights"] = always(SoftError("its canary failed", restored=True))
+    with pytest.raises(WeightSyncError):
+        sender.update_weights(weights(2))
+    engine.restart(0)
+    sender.bring(0)
+    assert (engine.states, engine.versions, value_in(engine, 0)) == (["SERVING"], [0], None)
+
+
+def test_a_version_that_one_replica_took_is_what_the_others_get(connect: Connect) -> None:
+    engine = FakeFleet(2)
+    sender = connect(engine, min_serving=1)
+    engine.fakes[1].fail["swap_weights"] = always(SoftError("it went wrong", restored=True))
+    assert sender.update_weights(weights(2)).failed.keys() == {1}
+    engine.restart(1)
+    sender.bring(1)
+    assert value_in(engine, 1) == 2.0
+
+
+# -- many replicas ----------------------------------------------------------------------------------------------------
+
+
+def test_an_update_of_many_goes_on_without_a_few(connect: Connect) -> None:
+    engine = FakeFleet(64)
+    sender = connect(engine)
+    for index in (3, 17):
+        engine.fakes[index].die()
+    assert sender.update_weights(weights(2)).failed.keys() == {3, 17}
+    for index in range(20, 26):
+        engine.fakes[index].die()
+    with pytest.raises(WeightSyncError, match="fewer than 57 replicas hold version 2"):
+        sender.update_weights(weights(3))
+
+
+def test_replicas_open_their_transport_at_the_same_time(connect: Connect) -> None:
+    engine = FakeFleet(16)
+    together = threading.Barrier(16)
+
+    def wait(asked: int) -> None:
+        together.wait(60.0)
+
+    for fake in engine.fakes:
+        fake.fail["init_weights"] = wait
+    connect(engine, timeout_seconds=60.0)
+    assert [fake.asked["init_weights"] for fake in engine.fakes] == [1] * 16
+
+
+def test_a_share_of_the_replicas_is_swapped_at_the_same_time(connect: Connect) -> None:
+    engine = FakeFleet(8)
+    sender = connect(engine, rolling=0.5)
+    together = threading.Barrier(4)
+
+    def wait(asked: int) -> None:
+        together.wait(60.0)  # four are there, or nobody goes on
+
+    for fake in engine.fakes:
+        fake.fail["swap_weights"] = wait
+    assert sender.update_weights(weights(1)).failed == {}

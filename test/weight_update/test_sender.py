@@ -460,7 +460,7 @@ def test_a_new_process_in_a_replicas_place_is_told_of_the_store(connect: Connect
     new = engine.restart(1)
     assert engine.states == ["SERVING", "STARTING"]
     assert sender.apply(1, replicas=[1]).failed == {}
-    assert new.asked == {"init_weights": 1, "stage_weights": 1, "swap_weights": 1}
+    assert new.asked == {"claim_weights": 1, "init_weights": 1, "stage_weights": 1, "swap_weights": 1}
     assert value_in(engine, 1) == 6.0
 
 

@@ -45,10 +45,11 @@ class ScoringActor(Protocol):
 
 
 class TokenScores(NamedTuple):
-    """What a loss reads of an actor: ``[B, T]`` each."""
+    """What a loss reads of an actor: ``[B, T]`` each, and the routers' logits ``[B, T, L, E]`` if they were wanted."""
 
     log_probs: Tensor
     entropy: Tensor | None
+    router_logits: Tensor | None = None
 
 
 def check_actor(actor: Any) -> None:
@@ -67,6 +68,7 @@ def score_tokens(
     attention_mask_key: NestedKey,
     entropy: bool,
     mask: Tensor | None = None,
+    router_logits: bool = False,
 ) -> TokenScores:
     """Return the actor's log-probs of ``tokens``, with a gradient, and their entropies if ``entropy``.
 
@@ -77,16 +79,20 @@ def score_tokens(
         attention_mask_key: the mask under which a TorchRL wrapper scores.
         entropy: whether entropies are wanted.
         mask: bool ``[B, T]``: the tokens that will be read; all, by default.
+        router_logits: whether the routers' logits are wanted, which a TorchRL wrapper does not give.
 
     Raises:
         ValueError: the actor's tensors are not ``[B, T]``, or it returned no entropy although it was asked for.
     """
+    routers = None
     if hasattr(actor, "score"):
         # An actor that always computes entropies, or all tokens, need not know these arguments.
         asked: dict[str, Any] = {} if entropy else {"entropy": False}
         if mask is not None and "mask" in signature(actor.score).parameters:
             asked["mask"] = mask
-        log_probs, spread, _ = actor.score(tensordict, **asked)
+        if router_logits:
+            asked["router_logits"] = True
+        log_probs, spread, routers = actor.score(tensordict, **asked)
     else:
         # The side is explicit: TorchRL's wrappers differ in their default.
         dist = actor.get_dist(tensordict.copy(), mask_key=attention_mask_key, padding_side="left")
@@ -95,14 +101,14 @@ def score_tokens(
         spread = dist.entropy() if entropy else None
     _checks.check_same_shape({"log-probs of the actor": log_probs, "tokens": tokens}, hint=_ALIGNED)
     if not entropy:
-        return TokenScores(log_probs, None)
+        return TokenScores(log_probs, None, routers)
     if spread is None:
         raise ValueError(
             "entropy_bonus=True needs entropies, and the actor's score() returned None for them: let it compute them, "
             "or pass entropy_bonus=False."
         )
     _checks.check_same_shape({"entropies of the actor": spread, "tokens": tokens}, hint=_ALIGNED)
-    return TokenScores(log_probs, spread)
+    return TokenScores(log_probs, spread, routers)
 
 
 def score_reference(

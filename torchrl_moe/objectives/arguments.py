@@ -10,6 +10,7 @@ __all__ = [
     "check_fixed_length",
     "check_no_dual_clip",
     "check_penalties",
+    "check_router_loss",
     "clip_range",
 ]
 
@@ -36,11 +37,17 @@ def check_no_dual_clip(loss: type, arguments: Mapping[str, object]) -> None:
 
 
 def check_penalties(
-    threshold: float | None, to_ref: float | None, to_inference: float | None, estimator: str, off_policy: bool
+    threshold: float | None,
+    to_ref: float | None,
+    to_inference: float | None,
+    estimator: str,
+    off_policy: bool,
+    clamp: float | None = None,
 ) -> None:
-    """Raise ValueError unless the KL terms make sense: coefficients, threshold (``None`` passes) and estimator."""
-    if threshold is not None and not threshold > 0:
-        raise ValueError(f"kl_mask_threshold must be positive, got {threshold}: None switches it off.")
+    """Raise ValueError unless the KL terms make sense: coefficients, bounds (``None`` passes) and estimator."""
+    for name, bound in {"kl_mask_threshold": threshold, "kl_clamp": clamp}.items():
+        if bound is not None and not bound > 0:
+            raise ValueError(f"{name} must be positive, got {bound}: None switches it off.")
     for name, coeff in {"kl_to_ref_coeff": to_ref, "kl_to_inference_coeff": to_inference}.items():
         if coeff is not None and not coeff >= 0:
             raise ValueError(f"{name} must not be negative, got {coeff}: None switches it off.")
@@ -61,6 +68,15 @@ def check_fixed_length(aggregation: str, fixed_length: int | None) -> None:
         )
     if fixed_length is not None and fixed_length < 1:
         raise ValueError(f"fixed_length must be at least 1, got {fixed_length}.")
+
+
+def check_router_loss(router_loss: object, actor: object) -> None:
+    """Raise ValueError if there is a router loss and it is of another actor, whose forward pass does not run."""
+    if router_loss is not None and getattr(router_loss, "actor_network", None) is not actor:
+        raise ValueError(
+            f"router_loss must be a MoERouterLoss of this loss's actor, got {type(router_loss).__name__} of another: "
+            "its terms come from the actor's one forward pass."
+        )
 
 
 def clip_range(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:

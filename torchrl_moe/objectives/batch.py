@@ -89,6 +89,14 @@ class TokenReader:
             _checks.check_shape(f"{key!r} of sample {i}", row.shape, (length,), hint=self._hint)
         return _pad_left(rows, fill)
 
+    def routes(self, key: NestedKey) -> Tensor:
+        """Return the experts ``[T_i, L, K]`` of ``key`` as int64 ``[B, T, L, K]``, -1 on the left."""
+        rows = self._rows(key, "the experts that each token was routed to")
+        for i, (row, length) in enumerate(zip(rows, self.lengths, strict=True)):
+            _checks.check_shape(f"{key!r} of sample {i}", row.shape, (length, "L", "K"), hint=self._hint)
+            _checks.check_integer(f"{key!r} of sample {i}", row)
+        return _pad_left([row.long() for row in rows], -1)
+
     @property
     def _hint(self) -> str:
         return f"It has a value for each token of {self._tokens_key!r}: check that both were cut or padded alike."

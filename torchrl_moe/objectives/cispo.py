@@ -25,14 +25,20 @@ class CISPOLoss(GRPOLoss):
         actor_network: π, as for :class:`~torchrl_moe.objectives.GRPOLoss`.
         clip_epsilon: ``low`` and ``high``. The paper bounds the weight from above only, and does not say where; the
             default is a weight of at most 5, as TRL recommends after ScaleRL (arXiv 2510.13786).
+        entropy_bonus: whether to add one: the paper does not, TorchRL's class does.
         **arguments: the others of :class:`~torchrl_moe.objectives.GRPOLoss`, except ``dual_clip``.
     """
 
     def __init__(
-        self, actor_network: Any, *, clip_epsilon: float | tuple[float, float] = (1.0, 4.0), **arguments: Any
+        self,
+        actor_network: Any,
+        *,
+        clip_epsilon: float | tuple[float, float] = (1.0, 4.0),
+        entropy_bonus: bool = False,
+        **arguments: Any,
     ) -> None:
         check_no_dual_clip(type(self), arguments)
-        super().__init__(actor_network, clip_epsilon=clip_epsilon, **arguments)
+        super().__init__(actor_network, clip_epsilon=clip_epsilon, entropy_bonus=entropy_bonus, **arguments)
 
     def _surrogate(self, ratios: PolicyRatios, advantage: Tensor) -> tuple[Tensor, Tensor]:
         clip = (self.clip_epsilon_low, self.clip_epsilon_high)

@@ -19,10 +19,16 @@ class DAPO(GRPOLoss):
     Args:
         actor_network: π, as for :class:`~torchrl_moe.objectives.GRPOLoss`.
         clip_epsilon: ``low`` and ``high``.
+        entropy_bonus: whether to add one: the paper does not, TorchRL's class does.
         **arguments: the others of :class:`~torchrl_moe.objectives.GRPOLoss`.
     """
 
     def __init__(
-        self, actor_network: Any, *, clip_epsilon: float | tuple[float, float] = (0.2, 0.28), **arguments: Any
+        self,
+        actor_network: Any,
+        *,
+        clip_epsilon: float | tuple[float, float] = (0.2, 0.28),
+        entropy_bonus: bool = False,
+        **arguments: Any,
     ) -> None:
-        super().__init__(actor_network, clip_epsilon=clip_epsilon, **arguments)
+        super().__init__(actor_network, clip_epsilon=clip_epsilon, entropy_bonus=entropy_bonus, **arguments)

@@ -31,6 +31,7 @@ class DPPOLoss(GRPOLoss):
         divergence: ``"tv"``, total variation, or ``"kl"``.
         clip_epsilon: the thresholds of D, ``low`` and ``high``; default: 0.15 of ``"tv"``, 0.05 of ``"kl"``.
         max_ratio: above it r counts as this.
+        entropy_bonus: whether to add one: the paper does not.
         **arguments: the others of :class:`~torchrl_moe.objectives.GRPOLoss`, except ``dual_clip``.
     """
 
@@ -41,6 +42,7 @@ class DPPOLoss(GRPOLoss):
         divergence: F.Divergence = "tv",
         clip_epsilon: float | tuple[float, float] | None = None,
         max_ratio: float = 20.0,
+        entropy_bonus: bool = False,
         **arguments: Any,
     ) -> None:
         check_choice("divergence", divergence, get_args(F.Divergence))
@@ -48,7 +50,7 @@ class DPPOLoss(GRPOLoss):
             raise ValueError(f"max_ratio must be at least 1, the ratio on policy, got {max_ratio}.")
         check_no_dual_clip(type(self), arguments)
         threshold = _THRESHOLDS[divergence] if clip_epsilon is None else clip_epsilon
-        super().__init__(actor_network, clip_epsilon=threshold, **arguments)
+        super().__init__(actor_network, clip_epsilon=threshold, entropy_bonus=entropy_bonus, **arguments)
         self.divergence, self.max_ratio = divergence, max_ratio
 
     def _surrogate(self, ratios: PolicyRatios, advantage: Tensor) -> tuple[Tensor, Tensor]:

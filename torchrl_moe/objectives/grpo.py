@@ -24,11 +24,13 @@ from torchrl_moe.objectives.arguments import (
     check_dual_clip,
     check_fixed_length,
     check_penalties,
+    check_router_loss,
     clip_range,
 )
 from torchrl_moe.objectives.batch import Masking, TokenBatch, TokenReader
 from torchrl_moe.objectives.corrections import Correction, Corrections, Thresholds
 from torchrl_moe.objectives.inputs import LossInputs, LossKeys
+from torchrl_moe.objectives.moe_router import MoERouterLoss
 from torchrl_moe.objectives.output import GRPOLossOutput
 from torchrl_moe.objectives.ratios import PolicyRatios, Proximal, policy_ratios
 from torchrl_moe.ops.masked import masked_mean
@@ -47,6 +49,7 @@ class GRPOLoss(LossModule):
 
     - every loss term and metric is a mean over valid tokens: TorchRL's KL terms, ``kl_approx``, ``entropy`` and
       ``clip_fraction`` average over prompts and pads too. All loss terms follow ``aggregation``;
+    - a token's KL penalty is bounded, see ``kl_clamp``;
     - ``kl_mask_threshold`` compares with the reference, as TorchRL documents, not with the rollout policy;
     - a part of a batch can be normalised by the whole batch, see :meth:`denominators`;
     - advantages per token are padded on the side on which the tokens are;
@@ -80,6 +83,8 @@ class GRPOLoss(LossModule):
         kl_estimator: of both: ``"k1"``, ``"k2"`` or ``"k3"``; what each one's gradient is says
             :mod:`torchrl_moe.objectives.functional.kl`.
         kl_off_policy: weight both by π/μ, for the gradient of the KL whatever μ is.
+        kl_clamp: cuts both per token to ``±kl_clamp``, before the coefficient; a token that is cut has no gradient from
+            them. ``None`` switches it off.
         reference: ``"key"`` reads ``ref_log_probs``; ``"adapter"`` scores with the actor's peft adapter switched off.
         device: of the buffers; default: the actor's.
         masking_strategy: ``"sft"`` (attended tokens after the prompt), ``"rlhf"`` (those of the assistant mask) or
@@ -87,6 +92,8 @@ class GRPOLoss(LossModule):
         ref_log_prob_padding_side: where a row of reference log-probs that is shorter than its tokens is filled up.
         ref_log_prob_padding_value: with what. NaN: such a token has no KL to the reference. (TorchRL's default is 0.)
         fixed_length: tokens to divide each sequence by, with ``aggregation="fixed_length"`` only.
+        router_loss: a :class:`~torchrl_moe.objectives.MoERouterLoss` of the same actor: its terms are returned too,
+            from the router logits of the one forward pass.
 
     Keys, for :meth:`set_keys`: those of :class:`~torchrl_moe.objectives.inputs.LossKeys`. ``advantage`` is ``[T, 1]``
     per token or ``[1, 1]`` per sample; ``num_valid_tokens``, ``num_sequences`` and ``sum_weights`` may be absent.
@@ -105,6 +112,7 @@ class GRPOLoss(LossModule):
     _schedulable_buffers = frozenset({"clip_epsilon_low", "clip_epsilon_high"})
     clip_epsilon_low: Tensor
     clip_epsilon_high: Tensor
+    router_loss: MoERouterLoss | None
 
     def __init__(
         self,
@@ -124,12 +132,14 @@ class GRPOLoss(LossModule):
         kl_to_inference_coeff: float | None = None,
         kl_estimator: F.KLEstimator = "k3",
         kl_off_policy: bool = False,
+        kl_clamp: float | None = 10.0,
         reference: Literal["key", "adapter"] = "key",
         device: torch.device | None = None,
         masking_strategy: Masking = "sft",
         ref_log_prob_padding_side: Literal["left", "right"] = "left",
         ref_log_prob_padding_value: float = float("nan"),
         fixed_length: int | None = None,
+        router_loss: MoERouterLoss | None = None,
     ) -> None:
         super().__init__()
         check_actor(actor_network)
@@ -137,7 +147,8 @@ class GRPOLoss(LossModule):
         check_choice("reduction", reduction, (None, "mean", "none"))
         check_choice("proximal_policy", proximal_policy, (None, *get_args(Proximal)))
         check_choice("reference", reference, ("key", "adapter"))
-        check_penalties(kl_mask_threshold, kl_to_ref_coeff, kl_to_inference_coeff, kl_estimator, kl_off_policy)
+        coefficients = (kl_to_ref_coeff, kl_to_inference_coeff)
+        check_penalties(kl_mask_threshold, *coefficients, kl_estimator, kl_off_policy, kl_clamp)
         check_dual_clip(dual_clip)
         check_fixed_length(aggregation, fixed_length)
         self.actor_network, self.reference = actor_network, reference
@@ -145,7 +156,8 @@ class GRPOLoss(LossModule):
         self.fixed_length, self.reduction, self.dual_clip = fixed_length, reduction or "mean", dual_clip
         self.entropy_bonus, self.entropy_coeff = entropy_bonus, entropy_coeff
         self.kl_mask_threshold, self.kl_estimator, self.kl_off_policy = kl_mask_threshold, kl_estimator, kl_off_policy
-        self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff, kl_to_inference_coeff
+        self.kl_to_ref_coeff, self.kl_to_inference_coeff = coefficients
+        self.kl_clamp = kl_clamp
         self.proximal_policy = proximal_policy
         self.corrections = Corrections(correction, thresholds, proximal_policy)
         self.inputs = LossInputs(
@@ -156,11 +168,15 @@ class GRPOLoss(LossModule):
             ref_side=ref_log_prob_padding_side,
             ref_fill=ref_log_prob_padding_value,
         )
+        check_router_loss(router_loss, actor_network)
+        self.__dict__["router_loss"] = router_loss  # no submodule: its parameters are the actor's, which is one already
         self._register_clip_range(clip_range(clip_epsilon), device)
         self._set_in_keys()
         self.out_keys = self._out_keys()
 
     def _register_clip_range(self, clip: tuple[float, float], device: torch.device | None) -> None:
+        if device is None:
+            device = getattr(self.actor_network, "device", None)  # where it computes: its parameters may be offloaded
         if device is None:
             device = next((parameter.device for parameter in self.parameters()), torch.get_default_device())
         for name, epsilon in zip(("low", "high"), clip, strict=True):
@@ -172,7 +188,7 @@ class GRPOLoss(LossModule):
         return False
 
     def _set_in_keys(self) -> None:  # set_keys() calls it
-        own = self.inputs.keys(self.tensor_keys)
+        own = [*self.inputs.keys(self.tensor_keys), *getattr(self.router_loss, "in_keys", [])]
         self.in_keys = list(dict.fromkeys([*getattr(self.actor_network, "in_keys", []), *own]))
 
     def _out_keys(self) -> list[str]:
@@ -180,7 +196,8 @@ class GRPOLoss(LossModule):
         keys += ["masked_fraction", "mean_weight"] if self.corrections else []
         keys += ["entropy", "loss_entropy"] if self.entropy_bonus else []
         keys += ["loss_kl_to_ref", "kl_to_ref"] if self.kl_to_ref_coeff else []
-        return keys + (["loss_kl_to_inference", "kl_to_inference"] if self.kl_to_inference_coeff is not None else [])
+        keys += ["loss_kl_to_inference", "kl_to_inference"] if self.kl_to_inference_coeff is not None else []
+        return keys + getattr(self.router_loss, "out_keys", [])
 
     @property
     def _needs_reference(self) -> bool:
@@ -199,7 +216,7 @@ class GRPOLoss(LossModule):
         """
         batch, mean_weight = self._read(tensordict)
         ask = (tensordict, batch.tokens, self.tensor_keys.attention_mask)
-        scores = score_tokens(self.actor_network, *ask, self.entropy_bonus, batch.mask)
+        scores = score_tokens(self.actor_network, *ask, self.entropy_bonus, batch.mask, self.router_loss is not None)
         batch = batch.to(scores.log_probs.device)
         ratios = policy_ratios(scores.log_probs, batch, self.proximal_policy)
         advantage = torch.where(ratios.mask, batch.advantage, 0)  # NaN may stand where no token counts
@@ -215,11 +232,13 @@ class GRPOLoss(LossModule):
         terms = {"objective": _Term(surrogate, None, ratios.mask), **self._penalties(batch, scores, ratios)}
         losses = {f"loss_{name}": self._aggregate(term.loss, kept & term.mask, batch) for name, term in terms.items()}
         means = {name: _mean(term.metric, term.mask) for name, term in terms.items() if term.metric is not None}
+        routing = {} if self.router_loss is None else self.router_loss(tensordict, scores.router_logits).items()
         finite = ratios.mask if scores.entropy is None else ratios.mask & scores.entropy.isfinite()
         return GRPOLossOutput(
             **losses,
             **means,
             **metrics,
+            **dict(routing),
             clip_fraction=_mean(clipped.to(ratios.log_ratio.dtype), ratios.mask),
             kl_approx=_mean(-ratios.sample_log_ratio, ratios.mask),
             ESS=F.effective_sample_size(ratios.sample_log_ratio, ratios.mask),
@@ -279,9 +298,10 @@ class GRPOLoss(LossModule):
             "kl_to_inference": (batch.sample_log_probs, self.kl_to_inference_coeff),
         }
         weight = ratios.sample_log_ratio if self.kl_off_policy else None
+        how = (self.kl_estimator, weight, self.kl_clamp)
         for name, (other, coeff) in others.items():
             if other is not None and coeff is not None:
-                penalty, known = F.kl_penalty(scores.log_probs, other, ratios.mask, self.kl_estimator, weight)
+                penalty, known = F.kl_penalty(scores.log_probs, other, ratios.mask, *how)
                 terms[name] = _Term(coeff * penalty, penalty, known)
         return terms
 

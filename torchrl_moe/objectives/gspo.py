@@ -32,6 +32,7 @@ class GSPOLoss(GRPOLoss):
         level: ``"sequence"`` or ``"token"``.
         clip_epsilon: ``low`` and ``high``; default: the paper's.
         aggregation: the paper's is the mean of sequences' means.
+        entropy_bonus: whether to add one: the paper does not.
         **arguments: the others of :class:`~torchrl_moe.objectives.GRPOLoss`.
 
     Raises:
@@ -45,10 +46,12 @@ class GSPOLoss(GRPOLoss):
         level: Literal["sequence", "token"] = "sequence",
         clip_epsilon: float | tuple[float, float] = (3e-4, 4e-4),
         aggregation: F.Aggregation = "prompt_mean",
+        entropy_bonus: bool = False,
         **arguments: Any,
     ) -> None:
         check_choice("level", level, ("sequence", "token"))
-        super().__init__(actor_network, clip_epsilon=clip_epsilon, aggregation=aggregation, **arguments)
+        terms = {"aggregation": aggregation, "entropy_bonus": entropy_bonus, **arguments}
+        super().__init__(actor_network, clip_epsilon=clip_epsilon, **terms)
         self.level = level
         masks = [name for name in self.corrections.names if name in _TOKEN_MASKS]
         masks += [] if self.kl_mask_threshold is None else ["kl_mask_threshold"]

@@ -24,6 +24,7 @@ __all__ = [
     "load_entropy",
     "load_share",
     "max_load",
+    "recorded_counts",
     "router_layers",
     "z_loss",
 ]
@@ -74,6 +75,31 @@ def choice_counts(router_logits: Tensor, rows: Tensor, top_k: int) -> Tensor:
     chosen = _finite(router_logits.detach(), rows).topk(top_k, -1).indices
     hits = torch.zeros_like(router_logits, dtype=torch.float32).scatter_(-1, chosen, 1.0)
     return (hits * rows[..., None]).sum(1)
+
+
+def recorded_counts(routes: Tensor, mask: Tensor, num_experts: int) -> Tensor:
+    """Return how many rows of ``mask`` chose each expert by ``routes``, float32 ``[L, E]``.
+
+    Args:
+        routes: int ``[B, T, L, K]``; -1 where no choice is known.
+        mask: bool ``[B, T]``.
+        num_experts: E.
+
+    Raises:
+        ValueError: another shape, or an expert out of range.
+
+    >>> recorded_counts(torch.tensor([[[[2, 0]], [[-1, -1]]]]), torch.ones(1, 2, dtype=torch.bool), num_experts=3)
+    tensor([[1., 0., 1.]])
+    """
+    _checks.check_rank("mask", mask, 2, hint="It is [B, T].")
+    _checks.check_shape("routes", routes.shape, (*mask.shape, "L", "K"))
+    chosen = routes.long().masked_fill(~mask[..., None, None], -1)
+    if bool((chosen >= num_experts).any()):
+        raise ValueError(f"routes hold expert {int(chosen.max())}, num_experts is {num_experts}.")
+    layers = chosen.shape[2]
+    slots = chosen + num_experts * torch.arange(layers, device=chosen.device)[:, None]
+    counts = torch.bincount(slots[chosen >= 0], minlength=layers * num_experts)
+    return counts.view(layers, num_experts).float()
 
 
 def load_share(counts: Tensor) -> Tensor:

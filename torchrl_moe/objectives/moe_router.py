@@ -52,8 +52,9 @@ class MoERouterLoss(LossModule):
     forward pass follows the engine's experts. Every attended token counts, prompts included, since a router routes
     them all; pads do not, nor do layers without a router.
 
-    It runs a forward pass of its own, of the layers but not of the head: ``actor.score(td, router_logits=True)``, with
-    a ``mask`` that names no token if ``score`` takes one.
+    A policy loss that is given it, ``GRPOLoss(actor, router_loss=...)``, returns its terms too, from one forward pass.
+    By itself it runs one of its own, of the layers but not of the head: ``actor.score(td, router_logits=True)``, with a
+    ``mask`` that names no token if ``score`` takes one.
 
     Args:
         actor_network: anything with ``score`` (:class:`~torchrl_moe.objectives.actors.ScoringActor`) that knows
@@ -70,8 +71,8 @@ class MoERouterLoss(LossModule):
     Example::
 
         router_loss = MoERouterLoss(actor, top_k=model.config.num_experts_per_tok)
-        terms = [*loss(td).items(), *router_loss(td).items()]
-        sum(value for key, value in terms if key.startswith("loss_")).backward()
+        out = GRPOLoss(actor, router_loss=router_loss)(td)
+        sum(value for key, value in out.items() if key.startswith("loss_")).backward()
     """
 
     @dataclass
@@ -118,18 +119,19 @@ class MoERouterLoss(LossModule):
         own = [self.tensor_keys.action, self.tensor_keys.attention_mask]
         self.in_keys = list(dict.fromkeys([*getattr(self.actor_network, "in_keys", []), *own]))
 
-    def forward(self, tensordict: TensorDictBase) -> MoERouterLossOutput:
+    def forward(self, tensordict: TensorDictBase, router_logits: Tensor | None = None) -> MoERouterLossOutput:
         """Return loss terms and metrics of a batch.
 
         Args:
             tensordict: batch size ``[B]``, ragged (a lazy stack) or dense.
+            router_logits: ``[B, T, L, E]``, what the actor's ``score`` of this batch gave; by default it is asked.
 
         Raises:
             ValueError: a key is missing, an entry does not fit the tokens, or the actor gave no router logits.
         """
         keys = self.tensor_keys
         reader = TokenReader(tensordict, keys.action)
-        routing = self._route(tensordict, reader)
+        routing = self._route(tensordict, reader, router_logits)
         layers, experts = routing.logits.shape[2:]
         whole = self._of_batch(tensordict, keys.expert_counts, layers, experts)
         sequences = self._of_batch(tensordict, keys.num_router_sequences, layers)
@@ -159,13 +161,14 @@ class MoERouterLoss(LossModule):
             num_dropped_rows=routing.dropped.to(counts.dtype),
         )
 
-    def _route(self, tensordict: TensorDictBase, reader: TokenReader) -> _Routing:
+    def _route(self, tensordict: TensorDictBase, reader: TokenReader, logits: Tensor | None = None) -> _Routing:
         """Return the live logits, and what of them counts."""
-        mask = reader.per_token(self.tensor_keys.attention_mask, "the mask of all tokens that are no pads").bool()
-        asked: dict[str, Any] = {"router_logits": True, "entropy": False}
-        if "mask" in signature(self.actor_network.score).parameters:
-            asked["mask"] = torch.zeros_like(mask)
-        _, _, logits = self.actor_network.score(tensordict, **asked)
+        mask = self._attended(reader)
+        if logits is None:
+            asked: dict[str, Any] = {"router_logits": True, "entropy": False}
+            if "mask" in signature(self.actor_network.score).parameters:
+                asked["mask"] = torch.zeros_like(mask)
+            _, _, logits = self.actor_network.score(tensordict, **asked)
         if logits is None:
             raise ValueError(
                 "the actor's score(td, router_logits=True) returned None for the router logits: the model must be a "
@@ -178,6 +181,9 @@ class MoERouterLoss(LossModule):
         dropped = mask[..., None] & balance.router_layers(logits, mask) & ~rows
         return _Routing(logits, rows, dropped.sum())
 
+    def _attended(self, reader: TokenReader) -> Tensor:
+        return reader.per_token(self.tensor_keys.attention_mask, "the mask of all tokens that are no pads").bool()
+
     def _of_batch(self, tensordict: TensorDictBase, key: NestedKey, *shape: int) -> Tensor | None:
         """Return a number of the whole batch, which each sample of a part holds; ``None`` if it is absent."""
         value: Any = tensordict.get(key, None)
@@ -188,12 +194,15 @@ class MoERouterLoss(LossModule):
         return cast(Tensor, value)[0]
 
     @torch.no_grad()
-    def totals(self, parts: Iterable[TensorDictBase]) -> dict[NestedKey, Tensor]:
+    def totals(
+        self, parts: Iterable[TensorDictBase], routes: NestedKey | None = None, num_experts: int | None = None
+    ) -> dict[NestedKey, Tensor]:
         """Return the choices of the whole batch: to be stored in each of its parts.
 
         With these entries the loss terms of the parts sum to those of the batch, however it is split; without them
         each part is balanced by itself, and both terms are divided by its own rows. The choices are those of the
-        routers as they are now: this runs a forward pass per part, without a gradient.
+        routers as they are now, which takes a forward pass per part, without a gradient; or those that ``routes``
+        holds, which takes none: the experts that a replay follows, the live router's but for about a tenth.
 
         They are counts. Ranks that share a batch add theirs up first, with
         :func:`torchrl_moe.objectives.sum_over_ranks`; where gradients are averaged (DDP, FSDP), that of the whole batch
@@ -201,6 +210,12 @@ class MoERouterLoss(LossModule):
 
         Args:
             parts: micro-batches that make up the batch, or this rank's share of it.
+            routes: where to read choices ``[T, L, K]``, -1 for none: ``("routed_experts", "full")``. Rows without any,
+                as a sequence's last token, count as the mean of the others.
+            num_experts: E, with ``routes``.
+
+        Raises:
+            ValueError: no part, ``routes`` without ``num_experts``, or an expert out of range.
 
         Returns:
             ``expert_counts`` ``[L, E]``, rows that chose each expert; ``num_router_sequences`` ``[L]``, sequences with
@@ -209,18 +224,28 @@ class MoERouterLoss(LossModule):
         Example::
 
             parts = td.split(4)
-            for key, value in sum_over_ranks(router_loss.totals(parts)).items():  # on one process without it
+            totals = router_loss.totals(parts, routes=("routed_experts", "full"), num_experts=model.config.num_experts)
+            for key, value in sum_over_ranks(totals).items():  # on one process without it
                 for part in parts:
                     part[key] = value.expand(len(part), *value.shape)
         """
-        counts, sequences = [], []
+        if (routes is None) != (num_experts is None):
+            raise ValueError(f"routes and num_experts go together, got routes={routes!r}, num_experts={num_experts}.")
+        counts, sequences, tokens = [], [], 0.0
         for part in parts:
-            routing = self._route(part.copy(), TokenReader(part, self.tensor_keys.action))
+            reader = TokenReader(part, self.tensor_keys.action)
+            if routes is not None and num_experts is not None:
+                mask = self._attended(reader)
+                counts.append(balance.recorded_counts(reader.routes(routes), mask, num_experts).double().cpu())
+                sequences.append(mask.any(1).sum().double().cpu())
+                tokens += float(mask.sum())
+                continue
+            routing = self._route(part.copy(), reader)
             counts.append(balance.choice_counts(routing.logits, routing.rows, self.top_k).sum(0).double().cpu())
             sequences.append(routing.rows.any(1).sum(0).double().cpu())
         if not counts:
             raise ValueError("totals() needs a part at least, got none.")
-        return {
-            self.tensor_keys.expert_counts: torch.stack(counts).sum(0),
-            self.tensor_keys.num_router_sequences: torch.stack(sequences).sum(0),
-        }
+        chosen, whole = torch.stack(counts).sum(0), torch.stack(sequences).sum(0)
+        if routes is not None:
+            chosen, whole = tokens * self.top_k * balance.load_share(chosen), whole * chosen.any(-1)
+        return {self.tensor_keys.expert_counts: chosen, self.tensor_keys.num_router_sequences: whole}

@@ -31,3 +31,10 @@ class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # myp
     kl_to_ref: Tensor | None = None
     loss_kl_to_inference: Tensor | None = None
     kl_to_inference: Tensor | None = None
+    loss_load_balancing: Tensor | None = None
+    """This and what follows: with a ``router_loss``, see :class:`~torchrl_moe.objectives.MoERouterLossOutput`."""
+    loss_z: Tensor | None = None
+    expert_load: Tensor | None = None
+    load_entropy: Tensor | None = None
+    max_load: Tensor | None = None
+    num_dropped_rows: Tensor | None = None

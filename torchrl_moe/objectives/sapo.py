@@ -24,6 +24,7 @@ class SAPOLoss(GRPOLoss):
         actor_network: π, as for :class:`~torchrl_moe.objectives.GRPOLoss`.
         temperatures: τ for positive and for other advantages; default: the paper's.
         aggregation: the paper's is the mean of sequences' means.
+        entropy_bonus: whether to add one: the paper does not.
         **arguments: the others of :class:`~torchrl_moe.objectives.GRPOLoss`, except ``dual_clip``. Nothing is clipped:
             ``clip_epsilon`` only says which ratios ``clip_fraction`` counts.
     """
@@ -34,12 +35,13 @@ class SAPOLoss(GRPOLoss):
         *,
         temperatures: tuple[float, float] = (1.0, 1.05),
         aggregation: F.Aggregation = "prompt_mean",
+        entropy_bonus: bool = False,
         **arguments: Any,
     ) -> None:
         if len(temperatures) != 2 or not all(temperature > 0 for temperature in temperatures):
             raise ValueError(f"temperatures must be two positive numbers, got {temperatures!r}.")
         check_no_dual_clip(type(self), arguments)
-        super().__init__(actor_network, aggregation=aggregation, **arguments)
+        super().__init__(actor_network, aggregation=aggregation, entropy_bonus=entropy_bonus, **arguments)
         self.temperatures = tuple(temperatures)
 
     def _surrogate(self, ratios: PolicyRatios, advantage: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,16 +82,19 @@ class KeptWords:
         """Return the words of some rows, bool ``[N]``."""
         return KeptWords(self.ids[wanted[self.rows()]], self.sizes[wanted])
 
-    def tiled(self, height: int, width: int, vocabulary: int) -> LeftOut:
+    def tiled(self, height: int, width: int, vocabulary: int, first: int = 0) -> LeftOut:
         """Sort the ids by the tiles in which they lie.
 
         Args:
             height: rows of a tile; the last one of a column of tiles may have fewer.
             width: words of a tile; likewise.
-            vocabulary: V.
+            vocabulary: V, or how many words there are here, of which ``first`` is the first.
+            first: ids before it, and those after the last word, lie in no tile.
         """
         down, across = (-(-size // step) for size, step in ((len(self.sizes), height), (vocabulary, width)))
-        rows, ids = self.rows(), self.ids.long()
+        rows, ids = self.rows(), self.ids.long() - first
+        here = (ids >= 0) & (ids < vocabulary)
+        rows, ids = rows[here], ids[here]
         tiles = ids.div(width, rounding_mode="floor") * down + rows.div(height, rounding_mode="floor")
         places = (tiles.mul_(height * width) + rows.remainder_(height) * width + ids % width).sort().values
         starts = torch.arange(down * across + 1, device=places.device) * (height * width)

@@ -30,7 +30,8 @@ class LinearHead:
     """``y = sum_i hidden_i @ weight_i.T + bias``, and the logits ``outer * y``, or ``outer * tanh(inner * y)``.
 
     ``hiddens`` are ``[N, H_i]``, ``weights`` ``[V, H_i]``, ``bias`` ``[V]``; ``inner`` is 0 where there is no tanh.
-    ``kept`` are the words that each row's softmax runs over; ``None``: all.
+    ``kept`` are the words that each row's softmax runs over; ``None``: all. They are numbered from ``first`` on, the
+    number of the first word here.
     """
 
     hiddens: list[Tensor]
@@ -39,6 +40,7 @@ class LinearHead:
     outer: float
     inner: float
     kept: KeptWords | None = None
+    first: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,8 +106,9 @@ def forward_tiles(head: LinearHead, tokens: Tensor, entropy: bool, elements: int
     """Score rows.
 
     Args:
-        head: of N rows and V words; the token of a row is one of its words.
-        tokens: int64 ``[N]``, the word chosen in each row.
+        head: of N rows and V words.
+        tokens: int64 ``[N]``, the word chosen in each row, counted from the head's first; ``chosen`` is 0 where it is
+            none of the head's.
         entropy: whether to compute entropies.
         elements: numbers in a tile.
     """
@@ -219,7 +222,7 @@ def _left_out(head: LinearHead, elements: int) -> LeftOut | None:
     if head.kept is None:
         return None
     rows, words = len(head.hiddens[0]), len(head.weights[0])
-    return head.kept.tiled(*_tile_shape(rows, words, elements), words)
+    return head.kept.tiled(*_tile_shape(rows, words, elements), words, head.first)
 
 
 def _tiles(rows: int, words: int, elements: int) -> Iterator[tuple[slice, list[slice]]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchrl_moe import _checks
 from torchrl_moe.ops.kept_words import KeptWords
 from torchrl_moe.ops.linear_head import LinearHead, RowScores, backward_tiles, forward_tiles
+from torchrl_moe.ops.word_shard import WordShard, join, own_part
 
 __all__ = ["LogitTransform", "selected_log_probs"]
 
@@ -85,7 +86,9 @@ def selected_log_probs(
     Args:
         hidden: ``[N, H]``, floating point. With ``weight``, also a sequence of equal length: the products add up, so
             ``([h, s * h @ A.T], [W, B])`` is a head with LoRA.
-        weight: ``[V, H]``, floating point.
+        weight: ``[V, H]``, floating point. A DTensor cut by words, as tensor parallelism cuts a head, on ranks that
+            have the same rows: each rank scores its own words, a collective. The logits stay where they are; gradients
+            are those of one process where each rank computes the same loss. ``bias`` is then cut likewise.
         tokens: integer ``[N]``, in ``0..V-1``.
         bias: ``[V]``.
         transform: what is done to the logits; default nothing.
@@ -120,6 +123,11 @@ def selected_log_probs(
     hiddens = [hidden] if isinstance(hidden, Tensor) else list(hidden)
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     _check(hiddens, weights, tokens, bias)
+    shard = WordShard.of(weights[0])
+    if shard is not None:
+        if len(weights) > 1:
+            raise ValueError(f"a weight that is cut by words must be the only one, got {len(weights)}.")
+        hiddens = [shard.enter(hiddens[0])]
     if kept is not None:
         KeptWords(*kept).check_shapes(len(tokens))
     device = tokens.device.type
@@ -131,12 +139,13 @@ def selected_log_probs(
         raise ValueError(f"tile_bytes must hold {TILES} numbers of {number} bytes at least, got {size}.")
     log_probs, spread, _ = _selected_log_probs(
         [h.to(dtype) for h in hiddens],
-        [w.to(dtype) for w in weights],
+        [own_part(w).to(dtype) for w in weights],
         [tokens.long(), *(kept or ())],
-        bias,
+        None if bias is None else own_part(bias),
         (transform or LogitTransform()).factors,
         entropy,
-        size // (TILES * number),
+        [size // (TILES * number), *((shard.first, shard.words) if shard else (0, len(weights[0])))],
+        shard.group if shard else "",
     )
     return log_probs, spread if entropy else None
 
@@ -171,7 +180,7 @@ def _check(hiddens: list[Tensor], weights: list[Tensor], tokens: Tensor, bias: T
     "torchrl_moe::selected_log_probs",
     mutates_args=(),
     schema="(Tensor[] hiddens, Tensor[] weights, Tensor[] targets, Tensor? bias, float[] factors, bool entropy, "
-    "int elements) -> (Tensor, Tensor, Tensor)",
+    "int[] sizes, str group) -> (Tensor, Tensor, Tensor)",
 )
 def _selected_log_probs(
     hiddens: list[Tensor],
@@ -180,14 +189,16 @@ def _selected_log_probs(
     bias: Tensor | None,
     factors: list[float],
     entropy: bool,
-    elements: int,
+    sizes: list[int],
+    group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs, entropies (``[0]`` if not asked) and log-sum-exps.
 
-    ``targets`` are the tokens, and ids and sizes of the words kept, unless all are.
+    ``targets`` are the tokens, and ids and sizes of the words kept, unless all are. ``sizes`` are those of a tile, the
+    number of the first word here, and V; all words are here if ``group`` is empty.
     """
     tokens, kept = _read_targets(targets)
-    vocabulary = len(weights[0])
+    elements, first, vocabulary = sizes
     outside = (tokens < 0) | (tokens >= vocabulary)
     if bool(outside.any()):
         raise ValueError(
@@ -195,9 +206,11 @@ def _selected_log_probs(
         )
     if kept is not None:
         kept.check_values(tokens, vocabulary)
-    head = LinearHead(hiddens, weights, bias, factors[0], factors[1], kept)
+    head = LinearHead(hiddens, weights, bias, factors[0], factors[1], kept, first)
     with torch.autocast(tokens.device.type, enabled=False):
-        scores = forward_tiles(head, tokens, entropy, elements)
+        scores = forward_tiles(head, tokens - first, entropy, elements)
+    if group:
+        scores = join(scores, group)
     return scores.chosen - scores.log_sum, scores.entropy, scores.log_sum
 
 
@@ -207,7 +220,7 @@ def _read_targets(targets: list[Tensor]) -> tuple[Tensor, KeptWords | None]:
 
 
 @_selected_log_probs.register_fake
-def _(hiddens: list[Tensor], _: Any, targets: list[Tensor], __: Any, ___: Any, entropy: bool, ____: Any) -> Any:
+def _(hiddens: list[Tensor], _: Any, targets: list[Tensor], __: Any, ___: Any, entropy: bool, *____: Any) -> Any:
     out = torch.empty_like(targets[0], dtype=torch.promote_types(hiddens[0].dtype, torch.float32))
     return out, torch.empty_like(out) if entropy else out.new_empty(0), torch.empty_like(out)
 
@@ -216,7 +229,7 @@ def _(hiddens: list[Tensor], _: Any, targets: list[Tensor], __: Any, ___: Any, e
     "torchrl_moe::selected_log_probs_backward",
     mutates_args=(),
     schema="(Tensor[] hiddens, Tensor[] weights, Tensor[] targets, Tensor? bias, float[] factors, Tensor[] rows, "
-    "bool[] needs, int elements) -> Tensor[]",
+    "bool[] needs, int[] sizes) -> Tensor[]",
 )
 def _selected_log_probs_backward(
     hiddens: list[Tensor],
@@ -226,23 +239,24 @@ def _selected_log_probs_backward(
     factors: list[float],
     rows: list[Tensor],
     needs: list[bool],
-    elements: int,
+    sizes: list[int],
 ) -> list[Tensor]:
     """Return a gradient for each hidden, each weight and the bias, ``[0]`` where none is needed.
 
     ``rows`` are log-sum-exps, entropies and the gradients of log-probs and entropies.
     """
     tokens, kept = _read_targets(targets)
+    elements, first, _ = sizes
     log_sum, spread, grad_log_prob, grad_entropy = rows
     live = (grad_log_prob != 0) | (grad_entropy != 0)  # NaN too
     every = bool(live.all())
     wanted = slice(None) if every else live
     kept = kept if kept is None or every else kept.select(live)
-    head = LinearHead([h[wanted] for h in hiddens], weights, bias, factors[0], factors[1], kept)
+    head = LinearHead([h[wanted] for h in hiddens], weights, bias, factors[0], factors[1], kept, first)
     scores = RowScores(log_sum[wanted], log_sum[wanted], spread[wanted] if len(spread) else spread)
     given = (grad_log_prob[wanted], grad_entropy[wanted])
     with torch.autocast(tokens.device.type, enabled=False):
-        grads = backward_tiles(head, tokens[wanted], scores, given, needs, elements)
+        grads = backward_tiles(head, tokens[wanted] - first, scores, given, needs, elements)
     of_hiddens = [g if g is None or every else _spread_rows(g, live) for g in grads.hiddens]
     return [log_sum.new_empty(0) if g is None else g for g in (*of_hiddens, *grads.weights, grads.bias)]
 
@@ -270,7 +284,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    hiddens, weights, targets, bias, ctx.factors, _, ctx.elements = inputs
+    hiddens, weights, targets, bias, ctx.factors, _, ctx.sizes, _ = inputs
     _, spread, log_sum = output
     ctx.mark_non_differentiable(log_sum)
     ctx.parts = len(hiddens)
@@ -284,9 +298,9 @@ def _backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor, _: Any) -> 
     if not len(spread):
         grad_entropy = torch.zeros_like(grad_log_prob)
     rows = [log_sum, spread, grad_log_prob, grad_entropy]
-    grads = _selected_log_probs_backward(hiddens, weights, targets, bias, ctx.factors, rows, ctx.needs, ctx.elements)
+    grads = _selected_log_probs_backward(hiddens, weights, targets, bias, ctx.factors, rows, ctx.needs, ctx.sizes)
     found = [grad if needed else None for grad, needed in zip(grads, ctx.needs, strict=True)]
-    return found[: ctx.parts], found[ctx.parts : -1], [None] * len(targets), found[-1], None, None, None
+    return found[: ctx.parts], found[ctx.parts : -1], [None] * len(targets), found[-1], None, None, None, None
 
 
 _selected_log_probs.register_autograd(_backward, setup_context=_setup_context)

@@ -18,9 +18,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from torchrl_moe._errors import EngineError
+from torchrl_moe._errors import EngineError, WeightSyncError
 from torchrl_moe.modules.backends.replica import PauseMode
 from torchrl_moe.modules.backends.reports import ReplicaInfo, SwapReport
+from torchrl_moe.modules.backends.weight_claim import WeightClaim, WeightOwner
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.fake_engine import FakeAsyncVLLM, FakeReplica
@@ -32,6 +33,7 @@ from torchrl_moe.weight_update.transports.registry import open_receiver
 __all__ = ["FakeFleet", "FakeWeightReplica", "SoftError", "Stall"]
 
 Kinds = Mapping[str, tuple[torch.dtype, torch.Size]]
+FENCE = {"epoch", "digest"}  # arguments that go with each command about weights
 EXPECTED: Kinds = {"a": (torch.float32, torch.Size([2, 2])), "b": (torch.int64, torch.Size([3]))}
 
 
@@ -65,7 +67,7 @@ class FakeWeightReplica(FakeReplica):
     Attributes:
         fail: command -> a function of how many times it was asked before; the error that it returns, if any, is raised.
             One for ``swap_weights`` that is a :class:`SoftError` is reported.
-        calls: each command and its arguments.
+        calls: each command and its arguments, without those by which a claim is checked.
         receivers: the workers' ends of gloo.
         weights: copies of the tensors that were loaded last; of an adapter, if the trainer sends one.
     """
@@ -87,7 +89,9 @@ class FakeWeightReplica(FakeReplica):
         self.weights: dict[str, Tensor] = {}
         self.reader: WeightStoreReader | None = None
         self._adapters: Path | None = None  # the store, if it holds adapters
-        self._staged: dict[str, Tensor] = {}
+        self._adapter: dict[str, Tensor] = {}  # an adapter
+        self._staged_digest = ""
+        self.owner = WeightOwner()
         self.note: Callable[[str, int], None] | None = None
 
     def wait_ready(self, timeout: float) -> ReplicaInfo:
@@ -124,7 +128,7 @@ class FakeWeightReplica(FakeReplica):
             self.note(name, self.index)
         fail = self.fail.get(name)
         error = None if fail is None else fail(self.asked[name])
-        self.calls.append((name, arguments))
+        self.calls.append((name, {key: value for key, value in arguments.items() if key not in FENCE}))
         if isinstance(error, Stall):
             time.sleep(timeout)
             raise EngineError(f"replica {self.index} did not answer {name!r} within {timeout:g} s")
@@ -138,8 +142,17 @@ class FakeWeightReplica(FakeReplica):
         """Name -> (dtype, shape) of what is expected."""
         return self._expected or {}
 
-    def command_init_weights(self, transport: str, options: Mapping[str, Any]) -> None:
+    def command_claim_weights(self, driver: str, name: str, takeover: bool) -> WeightClaim:
+        """Answer as an engine does."""
+        return self.owner.claim(driver, name, takeover)
+
+    def command_give_up_weights(self, epoch: int) -> None:
+        """End a claim."""
+        self.owner.give_up(epoch)
+
+    def command_init_weights(self, epoch: int, transport: str, options: Mapping[str, Any]) -> None:
         """Open the store, or join the groups of the workers."""
+        self.owner.check(epoch)
         if transport not in ("adapter", "memmap", "gloo"):
             raise EngineError(f"the fake engine has no transport {transport!r}")
         self._leave()
@@ -153,9 +166,10 @@ class FakeWeightReplica(FakeReplica):
         return open_receiver("gloo", options, SimpleNamespace(parallel_config=place))
 
     def command_stage_weights(
-        self, version: int, stage: str, verify: str, threads: int, manifest: str | None
+        self, epoch: int, version: int, stage: str, verify: str, threads: int, manifest: str | None
     ) -> StageReport:
         """Check a version as an engine does."""
+        self.owner.check(epoch)
         if self._adapters is not None:
             return self._stage_adapter(self._adapters, version)
         found = self._store.manifest(version) if manifest is None else Manifest.from_json(manifest)
@@ -166,7 +180,7 @@ class FakeWeightReplica(FakeReplica):
                 list(pool.map(lambda one: one.fetch(found, verify=verify == "digest", threads=threads), self.receivers))
         elif verify == "digest":
             self._store.verify(found, threads)
-        shadow = stage == "shadow"
+        shadow, self._staged_digest = stage == "shadow", found.digest
         return StageReport(
             seconds=0.75 if shadow else 0.25,
             nbytes=found.nbytes,
@@ -179,16 +193,24 @@ class FakeWeightReplica(FakeReplica):
 
     def command_swap_weights(
         self,
+        epoch: int,
         version: int,
+        digest: str,
         pause: PauseMode,
         clear_cache: bool,
         canary: Mapping[str, Any] | None,
         patience: float = math.inf,
     ) -> SwapReport:
         """Copy a version's tensors."""
+        try:
+            self.owner.check(epoch)
+        except WeightSyncError as error:
+            return SwapReport(started=False, error=str(error))
+        if digest != self._staged_digest:
+            return SwapReport(started=False, error=f"version {version} is not what was staged last")
         del pause, clear_cache, canary, patience
         if self._adapters is not None:
-            self.weights, self.version = self._staged, version
+            self.weights, self.version = self._adapter, version
             return SwapReport()
         source = self.receivers[0] if self.receivers else self._store
         with source.reading(source.manifest(version)) as tensors:
@@ -199,7 +221,8 @@ class FakeWeightReplica(FakeReplica):
     def _stage_adapter(self, store: Path, version: int) -> StageReport:
         with tempfile.TemporaryDirectory() as folder:
             found = copy_adapter(store, version, Path(folder))
-            self._staged = safetensors.torch.load((Path(folder) / ADAPTER_FILES[1]).read_bytes())
+            self._staged_digest = found.digest
+            self._adapter = safetensors.torch.load((Path(folder) / ADAPTER_FILES[1]).read_bytes())
         return StageReport(
             seconds=0.5, nbytes=found.nbytes, digest=found.digest, fetched=0.25, loaded=0.25, stage="adapter"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,25 @@ WITH_ADAPTERS: Mapping[str, Any] = {
     "delta": False,
 }
 """The only choices where no weights are swapped."""
+ROUNDING = 1e-9  # of a share that is no binary fraction
+
+
+ROLLING_SHARE, HOLDING_SHARE = 0.1, 0.9
+
+
+def _check_count(name: str, value: float, least: int) -> None:
+    """Refuse what is no number of replicas, and no share of them."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number of replicas or a share of them, got {value!r}")
+    if isinstance(value, float) and not 0 < value <= 1:
+        raise ValueError(f"{name} must be a share above 0 and at most 1.0, or a whole number, got {value}")
+    if value < least and isinstance(value, int):
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _count_of(value: float, num_replicas: int) -> int:
+    """Return how many replicas a number or a share is; a share is rounded down."""
+    return math.floor(value * num_replicas + ROUNDING) if isinstance(value, float) else value
 
 
 def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
@@ -99,34 +119,41 @@ class SwapOptions:
     Attributes:
         mode: of requests in flight: frozen, waited for, or cut and resumed.
         kv: of cached prefixes.
-        rolling: how many replicas at the same time.
-        min_serving: how many replicas must hold a version for an update to succeed, and how many must serve meanwhile.
+        rolling: how many replicas at the same time, or which share of them; one at least.
+        min_serving: how many replicas, or which share of them, must hold a version for an update to succeed, and must
+            serve meanwhile.
         timeout_seconds: of each step of each replica.
     """
 
     mode: Literal["hot_swap", "drain", "abort_resume"] = "hot_swap"
     kv: Literal["salt", "recompute"] = "salt"
-    rolling: int = 1
-    min_serving: int | None = None
+    rolling: int | float = ROLLING_SHARE
+    min_serving: int | float | None = None
     timeout_seconds: float = 120.0
 
     def __post_init__(self) -> None:
         one_of("mode", self.mode, ("hot_swap", "drain", "abort_resume"))
         one_of("kv", self.kv, ("salt", "recompute"))
-        if self.rolling < 1:
-            raise ValueError(f"rolling must be at least 1, got {self.rolling}")
-        if self.min_serving is not None and self.min_serving < 0:
-            raise ValueError(f"min_serving must be at least 0, got {self.min_serving}")
+        _check_count("rolling", self.rolling, 1)
+        if self.min_serving is not None:
+            _check_count("min_serving", self.min_serving, 0)
         if self.timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds must be positive, got {self.timeout_seconds:g}")
 
+    def at_a_time(self, num_replicas: int) -> int:
+        """Return how many replicas are swapped at the same time."""
+        return max(_count_of(self.rolling, num_replicas), 1)
+
     def must_hold(self, num_replicas: int) -> int:
-        """Return how many replicas must hold a version in the end: all but one, if not said."""
-        return max(num_replicas - 1, 1) if self.min_serving is None else self.min_serving
+        """Return how many replicas must hold a version in the end: nine of ten, and one at least, if not said."""
+        if self.min_serving is None:
+            return max(_count_of(HOLDING_SHARE, num_replicas), 1)
+        return _count_of(self.min_serving, num_replicas)
 
     def must_serve(self, num_replicas: int) -> int:
         """Return how many replicas must serve meanwhile; one at a time may always be away."""
-        floor = num_replicas - self.rolling if self.min_serving is None else self.min_serving
+        away = self.at_a_time(num_replicas)
+        floor = num_replicas - away if self.min_serving is None else _count_of(self.min_serving, num_replicas)
         return max(min(floor, num_replicas - 1), 0)
 
 

@@ -25,6 +25,7 @@ class ReplicaSync:
             ``"plain"``.
         reason: why there was no shadow.
         attempts: how often it was swapped.
+        rejected: whether the replica itself turned the new weights down; one that died, or did not answer, has not.
         unproved: why it was not asked, or did not answer in time, whether its new weights are right.
         error: why it does not hold the version; ``None`` if it does.
     """
@@ -40,6 +41,7 @@ class ReplicaSync:
     stage: str = "plain"
     reason: str = ""
     attempts: int = 0
+    rejected: bool = False
     unproved: str = ""
     error: str | None = None
 

@@ -25,10 +25,12 @@ from torchrl_moe._errors import (
     ReplicaDiedError,
     SyncTimeout,
     TorchRLMoEError,
+    WeightsOwnedError,
     WeightSyncError,
 )
 from torchrl_moe.modules.backends.replica import PauseMode, Replica
 from torchrl_moe.modules.backends.reports import SwapReport
+from torchrl_moe.modules.backends.weight_claim import this_process
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.replica_table import TableEntry
 from torchrl_moe.modules.serving.service import GenerationService
@@ -41,6 +43,7 @@ from torchrl_moe.weight_update.transports.base import StageOptions, StageReport,
 __all__ = ["LATE", "SYNCABLE", "RollingSwap", "Staged", "waits_for_update"]
 
 ATTEMPTS = 2
+GIVE_UP_SECONDS = 10.0  # that a replica has to say that it did
 BAR_SECONDS = 5.0  # until a progress bar appears
 SYNCABLE = frozenset({ReplicaState.SERVING, ReplicaState.DRAINING})
 LATE = SYNCABLE | {ReplicaState.STARTING}  # what may be brought to a version by name
@@ -72,25 +75,62 @@ class RollingSwap:
         self.engine, self.transport = engine, transport
         self._staging, self._swapping = staging, swapping
         self._table = engine.replica_table
-        self._opened: weakref.WeakSet[Any] = weakref.WeakSet()  # replicas that know the transport
+        self._claimed: weakref.WeakSet[Any] = weakref.WeakSet()  # replicas that take weights from this driver
+        self._opened: weakref.WeakSet[Any] = weakref.WeakSet()  # those of them that know the transport
         self._away: set[int] = set()  # replicas whose turn it is
 
     # -- before the swap --------------------------------------------------------------------------------------------
 
-    def open(self, entries: Sequence[TableEntry]) -> None:
-        """Make replicas ready to take versions; one that fails at it is asked again when it is to prepare one.
+    def open(self, entries: Sequence[TableEntry], takeover: bool = False) -> None:
+        """Make replicas this driver's, and ready to take versions. One that fails is asked again at the next version.
+
+        Of drivers that ask at the same time, the one that has the first replica gets all.
+
+        Args:
+            entries: the replicas.
+            takeover: whether to take them from a driver that lives.
 
         Raises:
+            WeightsOwnedError: another driver has one; then none is this driver's that was not before.
             WeightSyncError, EngineError: all failed; the error is the first one's.
         """
-        errors = [_tried(partial(self._open, entry.replica)) for entry in entries]
+        first, *others = entries
+        with ThreadPoolExecutor(len(entries), thread_name_prefix="weight-open") as pool:
+            claims = [_tried(partial(self._claim, first.replica, takeover))]
+            if not isinstance(claims[0], WeightsOwnedError):
+                claims += pool.map(lambda entry: _tried(partial(self._claim, entry.replica, takeover)), others)
+            if refused := [claim for claim in claims if isinstance(claim, WeightsOwnedError)]:
+                self.give_up()
+                raise refused[0]
+            errors = list(pool.map(lambda entry: _tried(partial(self._open, entry.replica)), entries))
         if errors[0] is not None and None not in errors:
             raise errors[0]
 
+    def _claim(self, replica: Replica, takeover: bool = False) -> None:
+        with self._naming_timeouts():
+            claim = replica.claim_weights(this_process(), takeover, self._swapping.timeout_seconds)
+        if not claim.epoch:
+            raise WeightsOwnedError(
+                f"the weights of replica {replica.index} are updated by {claim.owner}: end its sender, or pass "
+                "takeover=True to init_all_workers_group()"
+            )
+        self._claimed.add(replica)
+
     def _open(self, replica: Replica) -> None:
+        if replica not in self._claimed:
+            self._claim(replica)
         with self._naming_timeouts():
             self.transport.open(replica, self._swapping.timeout_seconds)
         self._opened.add(replica)
+
+    def give_up(self) -> None:
+        """Let other drivers have the replicas that live."""
+        claimed = [replica for replica in self._claimed if replica.is_alive()]
+        self._claimed.clear()
+        self._opened.clear()
+        if claimed:
+            with ThreadPoolExecutor(len(claimed), thread_name_prefix="weight-open") as pool:
+                list(pool.map(lambda replica: _tried(partial(replica.give_up_weights, GIVE_UP_SECONDS)), claimed))
 
     def stage(self, published: Published, replicas: Sequence[int] | None) -> dict[int, Staged]:
         """Let replicas prepare a version at the same time, all that wait for one by default; return what each says."""
@@ -142,7 +182,8 @@ class RollingSwap:
             return outcome
 
         there = [index for index in indices if not self._table[index].removed]
-        with bar, ThreadPoolExecutor(self._swapping.rolling, thread_name_prefix="weight-swap") as pool:
+        at_a_time = self._swapping.at_a_time(self._members)
+        with bar, ThreadPoolExecutor(at_a_time, thread_name_prefix="weight-swap") as pool:
             return list(pool.map(bring, there))
 
     def _bring(self, index: int, published: Published, staged: Staged | None) -> ReplicaSync:
@@ -170,7 +211,7 @@ class RollingSwap:
             if error is not None:
                 return outcome
             try:
-                swap, attempts = self._swap(entry, replica, published)
+                swap, attempts, rejected = self._swap(entry, replica, published)
             except BaseException:  # whatever it was, nobody knows what the replica holds
                 self._end(entry, replica)
                 raise
@@ -180,6 +221,7 @@ class RollingSwap:
             paused=swap.paused_seconds,
             loaded=swap.loading_seconds,
             attempts=attempts,
+            rejected=rejected,
             unproved=swap.unproved,
             error=error,
         )
@@ -233,8 +275,12 @@ class RollingSwap:
                 self._swapping.timeout_seconds,
             )
 
-    def _swap(self, entry: TableEntry, replica: Replica, published: Published) -> tuple[SwapReport, int]:
-        """Swap, and once more if it failed; a replica that does not answer is not asked again."""
+    def _swap(self, entry: TableEntry, replica: Replica, published: Published) -> tuple[SwapReport, int, bool]:
+        """Swap, and once more if it failed; a replica that does not answer is not asked again.
+
+        Returns:
+            The report, how often it was asked, and whether the replica itself turned the version down.
+        """
         report = SwapReport(error="not tried")
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -249,12 +295,12 @@ class RollingSwap:
                     )
             except ReplicaDiedError as error:
                 self._table.mark_dead(entry.index, str(error), replica)
-                return SwapReport(error=_words(error)), attempt
+                return SwapReport(error=_words(error)), attempt, False
             except (EngineError, WeightSyncError, ValueError) as error:
-                return SwapReport(error=_words(error)), attempt
+                return SwapReport(error=_words(error)), attempt, False
             if report.error is None or not report.started:
-                return report, attempt
-        return report, ATTEMPTS
+                return report, attempt, report.error is not None
+        return report, ATTEMPTS, True
 
     def _settle(
         self, entry: TableEntry, replica: Replica, version: int, before: ReplicaState, swap: SwapReport

@@ -19,6 +19,7 @@ import torch
 
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.weight_update.options import (
+    ROLLING_SHARE,
     CollectiveOptions,
     SourceOptions,
     StoreOptions,
@@ -48,9 +49,10 @@ class VLLMWeightSyncScheme:
         stage: ``"shadow"`` loads a version into a second model while the first serves, so that the pause is short and
             memory is needed twice; ``"plain"`` loads under the pause; ``"auto"`` is shadow where that works. Where it
             does not, ``"shadow"`` is plain too, and the report says why.
-        rolling: how many replicas are swapped at the same time.
-        min_serving: how many replicas must hold the new version for an update to succeed (all but one, by default), and
-            must serve meanwhile (all but ``rolling``, by default; one may always be away).
+        rolling: how many replicas are swapped at the same time, or which share of them; one at least.
+        min_serving: how many replicas, or which share of them, must hold the new version for an update to succeed (nine
+            of ten, and one at least, by default), and must serve meanwhile (all but ``rolling``, by default; one may
+            always be away).
         prefetch: how many threads of a replica read and hash a version; one while a shadow is loaded.
         verify: ``"digest"``: every byte is hashed where it arrives (not with nccl, which sends into the model itself);
             ``"canary"``: the engine's log-probs of a fixed prompt are compared with those of the model that is sent (if
@@ -90,8 +92,8 @@ class VLLMWeightSyncScheme:
         kv: Literal["salt", "recompute"] = "salt",
         stage: Literal["auto", "shadow", "plain"] = "auto",
         *,
-        rolling: int = 1,
-        min_serving: int | None = None,
+        rolling: int | float = ROLLING_SHARE,
+        min_serving: int | float | None = None,
         prefetch: int = 1,
         verify: Literal["digest", "canary", "off"] = "digest",
         folder: str | os.PathLike[str] | None = None,

@@ -55,6 +55,8 @@ class WeightSender:
         self._publisher = kind(options.store, options.source, options.swapping.timeout_seconds, with_canary)
         self._swap: RollingSwap | None = None
         self._published: Published | None = None
+        self._served: Published | None = None  # the last version that a replica has held
+        self._failed: Published | None = None  # the last version, if replicas turned it down and none holds it
         self._pending: Future[Published] | None = None
         self._asked_at: dict[int, float] = {}  # replica -> when it was asked for the version, after publishing began
         self._collectors: list[weakref.ref[Any]] = []
@@ -83,14 +85,20 @@ class WeightSender:
 
         optimizer.register_step_pre_hook(wait)
 
-    def init_all_workers_group(self, metadata: Mapping[str, Any] | None = None, vllm_engine: Any = None) -> None:
-        """Open the transport in all replicas. A replica that starts later, or again, is brought to the newest weights.
+    def init_all_workers_group(
+        self, metadata: Mapping[str, Any] | None = None, vllm_engine: Any = None, *, takeover: bool = False
+    ) -> None:
+        """Open the transport in all replicas, whose weights are this driver's from now on. A replica that starts later,
+        or again, is brought to the newest weights.
 
         Args:
             metadata: name -> (dtype, shape) of what will be sent; checked against the engine's, if given.
             vllm_engine: the engine.
+            takeover: whether to take it from another driver that lives and updates it; that one's next update is
+                refused. One that is gone, or shut its sender down, needs no takeover.
 
         Raises:
+            WeightsOwnedError: another driver updates the engine; no replica was touched.
             ValueError: no engine, or one of other numbers than the scheme says.
             NoReplicaError: none of its replicas serves.
             ManifestMismatch: metadata, or the registered model, does not have the engine's tensors.
@@ -111,12 +119,12 @@ class WeightSender:
             self._check_names(metadata, expected)
             swap = RollingSwap(vllm_engine, self._open_transport(), self.options.staging, self.options.swapping)
             try:
-                swap.open(ready)
+                swap.open(ready, takeover)
             except BaseException:
                 swap.transport.close()
                 raise
             self._publisher.expect(expected, dtype)
-            self._let_go()
+            self._let_go(to_itself=True)
             self._swap = swap
             self.version = max(self.version, vllm_engine.replica_table.latest_version)
             if self._published is not None and self._published.version != self.version:
@@ -135,7 +143,7 @@ class WeightSender:
         count, options = engine.num_replicas, self.options
         if options.num_replicas not in (None, count):
             raise ValueError(f"num_replicas={options.num_replicas}, but the engine has {count}")
-        if (options.swapping.min_serving or 0) > count:
+        if options.swapping.must_hold(count) > count:
             raise ValueError(f"min_serving={options.swapping.min_serving}, but the engine has {count} replicas")
         size, wanted = engine.infos[0].tensor_parallel_size if engine.infos else 1, options.collective.gpus_per_replica
         if wanted not in (None, size):
@@ -238,7 +246,10 @@ class WeightSender:
 
     def _next_version(self) -> int:
         self.wait_published()
-        return max(self.version, self._publisher.newest()) + 1
+        number = max(self.version, self._publisher.newest()) + 1
+        keep = self.options.store.keep_versions
+        # a slot is used again by every ``keep``-th version: not that of the last good one
+        return number + 1 if self._failed and self._served and (number - self._served.version) % keep == 0 else number
 
     def wait_published(self) -> int:
         """Wait for what ``publish(wait=False)`` began, if anything; return the version published last."""
@@ -290,13 +301,20 @@ class WeightSender:
         with self._lock:
             swap, published = self._ready(), self._newest(version)
             staged = self.prefetch(version, replicas) if prefetched is None else prefetched
-            outcomes = swap.swap(published, staged, list(staged) if replicas is None else replicas)
-            report = published.report(
-                tuple(outcome.asked(self._asked_at.get(outcome.replica, 0.0)) for outcome in outcomes)
-            )
+            report = self._apply(published, staged, list(staged) if replicas is None else replicas)
             swap.check_serving(report)
             self._announce(version)
             return report
+
+    def _apply(self, published: Published, staged: Mapping[int, Staged], indices: Sequence[int]) -> SyncReport:
+        swap = self._ready()
+        outcomes = swap.swap(published, staged, indices)
+        if any(outcome.error is None for outcome in outcomes):
+            self._served = published
+            self._failed = None if published is self._published else self._failed
+        elif any(outcome.rejected for outcome in outcomes) and self._served is not published:
+            self._failed = published
+        return published.report(tuple(outcome.asked(self._asked_at.get(outcome.replica, 0.0)) for outcome in outcomes))
 
     def report_published(self) -> SyncReport:
         """Return a report of the version published last."""
@@ -305,6 +323,8 @@ class WeightSender:
     def bring(self, index: int) -> None:
         """Bring a replica that is STARTING to the version published last, and to SERVING; what was restarted needs it.
 
+        If no replica could hold that version, it gets the last one that some did, or keeps the checkpoint's weights.
+
         Raises:
             WeightSyncError: it does not hold the version.
         """
@@ -312,17 +332,21 @@ class WeightSender:
             swap = self._ready()
             if self._pending is not None and self._pending.exception() is None:  # its error is the trainer's to hear
                 self.wait_published()
-            if self._published is None:
+            good = self._published if self._failed is None else self._served
+            if good is None:
                 if swap.engine.replica_table.latest_version:
                     raise WeightSyncError("nothing was published since the engine got this sender: update the weights")
-                swap.serves(index)  # nothing was ever sent: the checkpoint is what all have
+                swap.serves(index)  # no weights were ever taken: the checkpoint is what all have
                 return
             entry = swap.engine.replica_table[index]
-            if entry.state in SYNCABLE and entry.version == self.version:  # an update was there first
+            if entry.state in SYNCABLE and entry.version == good.version:  # an update was there first
                 return
-            failed = self.apply(self.version, replicas=[index]).failed
-            if failed:
-                raise WeightSyncError(f"replica {index} was not brought to version {self.version}: {failed[index]}")
+            report = self._apply(good, swap.stage(good, [index]), [index])
+            if report.failed:
+                raise WeightSyncError(
+                    f"replica {index} was not brought to version {good.version}: {report.failed[index]}"
+                )
+            self._announce(good.version)
 
     def _announce(self, version: int) -> None:
         if version == self._announced:  # a late replica: the others had it before
@@ -334,10 +358,12 @@ class WeightSender:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def _let_go(self) -> None:
+    def _let_go(self, to_itself: bool = False) -> None:
         if self._swap is not None:
             if self._swap.engine.weight_sync == self.bring:  # and not another sender's, which came later
                 self._swap.engine.register_weight_sync(None)
+                if not to_itself:
+                    self._swap.give_up()
             self._swap.transport.close()
             self._swap = None
 

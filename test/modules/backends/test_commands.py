@@ -12,9 +12,11 @@ import torch
 from torchrl_moe.modules.backends.commands import Commands
 from torchrl_moe.modules.backends.replica import Replica
 from torchrl_moe.modules.backends.reports import ReplicaStats, SwapReport
+from torchrl_moe.modules.backends.weight_claim import WeightClaim
 from torchrl_moe.weight_update.transports.base import StageReport
 
 STAGED = StageReport(seconds=1.0, nbytes=8, digest="d")
+CLAIM = WeightClaim(epoch=4, owner="me")
 KINDS = {"a": (torch.float32, torch.Size([2]))}
 
 
@@ -44,11 +46,15 @@ COMMANDS: dict[str, tuple[Callable[[Commands], Any], Any, Any, dict[str, Any]]] 
     "tokenizer": (lambda r: r.tokenizer(3), "a tokenizer", "a tokenizer", {}),
     "metadata": (lambda r: r.metadata(3), KINDS, KINDS, {}),
     "weights_version": (lambda r: r.weights_version(3), 7, 7, {}),
+    "claim_weights": (lambda r: r.claim_weights("me", True, 3), CLAIM, CLAIM,
+                      {"driver": "", "name": "me", "takeover": True}),
+    "give_up_weights": (lambda r: r.give_up_weights(3), None, None, {"epoch": 0}),
     "init_weights": (lambda r: r.init_weights("gloo", {"port": 1}, 3), None, None,
-                     {"transport": "gloo", "options": {"port": 1}}),
-    "stage_weights": (lambda r: r.stage_weights(7, **STAGE, timeout=3), STAGED, STAGED, {"version": 7, **STAGE}),
+                     {"epoch": 0, "transport": "gloo", "options": {"port": 1}}),
+    "stage_weights": (lambda r: r.stage_weights(7, **STAGE, timeout=3), STAGED, STAGED,
+                      {"epoch": 0, "version": 7, **STAGE}),
     "swap_weights": (lambda r: r.swap_weights(7, **SWAP, timeout=3), SwapReport(), SwapReport(),
-                     {"version": 7, **SWAP, "patience": math.inf}),
+                     {"epoch": 0, "version": 7, "digest": "", **SWAP, "patience": math.inf}),
 }  # fmt: skip
 
 
@@ -60,7 +66,21 @@ def test_a_command_sends_its_name_its_limit_and_its_arguments(name: str) -> None
     assert replica.sent == [(name, 3, arguments)]
 
 
+def test_commands_about_weights_carry_the_last_claim_and_what_was_staged_under_it() -> None:
+    replica = Sending(WeightClaim(epoch=4, owner="me"))
+    replica.claim_weights("me", False, 3)
+    replica.answer = WeightClaim(epoch=0, owner="another")
+    assert replica.claim_weights("me", False, 3).owner == "another"
+    replica.answer = STAGED
+    replica.stage_weights(7, **STAGE, timeout=3)
+    replica.swap_weights(7, **SWAP, timeout=3)
+    replica.init_weights("gloo", {}, 3)
+    replica.give_up_weights(3)
+    assert [arguments["epoch"] for name, _, arguments in replica.sent if name != "claim_weights"] == [4, 4, 4, 4]
+    assert replica.sent[3][2]["digest"] == STAGED.digest
+
+
 def test_all_commands_are_in_the_protocol_and_tried_above() -> None:
-    public = {name for name in vars(Commands) if not name.startswith("_")}
+    public = {name for name, value in vars(Commands).items() if callable(value) and not name.startswith("_")}
     assert public == COMMANDS.keys()
     assert public <= vars(Replica).keys()

@@ -9,6 +9,8 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from torchrl_moe.modules.policies.linear_parts import linear_parts, logit_transform, obstacle
 from torchrl_moe.ops import LogitTransform
@@ -115,6 +117,15 @@ def moved() -> nn.Module:
 )
 def test_what_is_more_than_products_is_named(head: nn.Module, reason: str) -> None:
     assert obstacle(head).startswith(reason)
+
+
+def test_a_head_that_ranks_share_is_known_by_its_weight() -> None:
+    """Tensor parallelism stands in for its forward; what it computes with it, test_ranks.py tests."""
+    head: Any = moved()
+    mesh = DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=0)
+    head.weight = nn.Parameter(DTensor.from_local(head.weight.detach(), mesh, [Shard(0)], run_check=False))
+    assert obstacle(head) == ""
+    assert linear_parts(head, HIDDEN)[1][0] is head.weight
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,15 @@ def test_another_batch_size_is_refused(td: TensorDictBase, shape: str) -> None:
         read_batch(td, TOKENS, MASK)
 
 
+def test_a_gap_in_the_mask_is_refused() -> None:
+    """The token behind it had log-prob 0, as if it were certain, and the loss counted it."""
+    td = lazy_stack([sample([5, 6], [1, 1]), sample([7, 8, 9, 1], [1, 0, 0, 1]), sample([7, 8, 9], [1, 0, 1])])
+    with pytest.raises(ValueError, match=r"'all_attention_mask'\) of sample 1 has a gap before token 3 \(2 gaps in"):
+        read_batch(td, TOKENS, MASK)
+    with pytest.raises(ValueError, match=r"of sample 0 has a gap before token 2 \(1 gaps in the batch\): pads stand"):
+        read_batch(td[2:], TOKENS, MASK)
+
+
 def test_missing_tokens_are_named() -> None:
     with pytest.raises(KeyError, match=r"in every sample; the first one has .*full") as error:
         read_batch(ragged(), ("tokens", "ids"), MASK)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.families import build
+from support.flash import flash_attention
 from support.gradients import gradients
 from support.ranks import run_as_ranks
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
@@ -399,6 +400,40 @@ def test_only_flash_attention_takes_one_row_for_all() -> None:
     assert not ScoringModel(model).packs_in_one_row
     model.config._attn_implementation_internal = "flash_attention_2"
     assert ScoringModel(model).packs_in_one_row
+
+
+@pytest.mark.parametrize("rows", ["one", "several"])
+def test_flash_attention_is_tried_as_it_is_used(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers keeps the sequences of a batch of one row apart, and lets those of two rows see each other."""
+    model = make_tiny_moe(num_hidden_layers=2)
+    with flash_attention(model):
+        if rows == "several":
+            monkeypatch.setattr(ScoringModel, "packs_in_one_row", False)
+        assert ScoringModel(model).packs == (rows == "one")
+
+
+def test_a_causal_model_sees_no_pads_behind_its_tokens() -> None:
+    assert not ScoringModel(make_tiny_moe(num_hidden_layers=2)).sees_pads
+
+
+@pytest.mark.parametrize("strength", [1.0, 1e-4])
+def test_a_model_that_looks_ahead_keeps_its_mask(strength: float) -> None:
+    model = make_tiny_moe(num_hidden_layers=2)
+    model.model.embed_tokens.register_forward_hook(lambda _, __, out: out + strength * out.roll(-1, 1))
+    assert ScoringModel(model).sees_pads
+
+
+def test_a_model_that_asks_for_a_mask_gets_one() -> None:
+    model = make_tiny_moe(num_hidden_layers=2)
+    forward = type(model).forward
+
+    def masked(*args: Any, attention_mask: Tensor | None = None, **more: Any) -> Any:
+        if attention_mask is None:
+            raise ValueError("no attention_mask")
+        return forward(model, *args, attention_mask=attention_mask, **more)
+
+    model.forward = masked
+    assert ScoringModel(model).sees_pads
 
 
 # -- FSDP2 ------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from torchrl.modules.llm.policies import vLLMWrapper as TorchRLvLLMWrapper
 from torchrl.objectives.llm import GRPOLoss as TorchRLLoss
 
 from support.families import build
+from support.flash import flash_attention
 from support.gradients import gradients
 from support.routes import FAMILIES, experts_seen, random_routes
 from torchrl_moe._errors import ReplayError, RouteShapeError, UnsupportedRouterError
@@ -31,6 +32,7 @@ from torchrl_moe.data import KeptTokens, RoutedExperts, RoutingLayout
 from torchrl_moe.modules import RouterReplay, TransformersWrapper, vLLMWrapper
 from torchrl_moe.modules.policies.rollout import RolloutKeys, pad_answers, stack_answers
 from torchrl_moe.modules.policies.scoring import read_rows
+from torchrl_moe.modules.replay.interception import TopKObserver
 from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.objectives.actors import score_tokens
 from torchrl_moe.objectives.batch import TokenReader
@@ -376,12 +378,60 @@ def test_ragged_batches_are_packed_unless_told_otherwise(actor: TransformersWrap
     shapes = {pad: actor.get_new_version(pad_model_input=pad)._layout(actor._batch(td)).shape for pad in (True, None)}
     assert shapes == {True: (3, longest), None: (2, longest)}
     same = lazy_stack([td[1], td[1].clone()])
-    assert "attention_mask" in actor._layout(actor._batch(same)).inputs
-    leaky = TransformersWrapper(make_tiny_moe(), replay="none")
-    leaky.scoring_model.packs = False
+    assert actor._layout(actor._batch(same)).shape == (2, lengths[1])
+    leaky = TransformersWrapper(build("jamba"), replay="none")
     assert leaky._layout(leaky._batch(td)).shape == (3, longest)
-    leaky.model.config._attn_implementation_internal, leaky.scoring_model.packs = "flash_attention_2", True
-    assert leaky._layout(leaky._batch(td)).shape == (1, sum(lengths))
+
+
+@pytest.fixture
+def uneven() -> TensorDictBase:
+    """Sequences of 300, 20 and 20 tokens."""
+    ids = torch.randint(3, 250, (340,), generator=torch.Generator().manual_seed(0)).split([300, 20, 20])
+    return lazy_stack([TensorDict({"tokens": {"full": one}}) for one in ids])
+
+
+def test_flash_attention_has_one_row_for_all(uneven: TensorDictBase) -> None:
+    """Of 340 tokens, in its kernel for sequences of several lengths. As three rows they were 900, in the other one."""
+    model = make_tiny_moe(num_hidden_layers=2)
+    actor = TransformersWrapper(model, replay="none")
+    wanted = actor.score(uneven)[0]
+    slots: list[int] = []
+    count = lambda _, __, inputs: slots.append(inputs["input_ids"].numel())  # noqa: E731
+    model.model.register_forward_pre_hook(count, with_kwargs=True)
+    for packed in (None, False):
+        with flash_attention(model) as calls:
+            scorer = TransformersWrapper(model, replay="none", pad_model_input=packed)
+            scorer.score(uneven)  # the model is tried
+            calls.clear()
+            slots.clear()
+            got = scorer.score(uneven)[0]
+        assert slots == [340]
+        assert calls == [[0, 300, 320, 340]] * 2
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("pads", [True, None])
+def test_right_padded_batches_make_no_mask_of_all_pairs(
+    uneven: TensorDictBase, pads: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SDPA's is [B, 1, W, W]: 2.1 GB for 8 sequences of 16k. Rows of one sequence need none, and keep every score."""
+    actor = TransformersWrapper(make_tiny_moe(num_hidden_layers=2), replay="none", pad_model_input=pads)
+    batch = uneven if pads else uneven[1:]
+    alone = [actor.score(batch[i : i + 1])[0][0] for i in range(len(batch))]
+    masks: list[Any] = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def kept(*args: Any, attn_mask: Tensor | None = None, **more: Any) -> Tensor:
+        masks.append(None if attn_mask is None else list(attn_mask.shape))
+        return attention(*args, attn_mask=attn_mask, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kept)
+    together = actor.score(batch)[0]
+    assert masks == [None] * 2
+    for row, one in zip(together, alone, strict=True):
+        torch.testing.assert_close(row[len(row) - len(one) :], one, atol=1e-6, rtol=0)
+    actor.get_dist(batch)
+    assert masks == [None] * 4
 
 
 @pytest.mark.parametrize("family", ["minimax", "deepseek_v4", "qwen3_next"])
@@ -438,6 +488,38 @@ def test_a_model_has_one_replay_whichever_version_made_it() -> None:
     assert first.router_replay is second.router_replay is not None
 
 
+def test_two_wrappers_of_a_model_share_its_replay(td: TensorDictBase) -> None:
+    model = make_tiny_moe()
+    first, second = TransformersWrapper(model), TransformersWrapper(model, replay="R2")
+    assert first.router_replay is second.router_replay
+    with torch.no_grad():
+        second.score(td)
+    assert torch.equal(TransformersWrapper(model, router_replay=first.router_replay).score(td)[0], first.score(td)[0])
+    with pytest.raises(ReplayError, match=r"use it, RouterReplay.of\(model\).* It is RouterReplay\(Qwen3MoeFor"):
+        RouterReplay(model)
+
+
+def test_training_without_the_recorded_experts_is_said_once(td: TensorDictBase) -> None:
+    td["advantage"] = torch.ones(3, 1, 1)
+    live = TransformersWrapper(make_tiny_moe(), replay="none")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            live.score(td)  # as a reference, or to compare
+        live.score(td.exclude("routed_experts"))
+        live.reference().score(td)
+    with pytest.warns(
+        UserWarning, match="the batch has the experts that an engine recorded, and replay='none'"
+    ) as told:
+        live.score(td)
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GRPOLoss(live)(td)
+    with pytest.warns(UserWarning, match=r"replay='R3' to follow them, or record none, vLLMWrapper\(return_routed"):
+        GRPOLoss(TransformersWrapper(make_tiny_moe(), replay="none"))(td)
+
+
 def test_a_reference_does_not_freeze_the_policy(actor: TransformersWrapper) -> None:
     with pytest.raises(ValueError, match="this one is trained"):
         actor.reference(model=actor.model)
@@ -458,6 +540,14 @@ def test_data_parallel_wrappers_are_refused() -> None:
 def test_versions_of_an_actor_share_what_was_found_out_about_the_model(actor: TransformersWrapper) -> None:
     assert actor.get_new_version(replay="none").scoring_model is actor.scoring_model
     assert actor.get_new_version(model=make_tiny_moe()).scoring_model is not actor.scoring_model
+
+
+def test_a_token_behind_a_gap_does_not_count_as_certain(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    td[1]["masks", "all_attention_mask"][len(td[1]["tokens", "prompt"])] = False
+    td["advantage"] = torch.ones(3, 1, 1)
+    for ask in (actor.score, actor.get_dist, GRPOLoss(actor)):
+        with pytest.raises(ValueError, match=r"'all_attention_mask'\) of sample 1 has a gap before token \d+ \(1 gaps"):
+            ask(td)
 
 
 def test_without_a_mask_all_tokens_are_real(actor: TransformersWrapper, td: TensorDictBase) -> None:
@@ -520,6 +610,22 @@ def test_routes_reach_the_experts_as_recorded(
             live = native.routed_experts.flatten(0, 1)[:, layer].long()
             assert torch.equal(got[~known], live[~known])
     assert int(known.sum()) < len(known)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_of_real_rollouts_only_rows_without_a_route_are_ranked(
+    actor: TransformersWrapper, td: TensorDictBase, packed: bool
+) -> None:
+    """No engine knows the experts of a last token. With one such row in each sequence all of them were ranked."""
+    scorer = actor.get_new_version(pad_model_input=not packed)
+    ranked: list[int] = []
+    scorer.score(td)  # the model has been tried
+    with TopKObserver(lambda scores, _: ranked.append(len(scores))):
+        scorer.score(td)
+    rows = scorer._layout(scorer._batch(td)).shape.numel()
+    known = sum(int((one[ROUTES][:, 1, 0] >= 0).sum()) for one in td.unbind(0))
+    assert rows - known == (3 if packed else rows - known)  # packed: the last of each, and no pads
+    assert ranked == [rows - known] * len(MOE)
 
 
 def test_gradients_reach_every_router(actor: TransformersWrapper, td: TensorDictBase) -> None:
@@ -619,6 +725,33 @@ def test_r2_keeps_the_recorded_experts_when_the_weights_move(td: TensorDictBase)
         assert torch.equal(seen[layer][0][laid_out.index[laid_out.mask]], rows)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_r2_records_once_unless_asked_to_do_it_again(td: TensorDictBase, layout: str) -> None:
+    """Old log-probs after an update are those of the recorded experts, whose record stays."""
+    scorer, batch = TransformersWrapper(make_tiny_moe(), replay="R2"), LAYOUTS[layout](td)
+    with torch.no_grad():
+        scorer.score(batch)
+        first = [row.clone() for row in batch.get(RECORDED, as_list=True)]
+        for layer in MOE:
+            scorer.model.model.layers[layer].mlp.gate.weight.copy_(torch.randn(16, 64))
+        again = scorer.score(batch)[0]
+        assert all(map(torch.equal, batch.get(RECORDED, as_list=True), first))
+    assert torch.equal(scorer.score(batch)[0], again)
+    with torch.no_grad():
+        scorer.get_new_version(rerecord=True).score(batch)
+    assert not all(map(torch.equal, batch.get(RECORDED, as_list=True), first))
+
+
+def test_r2_does_not_guess_where_some_samples_were_recorded(td: TensorDictBase) -> None:
+    scorer = TransformersWrapper(make_tiny_moe(), replay="R2")
+    with torch.no_grad():
+        scorer.score(td[:1])
+        with pytest.raises(ReplayError, match=r"samples \[1, 2\] have no 'train_routed_experts', and others have"):
+            scorer.score(td)
+        scorer.get_new_version(rerecord=True).score(td)
+        scorer.score(td)
+
+
 def test_r2_without_a_recording_says_how_to_make_one(actor: TransformersWrapper, td: TensorDictBase) -> None:
     with pytest.raises(ReplayError, match=r"'train_routed_experts'.*score the batch once under torch.no_grad\(\)"):
         actor.get_new_version(replay="R2").score(td)
@@ -710,6 +843,7 @@ def test_a_new_version_keeps_every_argument() -> None:
         "pad_model_input": False,
         "measure_agreement": True,
         "on_bad_routes": "live",
+        "rerecord": True,
         "input_key": ("t", "ids"),
         "inplace": False,
         "tokens_key": "t",

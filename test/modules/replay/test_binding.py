@@ -19,7 +19,7 @@ def test_live_rows_are_the_routers_own_and_need_no_topk_where_there_are_none() -
     assert chosen[3].tolist() == own().indices[3].tolist()
     assert chosen[[0, 1, 2, 4, 5]].tolist() == [[5, 3]] * 5
 
-    def never() -> torch.return_types.topk:
+    def never(_: object) -> torch.return_types.topk:
         raise AssertionError("every row of layer 2 is given")
 
     assert binding.choose(SITES[1], SCORES, never, False).tolist() == [[0, 1]] * 6
@@ -28,8 +28,25 @@ def test_live_rows_are_the_routers_own_and_need_no_topk_where_there_are_none() -
 def test_groups_hold_the_experts_to_use_and_live_rows_keep_their_own() -> None:
     binding = bound(changed((0, 0, 1), [U, U]))
     scores = torch.tensor([[0.1, 0.5, 0.4, 0.3]]).repeat(6, 1)
-    assert binding.groups(SITES[0], scores, lambda: scores.topk(1)).tolist() == [[1, 1]] + [[2, 1]] * 5
-    assert binding.groups(SITES[1], scores, lambda: scores.topk(1)).tolist() == [[0, 0]] * 6
+
+    def groups(layer: int, top_k: int) -> list[list[int]]:
+        return binding.groups(SITES[layer], scores, lambda rows: scores[rows].topk(top_k), top_k).tolist()
+
+    assert groups(0, 1) == [[1, 1]] + [[2, 1]] * 5
+    assert groups(1, 1) == [[0, 0]] * 6
+    assert groups(0, 3) == [[1, 2, 3]] + [[2, 1, 2]] * 5  # more groups than experts: a live row has all of its own
+
+
+def test_only_live_rows_are_ranked() -> None:
+    binding, asked = bound(changed((1, slice(1, 3), 1), [U, U])), []
+
+    def ranked(rows: torch.Tensor) -> torch.return_types.topk:
+        asked.append(rows.tolist())
+        return own(rows)
+
+    chosen = binding.choose(SITES[0], SCORES, ranked, False)
+    assert asked == [[4, 5]]
+    assert chosen.tolist() == [[5, 3]] * 4 + own().indices[4:].tolist()
 
 
 def test_another_number_of_rows_is_refused() -> None:
@@ -47,7 +64,7 @@ def test_another_batch_is_refused_though_it_may_have_as_many_rows(shape: tuple[i
 def test_a_recorded_choice_is_made_again_in_a_recompute_though_the_kernel_may_break_ties_another_way() -> None:
     binding = Binding(layers=(1,), recording=Recording(3, 2))
     first = binding.choose(SITES[0], SCORES, own, recompute=False)
-    again = binding.choose(SITES[0], SCORES, lambda: (-SCORES).topk(2), recompute=True)
+    again = binding.choose(SITES[0], SCORES, lambda _: (-SCORES).topk(2), recompute=True)
     assert torch.equal(again, first)
 
 
@@ -60,7 +77,7 @@ def test_a_recording_is_unset_on_dense_layers_and_in_missing_columns() -> None:
         recording.routed_experts  # noqa: B018
     binding = Binding(layers=(1, 2), recording=recording)
     binding.choose(SITES[0], SCORES, own, False)
-    binding.choose(RouterSite(2, "layers.2.gate", 8, 1, 2), SCORES, lambda: SCORES.topk(1), False)
+    binding.choose(RouterSite(2, "layers.2.gate", 8, 1, 2), SCORES, lambda _: SCORES.topk(1), False)
     recording.shape = (2, 3)
     routes = recording.routed_experts
     assert routes.shape == (2, 3, 3, 2)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from support.gradients import assert_same, backward, gradients, loss_of
 from support.ranks import run_as_ranks
+from support.rollouts import total
 from support.routes import experts_seen, pair, random_routes, recorded, tokens
+from support.sharded import CONFIG, rollouts
+from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.modules.replay.router_replay import RouterReplay
+from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.testing import make_tiny_moe
 
 ORDER = pytest.mark.parametrize("replay_first", [True, False], ids=["replay-first", "replay-last"])
@@ -44,6 +50,52 @@ def test_a_model_wrapped_by_peft_replays(target: dict[str, list[str]], replay_fi
     with experts_seen(model) as seen, replay.replay(routes):
         model(tokens())
     assert all(torch.equal(seen[layer][0], routes[:, :, layer].flatten(0, 1)) for layer in replay.layers)
+
+
+def kl_loss(actor: TransformersWrapper, td: TensorDictBase, reference: Any) -> Tensor:
+    """GRPO's, mostly the KL to the reference."""
+    loss = GRPOLoss(actor, masking_strategy="rlhf", entropy_bonus=False, kl_to_ref_coeff=3.0, reference=reference)
+    out = loss(td)
+    assert out.kl_to_ref > 1e-3
+    return total(out)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_adapters_on_experts_train_under_checkpointing_towards_their_base(use_reentrant: bool) -> None:
+    """R3 everywhere; loss and gradients are those of the merged weights, and of a base model of its own."""
+    peft = pytest.importorskip("peft")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=4, target_parameters=targets, target_modules=[], init_lora_weights=False, lora_alpha=32)
+    td = rollouts()
+    torch.manual_seed(0)
+    model = peft.get_peft_model(make_tiny_moe(**CONFIG), config).train()
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    loss = kl_loss(TransformersWrapper(model), td, "adapter")
+    loss.backward()
+    grads = gradients(model)
+
+    merged = copy.deepcopy(model).merge_and_unload().eval().requires_grad_(True)
+    with torch.no_grad():
+        base = TransformersWrapper(make_tiny_moe(**CONFIG)).score(td.clone(), entropy=False)[0]
+    for sample, row in zip(td.unbind(0), base, strict=True):
+        sample["next", "ref_log_probs", "full"] = row[-len(sample["tokens", "full"]) :]
+    wanted = kl_loss(TransformersWrapper(merged), td, "key")
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted, atol=1e-6, rtol=0)
+    whole = dict(merged.named_parameters())
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, peft.tuners.lora.ParamWrapper)}
+    assert len(layers) == 4
+    through = []
+    for name, layer in layers.items():
+        plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        through.append((layer.get_delta_weight("default") * whole[f"{plain}.{layer.parameter_name}"].grad).sum())
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert grads.keys() == trained.keys()
+    expected = torch.autograd.grad(sum(through), list(trained.values()))
+    for (name, got), grad in zip(grads.items(), expected, strict=True):
+        assert grad.abs().max() > 1e-4
+        torch.testing.assert_close(got, grad, atol=2e-6, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
 
 
 # torch.compile

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from support.gradients import assert_same, gradients
 from support.routes import FAMILIES, experts_seen, pair, random_routes, recorded, tokens
 from torchrl_moe._errors import ReplayError
-from torchrl_moe.modules.replay.handles import has_owner
+from torchrl_moe.modules.replay.handles import owner
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing import make_tiny_moe
 
@@ -40,7 +40,7 @@ def test_removal_restores_the_model_bit_by_bit_and_leaves_no_attribute(family: s
         assert not torch.equal(model(tokens()).logits, native)
     replay.remove()
     assert traces(model) == before
-    assert not has_owner(model)
+    assert owner(model) is None
     assert torch.equal(model(tokens()).logits, native)
     replay.remove()  # harmless
     with pytest.raises(ReplayError, match="was removed"), replay.record():
@@ -53,10 +53,13 @@ def test_a_model_has_one_replay_at_a_time() -> None:
         RouterReplay(model)
     with pytest.raises(ReplayError, match="has a RouterReplay already"):
         RouterReplay(nn.Sequential(model))
+    assert RouterReplay.of(model) is RouterReplay.of(nn.Sequential(model)) is replay is owner(model)
     with replay.record(), pytest.raises(ReplayError, match="context of this model is open"):
         model(tokens())
         replay.remove()
     replay.remove()
+    assert RouterReplay.of(model).layers == replay.layers
+    RouterReplay.of(model).remove()
     assert RouterReplay(model).layers == replay.layers
 
 
@@ -126,6 +129,7 @@ def test_a_model_copied_with_its_replay_stays_with_it(copied: Callable[[object],
         replayed = model(tokens()).logits
     other, own = copied((model, replay))
     assert own.model is other
+    assert RouterReplay.of(other) is own
     with experts_seen(model) as untouched, own.replay(routes):
         assert torch.equal(other(tokens()).logits, replayed)
     assert not untouched

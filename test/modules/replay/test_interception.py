@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from torchrl_moe.modules.replay.interception import TopKInterception, TopKObserver
+from torchrl_moe.modules.replay.interception import OwnChoice, TopKInterception, TopKObserver
 
 SCORES = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.7, 0.0, 0.1, 0.2]])
 GIVEN = torch.tensor([[2, 0], [3, 1]])
@@ -60,9 +61,9 @@ def test_any_other_call_is_left_alone(call: Callable[[Tensor], tuple[Tensor, Ten
 def test_the_routers_own_choice_comes_without_a_graph() -> None:
     own_choices = []
 
-    def choose(scores: Tensor, own: Callable[[], torch.return_types.topk]) -> Tensor:
+    def choose(scores: Tensor, own: OwnChoice) -> Tensor:
         assert torch.equal(scores, SCORES)
-        own_choices.append(own())
+        own_choices.append(own(None))
         return own_choices[-1].indices
 
     with TopKInterception(4, 2, 2, choose):
@@ -73,10 +74,49 @@ def test_the_routers_own_choice_comes_without_a_graph() -> None:
     assert values.requires_grad
 
 
+@pytest.mark.parametrize(
+    ("call", "wanted"),
+    [
+        (lambda x: x.topk(1), [0]),
+        (lambda x: x.topk(1, -1, False), [1]),
+        (lambda x: torch.topk(x, 1, -1, largest=False, sorted=False), [1]),
+        (lambda x: x.topk(1, dim=-1, largest=True), [0]),
+    ],
+)
+def test_the_routers_own_choice_of_some_rows_is_that_of_its_call(call: Callable[[Tensor], Any], wanted: Any) -> None:
+    own_choices = []
+
+    def choose(_: Tensor, own: OwnChoice) -> Tensor:
+        own_choices.append(own(torch.tensor([1])).indices)
+        return GIVEN[:, :1]
+
+    for shape in ((2, 4), (1, 2, 4)):
+        with TopKInterception(4, 1, len(shape), choose):
+            call(SCORES.view(shape))
+        assert own_choices.pop().tolist() == [wanted]
+
+
+@pytest.mark.parametrize("call", [lambda x: x.topk(8, sorted=False), lambda x: torch.topk(x, 8, -1, True, False)])
+def test_its_order_is_kept_too(call: Callable[[Tensor], torch.return_types.topk]) -> None:
+    """In which experts are added up: with another one a live row's output is not the model's, by rounding."""
+    scores = torch.rand(64, 16, generator=torch.Generator().manual_seed(0))
+    own_choices = []
+
+    def choose(x: Tensor, own: OwnChoice) -> Tensor:
+        own_choices.append(own(torch.arange(32)).indices)
+        return x.argsort(-1)[:, :8]
+
+    with TopKInterception(16, 8, 2, choose):
+        call(scores)
+    assert torch.equal(own_choices[0], call(scores).indices[:32])
+    assert not torch.equal(own_choices[0], scores.topk(8).indices[:32])
+
+
 def test_groups_are_opened_before_the_experts_are_chosen_and_not_after() -> None:
     seen = []
 
-    def groups(scores: Tensor, _: object) -> Tensor:
+    def groups(scores: Tensor, _: object, top_k: int) -> Tensor:
+        assert top_k == 1
         seen.append(scores)
         return GIVEN // 2
 

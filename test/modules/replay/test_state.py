@@ -19,7 +19,7 @@ def bound() -> Binding:
 
 
 def test_only_its_own_thread_sees_a_binding() -> None:
-    state, binding, errors = ReplayState(owned=True), bound(), []
+    state, binding, errors = ReplayState(owner=object()), bound(), []
 
     def other() -> None:
         for use in (lambda: state.binding, lambda: state.opened(binding).__enter__()):
@@ -37,7 +37,7 @@ def test_only_its_own_thread_sees_a_binding() -> None:
 
 
 def test_contexts_do_not_nest_and_close_on_errors() -> None:
-    state = ReplayState(owned=True)
+    state = ReplayState(owner=object())
     with (
         state.opened(bound()),
         pytest.raises(ReplayError, match="open already"),
@@ -51,7 +51,7 @@ def test_contexts_do_not_nest_and_close_on_errors() -> None:
 
 
 def test_a_copied_state_has_no_binding_and_no_owner() -> None:
-    state = ReplayState(owned=True)
+    state = ReplayState(owner=object())
     with state.opened(bound()):
         for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
             assert (other.binding, other.owned) == (None, False)
@@ -61,7 +61,7 @@ def test_a_copied_state_has_no_binding_and_no_owner() -> None:
 
 def test_recomputes_in_two_threads_at_once_see_their_own_bindings() -> None:
     """As in the backward of a model on two devices; and neither is seen by a third, that opens a context."""
-    state, barrier = ReplayState(owned=True), threading.Barrier(3)
+    state, barrier = ReplayState(owner=object()), threading.Barrier(3)
     bindings = [Binding(layers=(i,)) for i in range(3)]
 
     def recompute(i: int) -> tuple[Binding | None, bool]:
@@ -87,14 +87,14 @@ def test_recomputes_in_two_threads_at_once_see_their_own_bindings() -> None:
 
 
 def test_no_context_opens_inside_a_checkpointed_layer() -> None:
-    state = ReplayState(owned=True)
+    state = ReplayState(owner=object())
     inside = state.recomputing(None, again=False)
     with inside, pytest.raises(ReplayError, match="open already"), state.opened(bound()):
         pass
 
 
 def test_a_recompute_in_a_thread_of_autograd_sees_its_own_binding_and_gives_the_other_back() -> None:
-    state, outer, inner, seen = ReplayState(owned=True), bound(), bound(), []
+    state, outer, inner, seen = ReplayState(owner=object()), bound(), bound(), []
 
     def recompute() -> None:
         with state.recomputing(inner, again=True):

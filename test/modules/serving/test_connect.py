@@ -26,6 +26,7 @@ from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray.cluster import running_services
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE
+from torchrl_moe.modules.backends.weight_claim import WeightClaim
 from torchrl_moe.modules.serving import async_vllm
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
@@ -194,6 +195,19 @@ def test_a_name_is_taken_while_its_service_runs_and_others_join_it_there(toy_ser
     with pytest.raises((ReplicaDiedError, NoReplicaError)):
         maker.generate([1], use_tqdm=False)
     toy_service(1, name="lasting")
+
+
+@pytest.mark.ray
+def test_one_driver_at_a_time_has_the_weights_until_it_leaves(toy_service: Any) -> None:
+    maker = toy_service(1, name="owned").replica_table[0].replica
+    guest_service = AsyncVLLM.connect("owned")
+    guest = guest_service.replica_table[0].replica
+    assert guest.claim_weights("the guest", False, 20.0) == WeightClaim(epoch=1, owner="the guest")
+    assert maker.claim_weights("the maker", False, 20.0) == WeightClaim(epoch=0, owner="the guest")
+    with pytest.raises(EngineError, match="takes its weights from the guest now"):
+        maker.init_weights("memmap", {"folder": "nowhere"}, 20.0)
+    guest_service.disconnect()
+    until(lambda: maker.claim_weights("the maker", False, 20.0) == WeightClaim(epoch=2, owner="the maker"))
 
 
 @pytest.mark.ray

@@ -63,6 +63,25 @@ def test_kl_penalty(run: Run) -> None:
         assert weighted[0].tolist() == pytest.approx([0, 3 * value, 0, 0])
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_penalty_can_be_bounded(estimator: F.KLEstimator, weighted: bool) -> None:
+    """The weight counts: its product with the penalty is what the loss holds. What is inside is as it was."""
+    log_probs, log_ratio = row(-25, -1, -0.1), row(12, 0.5, 3) if weighted else None
+    other = row(-5.1, -1.5, -19)
+    bounded = log_probs.clone().requires_grad_()
+    penalty, known = F.kl_penalty(bounded, other, every(3), estimator, log_ratio, clamp=10.0)
+    plain, _ = F.kl_penalty(log_probs, other, every(3), estimator, log_ratio)
+    assert known.all()
+    assert penalty.detach().tolist() == plain.clamp(-10, 10).tolist()
+    assert plain.abs()[0].tolist()[0] > 10
+    (gradient,) = torch.autograd.grad(penalty.sum(), bounded)
+    free = log_probs.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(F.kl_penalty(free, other, every(3), estimator, log_ratio)[0].sum(), free)
+    assert gradient.tolist() == torch.where(plain.abs() > 10, 0, wanted).tolist()
+    assert gradient[0, 1] != 0
+
+
 def test_a_penalty_in_the_reward(run: Run) -> None:
     log_probs = row(-1, -1, NAN, -1).requires_grad_()
     reward = run(F.kl_reward)(log_probs, row(-1.5, -0.5, -1, -INF), every(4), 0.1)

@@ -63,7 +63,7 @@ class FakeTrainer:
 def gpu_replica() -> FakeWeightReplica:
     """A fake with two workers that would meet the trainer, had they GPUs."""
     replica = FakeWeightReplica(workers=2, expected=None)
-    replica.command_init_weights = lambda transport, options: None  # type: ignore[method-assign]
+    replica.command_init_weights = lambda **_: None  # type: ignore[method-assign]
     return replica
 
 

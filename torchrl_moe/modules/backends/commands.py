@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torchrl_moe.modules.backends.replica import PauseMode
 from torchrl_moe.modules.backends.reports import ReplicaStats, SwapReport
+from torchrl_moe.modules.backends.weight_claim import WeightClaim
 from torchrl_moe.weight_update.transports.base import StageReport
 
 if TYPE_CHECKING:
@@ -23,7 +24,15 @@ __all__ = ["Commands"]
 
 
 class Commands(abc.ABC):
-    """Typed methods over one that sends a named command. ``timeout`` is in seconds."""
+    """Typed methods over one that sends a named command. ``timeout`` is in seconds.
+
+    Attributes:
+        driver: the id by which the engine knows this driver; "" if it has only one.
+    """
+
+    driver: str = ""
+    _epoch: int = 0  # of this driver's claim to the weights
+    _digest: str = ""  # of what this driver staged last
 
     @abc.abstractmethod
     def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
@@ -67,16 +76,29 @@ class Commands(abc.ABC):
         """Return the version of the engine's weights; 0 for the checkpoint's."""
         return int(self._command("weights_version", timeout))
 
+    def claim_weights(self, name: str, takeover: bool, timeout: float) -> WeightClaim:
+        """Make the weights this driver's; see the protocol."""
+        claim: WeightClaim = self._command("claim_weights", timeout, driver=self.driver, name=name, takeover=takeover)
+        if claim.epoch:
+            self._epoch = claim.epoch
+        return claim
+
+    def give_up_weights(self, timeout: float) -> None:
+        """Undo :meth:`claim_weights`."""
+        self._command("give_up_weights", timeout, epoch=self._epoch)
+
     def init_weights(self, transport: str, options: Mapping[str, Any], timeout: float) -> None:
         """Make the engine's end of a weight transport."""
-        self._command("init_weights", timeout, transport=transport, options=dict(options))
+        self._command("init_weights", timeout, epoch=self._epoch, transport=transport, options=dict(options))
 
     def stage_weights(
         self, version: int, *, stage: str, verify: str, threads: int, manifest: str | None, timeout: float
     ) -> StageReport:
         """Fetch and check a version, while requests run; see the protocol."""
         how = {"stage": stage, "verify": verify, "threads": threads, "manifest": manifest}
-        return cast(StageReport, self._command("stage_weights", timeout, version=version, **how))
+        report: StageReport = self._command("stage_weights", timeout, epoch=self._epoch, version=version, **how)
+        self._digest = report.digest
+        return report
 
     def swap_weights(
         self,
@@ -89,5 +111,6 @@ class Commands(abc.ABC):
         timeout: float,
     ) -> SwapReport:
         """Serve a version that was staged; see the protocol."""
+        what = {"epoch": self._epoch, "version": version, "digest": self._digest}
         how = {"pause": pause, "clear_cache": clear_cache, "canary": canary, "patience": patience}
-        return cast(SwapReport, self._command("swap_weights", timeout, version=version, **how))
+        return cast(SwapReport, self._command("swap_weights", timeout, **what, **how))

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats, SwapReport
+from torchrl_moe.modules.backends.weight_claim import WeightClaim
 from torchrl_moe.weight_update.transports.base import StageReport
 
 if TYPE_CHECKING:
@@ -276,6 +277,18 @@ class Replica(Protocol):
 
     def weights_version(self, timeout: float) -> int:
         """Return the version of the engine's weights; 0 for the checkpoint's."""
+
+    def claim_weights(self, name: str, takeover: bool, timeout: float) -> WeightClaim:
+        """Make the engine's weights this driver's: commands about weights of any other are refused from now on.
+
+        Args:
+            name: of this driver, for people.
+            takeover: whether to take them from another that lives; else the claim is refused, and says whose they are.
+            timeout: in seconds.
+        """
+
+    def give_up_weights(self, timeout: float) -> None:
+        """Undo :meth:`claim_weights`, so that another driver may claim them."""
 
     def init_weights(self, transport: str, options: Mapping[str, Any], timeout: float) -> None:
         """Make the engine's end of a weight transport."""

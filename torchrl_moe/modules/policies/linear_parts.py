@@ -18,7 +18,9 @@ def obstacle(module: nn.Module) -> str:
     """Return why a head is no sum of matrix products; empty if it is one."""
     head = _active(module)
     linear = _base(head)
-    if "forward" in head.__dict__ or "forward" in linear.__dict__:
+    # tensor parallelism stands in for the forward of a linear layer whose weight is a DTensor: that is known
+    shared = head is linear and hasattr(getattr(linear, "weight", None), "device_mesh")
+    if not shared and ("forward" in head.__dict__ or "forward" in linear.__dict__):
         return "something else stands in for its forward, such as a hook that moves its weights"
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
         return f"it ends in {type(linear).__name__}, which is no linear layer"
@@ -32,6 +34,8 @@ def obstacle(module: nn.Module) -> str:
 
 def linear_parts(module: nn.Module, hidden: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
     """Return inputs ``[N, H_i]``, weights ``[V, H_i]`` and a bias whose products add up to ``head(hidden)``.
+
+    Under tensor parallelism weight and bias are DTensors.
 
     A LoRA adapter ``scale * B A`` is the part with input ``scale * A hidden`` and weight ``B``: the product ``B A``,
     as large as the head, is never made, and a frozen head gets no gradient.

@@ -10,7 +10,7 @@ from functools import reduce
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from torchrl_moe import _checks
@@ -19,9 +19,13 @@ from torchrl_moe.data import UNSET_EXPERT, RoutedExperts
 from torchrl_moe.modules.policies.scoring import ScoringBatch, pad_left, samples_of
 from torchrl_moe.modules.replay.incoming import OnBadRoutes
 
-__all__ = ["RECORDED", "no_routes", "note_routing", "read_routes", "write_recorded"]
+__all__ = ["RECORDED", "UNUSED", "has_recorded", "no_routes", "note_routing", "read_routes", "write_recorded"]
 
 RECORDED = "train_routed_experts"
+UNUSED = (
+    "the batch has the experts that an engine recorded, and replay='none' trains on those of the live router: pass "
+    "replay='R3' to follow them, or record none, vLLMWrapper(return_routed_experts=False)"
+)
 REMEDIES = {
     "R3": "start the engine with route capture and keep the routes (vLLMWrapper(return_routed_experts=True)), or pass "
     "replay='none'",
@@ -110,6 +114,23 @@ def note_routing(
             agreement[:, layer] = figures["agreement"]
     td.set(("routing", "fallback"), (live & batch.mask).sum(-1).to(td.device or "cpu"))
     td.set(("routing", "agreement"), agreement.to(td.device or "cpu"))
+
+
+def has_recorded(td: TensorDictBase) -> bool:
+    """Return whether the samples have routes that an earlier pass recorded.
+
+    Raises:
+        ReplayError: some have and some have not.
+    """
+    rows = samples_of(td, (RECORDED, "full"))
+    if rows is None and isinstance(td, LazyStackedTensorDict):  # which shows no entry that one sample lacks
+        rows = [sample.get((RECORDED, "full"), None) for sample in td.unbind(0)]
+    missing = [i for i, row in enumerate(rows or ()) if row is None]
+    if missing and rows is not None and len(missing) < len(rows):
+        raise ReplayError(
+            f"samples {missing[:8]} have no {RECORDED!r}, and others have: score the two apart, or pass rerecord=True"
+        )
+    return rows is not None and not missing
 
 
 def write_recorded(td: TensorDictBase, batch: ScoringBatch, routes: Tensor) -> None:

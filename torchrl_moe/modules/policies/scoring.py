@@ -58,10 +58,14 @@ class ScoringBatch:
         before[:, 1:] = self.mask[:, :-1]
         return self.mask & before
 
-    def padded(self) -> Layout:
+    def padded(self, masked: bool = True) -> Layout:
         """Return the layout with a row for each sequence, padded on the right.
 
         On the left, pads would stand before the tokens: linear attention and sparse attention do not look past them.
+
+        Args:
+            masked: whether the model is told of the pads. A causal one needs not be, and with a mask SDPA makes another
+                one of ``[R, 1, W, W]``.
         """
         width = max(1, int(self.mask.sum(-1).max()))
         places = (self.mask.cumsum(-1) - 1).clamp(min=0)
@@ -70,8 +74,10 @@ class ScoringBatch:
         columns = torch.arange(width, device=self.ids.device).expand(len(self.ids), -1)
         ids = columns.new_zeros(columns.shape)
         ids.view(-1)[index[self.mask]] = self.ids[self.mask]
-        attended = (columns < self.mask.sum(-1, keepdim=True)).long()
-        return Layout({"input_ids": ids, "attention_mask": attended, "position_ids": columns}, index, self.mask)
+        inputs = {"input_ids": ids, "position_ids": columns}
+        if masked:
+            inputs["attention_mask"] = (columns < self.mask.sum(-1, keepdim=True)).long()
+        return Layout(inputs, index, self.mask)
 
     def packed(self, width: int | None = None) -> Layout:
         """Return a layout with several sequences in a row; positions that start over separate them.
@@ -190,8 +196,8 @@ def read_batch(td: TensorDictBase, tokens_key: Any, mask_key: Any) -> ScoringBat
 
     Raises:
         KeyError: there are no tokens at ``tokens_key``.
-        ValueError: another batch size than ``[B]``, tokens that are no integers, or an attention mask of another length
-            than its tokens.
+        ValueError: another batch size than ``[B]``, tokens that are no integers, an attention mask of another length
+            than its tokens, or one with a gap: it is not known what the token behind it was sampled after.
     """
     if td.batch_dims != 1 or not len(td):
         raise ValueError(
@@ -207,7 +213,22 @@ def read_batch(td: TensorDictBase, tokens_key: Any, mask_key: Any) -> ScoringBat
     mask = read_rows(td, mask_key, False, lengths)
     if mask is None:
         mask = pad_left([torch.ones_like(row, dtype=torch.bool) for row in rows], False)
-    return ScoringBatch(pad_left(rows, 0).long(), mask.bool(), lengths)
+    batch = ScoringBatch(pad_left(rows, 0).long(), mask.bool(), lengths)
+    _refuse_gaps(batch, mask_key)
+    return batch
+
+
+def _refuse_gaps(batch: ScoringBatch, mask_key: Any) -> None:
+    """Refuse a token with pads before it and tokens before those: it would count with a log-prob that nobody gave."""
+    behind = batch.mask & ~batch.scored & (batch.mask.cumsum(-1) > 1)
+    if bool(behind.any()):
+        sample, column = behind.nonzero()[0].tolist()
+        token = column - (batch.mask.shape[1] - batch.lengths[sample])
+        raise ValueError(
+            f"{mask_key!r} of sample {sample} has a gap before token {token} ({int(behind.sum())} gaps in the batch): "
+            "pads stand before the tokens of a sample or after them. Cut them out of the tokens, and of all that is "
+            "laid out as they are."
+        )
 
 
 def missing(td: TensorDictBase, key: Any) -> KeyError:

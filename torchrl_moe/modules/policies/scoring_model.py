@@ -158,28 +158,49 @@ class ScoringModel:
     def packs(self) -> bool:
         """Whether sequences in one row do not see each other: tried on a few tokens.
 
-        Four sequences in two rows: the second one's logits may not change when the first one does, beside it, but for
-        the rounding that is seen when the other row does.
+        Four sequences, in one row where that is how they are packed, else in two. (transformers keeps those of one row
+        apart for flash attention, and not those of several.)
         """
+        batch = self._four_sequences()
+        layout = batch.packed(None if self.packs_in_one_row else 2 * batch.ids.shape[1])
+        return self._leaves_alone(layout, layout.index[0], batch.padded())
+
+    @cached_property
+    def sees_pads(self) -> bool:
+        """Whether tokens see what follows them in their row, so that pads there must be masked: tried alike."""
+        batch = self._four_sequences(ragged=True)
+        layout = batch.padded(masked=False)
+        return not self._leaves_alone(layout, (~batch.mask).flatten(), layout)
+
+    def _four_sequences(self, ragged: bool = False) -> ScoringBatch:
+        """Return four sequences alike, of which, if they are ragged, each lacks a token more than the one before."""
         ids = dry_inputs(self.model)["input_ids"].expand(4, -1)
-        mask = torch.ones_like(ids, dtype=torch.bool)
-        layout = ScoringBatch(ids, mask, (ids.shape[1],) * 4).packed(2 * ids.shape[1])
-        inputs = {name: value.clone() for name, value in layout.inputs.items()}
-        places = layout.index.flip(-1)  # the same tokens, in another order
+        length = ids.shape[1]
+        lengths = torch.tensor([length - i * ragged for i in range(4)], device=ids.device)
+        mask = torch.arange(length, device=ids.device) < lengths[:, None]
+        return ScoringBatch(ids, mask, (length,) * 4)
 
-        def logits(*changed: int) -> Tensor:
-            given = dict(inputs, input_ids=inputs["input_ids"].clone())
-            for i in changed:
-                given["input_ids"].view(-1)[places[i]] = ids[i]
-            return layout.read(self.run(given)[0].logits.flatten(0, 1))[1].float()
+    def _leaves_alone(self, layout: Layout, changed: Tensor, rows: Layout) -> bool:
+        """Whether the logits of all sequences but the first stay as they are when ``changed`` becomes others.
 
+        But for rounding: as much of it as is seen in ``rows`` when the first sequence changes, in a row of its own.
+        """
         with _dry_run(self.model):
             try:
-                before, beside, apart = logits(), logits(0), logits(2, 3)
+                leak, scale = self._moved(layout, changed)
+                rounding, _ = self._moved(rows, rows.index[0])
             except FAILURES:
                 return False
-        leak, rounding = ((other - before).abs().max() for other in (beside, apart))
-        return bool(leak <= 10 * rounding + 1e-6 * before.abs().max())
+        return leak <= 10 * rounding + 1e-6 * scale
+
+    def _moved(self, layout: Layout, changed: Tensor) -> tuple[float, float]:
+        """Return how far the logits of all sequences but the first move when ``changed`` does; their size."""
+        others = dict(layout.inputs, input_ids=layout.inputs["input_ids"].clone())
+        others["input_ids"].view(-1)[changed] += 1
+        before, after = (
+            layout.read(self.run(inputs)[0].logits.flatten(0, 1))[1:].float() for inputs in (layout.inputs, others)
+        )
+        return float((after - before).abs().max()), float(before.abs().max())
 
     @property
     def packs_in_one_row(self) -> bool:
@@ -222,17 +243,18 @@ class ScoringModel:
             self._head.thread = threading.get_ident()
             self._head.parts, self._head.places = selection.parts()  # here, since it depends on values
             self._head.transform = self.transform
-            self._output.shadowed = self.language_model.__dict__.get("forward")
-            self.head.forward = self._head
-            self.language_model.forward = self._output
+            stand_ins: dict[nn.Module, Any] = {self.head: self._head, self.language_model: self._output}
+            for module, stand_in in stand_ins.items():
+                stand_in.shadowed = module.__dict__.get("forward")
+                module.forward = stand_in
             try:
                 yield
             finally:
-                del self.head.forward
-                if self._output.shadowed is None:
-                    del self.language_model.forward
-                else:
-                    self.language_model.forward = self._output.shadowed
+                for module, stand_in in stand_ins.items():
+                    if stand_in.shadowed is None:
+                        del module.forward
+                    else:
+                        module.forward = stand_in.shadowed
                 self._head.parts, self._head.places, self._head.scores = [], None, None
 
 
@@ -241,6 +263,7 @@ class _ScoringHead:
 
     def __init__(self, head: nn.Module) -> None:
         self.head = head
+        self.shadowed: Any = None
         self.parts: list[tuple[float, Selection]] = []
         self.places: Tensor | None = None
         self.transform = LogitTransform()
@@ -255,7 +278,7 @@ class _ScoringHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.elsewhere:
-            return type(self.head).forward(self.head, hidden)
+            return (self.shadowed or type(self.head).forward.__get__(self.head))(hidden)
         self.dtype = hidden.dtype
         flat = hidden.flatten(0, -2)
         scores = [self._score(flat, value, part) for value, part in self.parts]

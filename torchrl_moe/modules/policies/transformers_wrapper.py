@@ -3,8 +3,8 @@
 TorchRL's name and keys; it scores and never generates. Which experts the forward pass uses is one switch:
 
 - ``"R3"``: those of the rollout engine, ``("routed_experts", "full")`` (arXiv 2510.11370);
-- ``"R2"``: those of this model's own forward under ``no_grad``, recorded to ``("train_routed_experts", "full")`` and
-  replayed under grad (arXiv 2512.01374);
+- ``"R2"``: those of this model's own first forward under ``no_grad``, recorded to ``("train_routed_experts", "full")``
+  and replayed by every later one (arXiv 2512.01374);
 - ``"none"``: the live router's.
 """
 
@@ -27,12 +27,21 @@ from torchrl_moe import _checks
 from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.modules.policies.dense_distributions import DenseDistributions
 from torchrl_moe.modules.policies.rollout import stack_answers
-from torchrl_moe.modules.policies.routes import RECORDED, no_routes, note_routing, read_routes, write_recorded
+from torchrl_moe.modules.policies.routes import (
+    RECORDED,
+    UNUSED,
+    has_recorded,
+    no_routes,
+    note_routing,
+    read_routes,
+    write_recorded,
+)
 from torchrl_moe.modules.policies.sampled_from import UNSAID, SampledFrom, read_sampling, says_nothing
-from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, align, read_batch
+from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, align, read_batch, samples_of
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.modules.replay.discovery import discover, number_of_layers
 from torchrl_moe.modules.replay.incoming import ON_BAD_ROUTES, OnBadRoutes, Packing
+from torchrl_moe.modules.replay.parallelism import computing_device, refused_parallelism, summed_again
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 
 __all__ = ["TransformersWrapper"]
@@ -57,7 +66,8 @@ class TransformersWrapper(DenseDistributions):
         measure_agreement: also compute the live router's choice, for ``("routing", "agreement")``.
         on_bad_routes: what to do about a sample whose routes are wrong: ``"raise"``, or run it on the ``"live"`` router
             and count its tokens in ``("routing", "fallback")``.
-        router_replay: a handle that the model has already.
+        rerecord: under R2, record again in a forward under ``no_grad`` although the batch has recorded routes.
+        router_replay: a handle that the model has already; default: the one that it has, or a new one.
         input_key: where the tokens are; default ``("tokens", "full")``.
         inplace: write into the input (default), or into a new TensorDict (``False`` or ``"empty"``).
         tokens_key, masks_key, log_probs_key, routed_experts_key: where to read and write.
@@ -86,6 +96,7 @@ class TransformersWrapper(DenseDistributions):
         pad_model_input: bool | None = None,
         measure_agreement: bool = False,
         on_bad_routes: OnBadRoutes = "raise",
+        rerecord: bool = False,
         router_replay: RouterReplay | None = None,
         input_key: NestedKey | None = None,
         inplace: bool | Literal["empty"] = True,
@@ -100,19 +111,19 @@ class TransformersWrapper(DenseDistributions):
         self.model: nn.Module = _model_of(model)
         self.router_replay = router_replay
         if replay != "none" and router_replay is None:
-            self.router_replay = RouterReplay(self.model)
+            self.router_replay = RouterReplay.of(self.model)
         self.scoring_model = ScoringModel(self.model)
         self._arguments = {**arguments, "model": self.model, "router_replay": self.router_replay}
         self.tokenizer, self.input_mode, self.generate, self.inplace = tokenizer, input_mode, False, inplace
         self.replay, self.temperature, self.pad_model_input = replay, temperature, pad_model_input
-        self.measure_agreement, self.on_bad_routes = measure_agreement, on_bad_routes
+        self.measure_agreement, self.on_bad_routes, self.rerecord = measure_agreement, on_bad_routes, rerecord
         self.tokens_key, self.masks_key, self.log_probs_key = tokens_key, masks_key, log_probs_key
         self.routed_experts_key = routed_experts_key
         self.input_key = (tokens_key, "full") if input_key is None else input_key
         self.in_keys = [self.input_key, *([(routed_experts_key, "full")] if replay == "R3" else [])]
         self.out_keys = [log_probs_key, *(["routing"] if replay != "none" else [])]
         self.out_keys += [RECORDED] if replay == "R2" else []
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_routes = self._has_warned_of_sums = False
         # what TorchRL's base class reads
         self.num_samples, self.layout, self.pad_output = None, None, True
         self._min_batch_size = self._max_batch_size = self._batching_lock = None
@@ -121,8 +132,8 @@ class TransformersWrapper(DenseDistributions):
 
     @property
     def device(self) -> torch.device:
-        """Where the model's parameters are."""
-        return next(self.model.parameters()).device
+        """Where the model computes, which may not be where its parameters are."""
+        return computing_device(self.model)
 
     def get_new_version(self, **kwargs: Any) -> TransformersWrapper:
         """Return a wrapper of the same model with some arguments changed and all others kept.
@@ -193,6 +204,7 @@ class TransformersWrapper(DenseDistributions):
             _checks.check_shape("mask", mask.shape, tuple(wanted.shape), hint="It is laid out as the padded tokens.")
             wanted = wanted & mask.bool().to(wanted.device)
         self.scoring_model.check()
+        self._warn_of_sums()
         layout = self._layout(batch)
         selection = Selection.of(batch, layout, wanted, self._sampled_from(td, batch), entropy)
         with self._routed(td, batch, layout):
@@ -215,10 +227,22 @@ class TransformersWrapper(DenseDistributions):
                 warnings.warn(UNSAID.format(unsaid), stacklevel=3)
         return read_sampling(td, batch, self.temperature)
 
+    def _warn_of_sums(self) -> None:
+        name = summed_again(self.scoring_model.language_model) if torch.is_grad_enabled() else ""
+        if name and not self._has_warned_of_sums:
+            self._has_warned_of_sums = True
+            warnings.warn(
+                f"{name} has a gradient already, and transformers will sum it over tensor-parallel ranks once more in "
+                "the next backward pass: gradients of norms become too large. Run one backward pass for each step, or "
+                "keep these gradients aside in between.",
+                stacklevel=3,
+            )
+
     def _layout(self, batch: ScoringBatch) -> Layout:
+        masked = self.scoring_model.sees_pads  # asked first: under FSDP all ranks find out together, whatever they have
         if self.pad_model_input:
-            return batch.padded()
-        packs = self.scoring_model.packs  # asked first: under FSDP all ranks find out together, whatever their batches
+            return batch.padded(masked)
+        packs = self.scoring_model.packs
         if self.pad_model_input is False:
             if not packs:
                 raise ValueError(
@@ -227,17 +251,19 @@ class TransformersWrapper(DenseDistributions):
                 )
             return batch.packed()
         if not packs:
-            return batch.padded()
+            return batch.padded(masked)
         longest = max(1, int(batch.mask.sum(-1).max()))
         packed = batch.packed(None if self.scoring_model.packs_in_one_row else longest)
-        return packed if packed.shape.numel() < batch.ids.numel() else batch.padded()
+        padded = batch.padded(masked)
+        return packed if packed.shape.numel() < padded.shape.numel() else padded
 
     @contextmanager
     def _routed(self, td: TensorDictBase, batch: ScoringBatch, layout: Layout) -> Iterator[None]:
         """Make the forward pass inside follow the routes that ``replay`` asks for; write what it did."""
         if self.router_replay is None or self.replay == "none":
+            self._warn_of_routes(td)
             yield
-        elif self.replay == "R2" and not torch.is_grad_enabled():
+        elif self.replay == "R2" and not torch.is_grad_enabled() and (self.rerecord or not has_recorded(td)):
             with self.router_replay.record() as recording:
                 yield
             write_recorded(td, batch, layout.read(recording.routed_experts.flatten(0, 1)))
@@ -248,8 +274,15 @@ class TransformersWrapper(DenseDistributions):
                 yield
             note_routing(td, batch, routes, self.router_replay.report(), self.router_replay.refused)
 
+    def _warn_of_routes(self, td: TensorDictBase) -> None:
+        """Say once that the experts an engine has recorded are not those that are trained."""
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
+        if trains and not self._has_warned_of_routes and samples_of(td, (self.routed_experts_key, "full")) is not None:
+            self._has_warned_of_routes = True
+            warnings.warn(UNUSED, stacklevel=5)  # where scores are asked for
+
     def _token_logits(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor:
-        layout = self._layout(batch) if self.pad_model_input is False else batch.padded()
+        layout = self._layout(batch) if self.pad_model_input is False else batch.padded(self.scoring_model.sees_pads)
         with self._routed(td, batch, layout):
             output, _ = self.scoring_model.run(layout.inputs)
         sampled_from = self._sampled_from(td, batch)
@@ -342,4 +375,7 @@ def _model_of(model: Any) -> nn.Module:
         raise TypeError(f"model must be a transformers model, a folder or a hub name, got {type(model).__name__}")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise TypeError(f"{type(model).__name__} hides its model: give its module, and use fully_shard for ranks")
+    reason = refused_parallelism(model)
+    if reason:
+        raise TypeError(f"{type(model).__name__} cannot be scored under {reason}")
     return model

@@ -5,7 +5,7 @@ Letters: B sequences, T tokens, N = B * T rows, L decoder layers, K experts per 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from torchrl_moe._errors import ReplayError
 from torchrl_moe.modules.replay.discovery import RouterSite
-from torchrl_moe.modules.replay.interception import TopK
+from torchrl_moe.modules.replay.interception import OwnChoice
 
-__all__ = ["UNSET", "Binding", "LayerReport", "Recording"]
+__all__ = ["UNSET", "Binding", "LayerReport", "Recording", "live_rows"]
 
 UNSET = -1
 
@@ -80,6 +80,8 @@ class Binding:
         replayed: how many those are, by layer ``[L]``.
         complete: whether they are all, by layer. Such a layer needs no ``topk`` at all. (A compiled graph depends on
             this, and on no count.)
+        live: of each other layer the rows that are not, int64 ``[M]``; no others are ranked. An engine knows no experts
+            of a sequence's last token, so that every rollout has some.
         refused: samples that run on the live router because their routes were bad.
         refused_rows: how many rows those are.
         measure: also run each router on its own, and count the rows where it agrees as a set.
@@ -92,13 +94,14 @@ class Binding:
     known: Tensor | None = None
     replayed: tuple[int, ...] = ()
     complete: tuple[bool, ...] = ()
+    live: Mapping[int, Tensor] = field(default_factory=dict)
     refused: tuple[int, ...] = ()
     refused_rows: int = 0
     measure: bool = False
     calls: dict[int, int] = field(default_factory=dict)
     agreeing: dict[int, Tensor] = field(default_factory=dict)
 
-    def choose(self, site: RouterSite, scores: Tensor, own: Callable[[], TopK], recompute: bool) -> Tensor:
+    def choose(self, site: RouterSite, scores: Tensor, own: OwnChoice, recompute: bool) -> Tensor:
         """Return the experts ``[N, K]`` that a router uses for these rows.
 
         Args:
@@ -110,35 +113,29 @@ class Binding:
         layer = site.layer
         if self.routes is None:
             assert self.recording is not None
-            kept = own().indices.reshape(len(scores), site.top_k).to(torch.int16)
+            kept = own(None).indices.reshape(len(scores), site.top_k).to(torch.int16)
             if recompute:  # kernels may break a tie another way the second time
                 kept = self.recording.by_layer[layer]
             else:
                 self.recording.by_layer[layer] = kept
             chosen = kept.long()
         else:
-            chosen = self._experts(site, scores)
-            if not self.complete[layer]:
-                ours = own().indices.reshape(chosen.shape)
-                chosen = torch.where(self._known(layer, scores), chosen, ours)
+            chosen = self._with_live(layer, self._experts(site, scores), own)
         if not recompute:
             self.calls[layer] = self.calls.get(layer, 0) + 1
         return chosen
 
-    def groups(self, site: RouterSite, scores: Tensor, own: Callable[[], TopK]) -> Tensor:
-        """Return the groups ``[N, K]`` that hold the experts to use; the router's own, repeated, for live rows.
+    def groups(self, site: RouterSite, scores: Tensor, own: OwnChoice, top_k: int) -> Tensor:
+        """Return the groups ``[N, *]`` that hold the experts to use, the router's own for live rows, some repeated.
 
         Args:
             site: the router.
             scores: ``[N, G]``, what it ranks the groups by.
             own: its own choice of groups.
+            top_k: how many groups that is: more than K experts lie in, perhaps.
         """
         groups = self._experts(site, scores).clamp(min=0) // (site.num_experts // scores.shape[-1])
-        if self.complete[site.layer]:
-            return groups
-        ours = own().indices
-        repeated = ours[:, torch.arange(site.top_k, device=ours.device) % ours.shape[1]]
-        return torch.where(self._known(site.layer, scores), groups, repeated)
+        return self._with_live(site.layer, _widened(groups, max(site.top_k, top_k)), own)
 
     def compare(self, site: RouterSite, own: Tensor) -> None:
         """Count the replayed rows in which the router's own choice ``[N, K]`` is the same set of experts."""
@@ -157,7 +154,8 @@ class Binding:
         elif shape != self.shape:
             raise ReplayError(
                 f"the forward pass has tokens {list(shape)}, the routes are for {list(self.shape)}: give routes laid "
-                "out as the batch, [B, T, L, K], pads included"
+                "out as the batch, [B, T, L, K], pads included. A forward pass that sees a part of each sequence "
+                "(context or sequence parallelism) cannot be replayed"
             )
 
     def check_used(self) -> None:
@@ -185,9 +183,18 @@ class Binding:
             if i in self.layers
         }
 
-    def _known(self, layer: int, like: Tensor) -> Tensor:
-        assert self.known is not None
-        return self.known[:, layer, None].to(like.device)
+    def _with_live(self, layer: int, given: Tensor, own: OwnChoice) -> Tensor:
+        """Put the router's own choice into the rows of ``given`` ``[N, *]`` that are not replayed."""
+        if self.complete[layer]:
+            return given
+        if torch.compiler.is_compiling():  # where a number of rows would be a part of the graph
+            assert self.known is not None
+            ours = own(None).indices
+            return torch.where(
+                self.known[:, layer, None].to(given.device), given, _widened(ours.flatten(0, -2), given.shape[1])
+            )
+        rows = self.live[layer].to(given.device)
+        return given.index_copy(0, rows, _widened(own(rows).indices, given.shape[1]))
 
     def _experts(self, site: RouterSite, like: Tensor) -> Tensor:
         assert self.routes is not None
@@ -197,3 +204,17 @@ class Binding:
                 "does not see every token of the batch"
             )
         return self.routes[:, site.layer, : site.top_k].to(like.device, torch.long)
+
+
+def live_rows(known: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
+    """Return by layer the rows, int64 ``[M]``, that ``known`` ``[N, L]`` does not name."""
+    live = ~known[:, list(layers)].T
+    places = live.nonzero()[:, 1].split(live.sum(1).tolist())
+    return dict(zip(layers, places, strict=True))
+
+
+def _widened(choice: Tensor, width: int) -> Tensor:
+    """Return ``[N, width]``: the columns of ``choice``, from the first again where there are no more."""
+    if choice.shape[1] == width:
+        return choice
+    return choice[:, torch.arange(width, device=choice.device) % choice.shape[1]]

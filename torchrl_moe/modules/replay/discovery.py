@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.modules.replay.interception import TopKObserver
+from torchrl_moe.modules.replay.parallelism import computing_device
 from torchrl_moe.modules.replay.scoring import OWN_CODE, ScoreTracer, describe_scoring
 
 __all__ = ["RouterSite", "arriving", "check_replayed", "discover", "dry_inputs", "number_of_layers"]
@@ -76,8 +77,8 @@ def number_of_layers(model: nn.Module) -> int:
 
 
 def dry_inputs(model: nn.Module) -> dict[str, Tensor]:
-    """Return the inputs of a small forward pass, on the model's device."""
-    device = next(model.parameters()).device
+    """Return the inputs of a small forward pass, on the device on which the model runs."""
+    device = computing_device(model)
     counts = _expert_counts(getattr(model, "config", None))
     # no number of experts, so that scores over tokens are not taken for scores over experts
     length = next(length for length in range(DRY_TOKENS, DRY_TOKENS + len(counts) + 1) if length not in counts)

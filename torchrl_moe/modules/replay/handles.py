@@ -19,7 +19,7 @@ from torchrl_moe.modules.replay.discovery import RouterSite
 from torchrl_moe.modules.replay.interception import TopK, TopKInterception
 from torchrl_moe.modules.replay.state import ReplayState
 
-__all__ = ["belong_to", "has_owner", "install", "uninstall"]
+__all__ = ["belong_to", "install", "owner", "uninstall"]
 
 
 Jitter: TypeAlias = tuple[nn.Module, str, float]
@@ -59,8 +59,8 @@ class _RouterHandle(_Handle):
         def choose(scores: Tensor, own: Any) -> Tensor:
             return binding.choose(site, scores, own, recompute)
 
-        def groups(scores: Tensor, own: Any) -> Tensor:
-            return binding.groups(site, scores, own)
+        def groups(scores: Tensor, own: Any, top_k: int) -> Tensor:
+            return binding.groups(site, scores, own, top_k)
 
         opening = None if binding.routes is None else groups
         with TopKInterception(site.num_experts, site.top_k, site.rank, choose, opening):
@@ -71,7 +71,7 @@ class _RouterHandle(_Handle):
         chosen: list[Tensor] = []
 
         def choose(scores: Tensor, own: Any) -> Tensor:
-            result: TopK = own()
+            result: TopK = own(None)
             chosen.append(result.indices.reshape(len(scores), -1))
             return chosen[-1]
 
@@ -111,9 +111,9 @@ def _handles(model: nn.Module) -> Iterator[_Handle]:
             handle = handle.shadowed
 
 
-def has_owner(model: nn.Module) -> bool:
-    """Whether a ``RouterReplay`` owns handles on this model; a deep copy's handles have no owner."""
-    return any(handle.state.owned for handle in _handles(model))
+def owner(model: nn.Module) -> object | None:
+    """Return the ``RouterReplay`` that owns handles on this model; a deep copy's handles have no owner."""
+    return next((handle.state.owner for handle in _handles(model) if handle.state.owner is not None), None)
 
 
 def belong_to(model: nn.Module, state: ReplayState) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchrl_moe import _checks
 from torchrl_moe._errors import RouteShapeError, RouteValueError
-from torchrl_moe.modules.replay.binding import UNSET, Binding
+from torchrl_moe.modules.replay.binding import UNSET, Binding, live_rows
 from torchrl_moe.modules.replay.discovery import RouterSite
 
 __all__ = ["ON_BAD_ROUTES", "OnBadRoutes", "Packing", "bind_routes"]
@@ -89,13 +89,15 @@ def bind_routes(
     flat = incoming.laid_out()
     known = flat[..., 0] != UNSET
     replayed = tuple(known.sum(0).tolist())
+    layers = [site.layer for site in sites]
     return Binding(
-        layers=tuple(site.layer for site in sites),
+        layers=tuple(layers),
         routes=flat,
         shape=incoming.shape,
         known=known,
         replayed=replayed,
         complete=tuple(count == len(flat) for count in replayed),
+        live=live_rows(known, layers),
         refused=refused,
         refused_rows=sum(incoming.lengths[i] for i in refused),
         measure=measure,

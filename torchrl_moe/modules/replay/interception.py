@@ -11,15 +11,17 @@ Letters: N rows of a batch, E experts, K experts per row, G groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["TopK", "TopKInterception", "TopKObserver"]
+__all__ = ["OwnChoice", "TopK", "TopKInterception", "TopKObserver"]
 
 TopK = torch.return_types.topk
+OwnChoice: TypeAlias = Callable[[Tensor | None], TopK]
+"""The call that was intercepted, without a graph: of some rows, int64 ``[M]``, of the scores; of all for ``None``."""
 TOPK_FUNCTIONS = (torch.topk, Tensor.topk)
 
 
@@ -31,6 +33,12 @@ def _ranked(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
     k: int = args[1] if len(args) > 1 else kwargs["k"]
     dim: int = args[2] if len(args) > 2 else kwargs.get("dim", -1)
     return (x, k) if dim in (-1, x.ndim - 1) else None
+
+
+def _order(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Return ``largest`` and ``sorted`` of a ``topk``; experts are added up in the order in which they are chosen."""
+    given = dict(zip(("largest", "sorted"), args[3:], strict=False)) | dict(kwargs)
+    return given.get("largest", True), given.get("sorted", True)
 
 
 class TopKObserver(TorchFunctionMode):
@@ -58,9 +66,9 @@ class TopKInterception(TorchFunctionMode):
         top_k: K.
         rank: dimensions of the scores. A router of one group of experts first ranks ``[N, 1, E]`` to score that group.
         choose: from scores ``[N, E]`` and the original call to the experts ``[N, K]`` to use.
-        groups: from scores ``[N, G]`` and the original call to the groups ``[N, K]`` of the experts to use, or ``None``
-            if the router's own groups hold. Group-limited routers zero the scores outside the groups they chose
-            (DeepSeek-V2).
+        groups: from scores ``[N, G]``, the original call and its k to the groups ``[N, *]`` of the experts to use, or
+            ``None`` if the router's own groups hold. Group-limited routers zero the scores outside the groups they
+            chose (DeepSeek-V2).
     """
 
     def __init__(
@@ -68,8 +76,8 @@ class TopKInterception(TorchFunctionMode):
         num_experts: int,
         top_k: int,
         rank: int,
-        choose: Callable[[Tensor, Callable[[], TopK]], Tensor],
-        groups: Callable[[Tensor, Callable[[], TopK]], Tensor] | None = None,
+        choose: Callable[[Tensor, OwnChoice], Tensor],
+        groups: Callable[[Tensor, OwnChoice, int], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self._num_experts = num_experts
@@ -87,16 +95,18 @@ class TopKInterception(TorchFunctionMode):
         x, k = ranked
         width = x.shape[-1]
 
-        def own() -> TopK:
+        def own(rows: Tensor | None = None) -> TopK:
             # only its indices are used: a graph here would differ between a checkpointed layer's two runs
             with torch.no_grad():
-                return func(*args, **kwargs)
+                if rows is None:
+                    return func(*args, **kwargs)
+                return x.reshape(-1, width)[rows].topk(k, -1, *_order(args, kwargs))
 
         if (width, k, x.ndim) == (self._num_experts, self._top_k, self._rank):
             self._groups = None  # groups are chosen before experts: what comes now is something else
             chosen = self._choose(x.reshape(-1, width), own).view(*x.shape[:-1], k)
         elif self._groups is not None and x.ndim == 2 and width < self._num_experts and not self._num_experts % width:
-            chosen = self._groups(x, own)
+            chosen = self._groups(x, own, k)
         else:
             return func(*args, **kwargs)
         return TopK((x.gather(-1, chosen), chosen))

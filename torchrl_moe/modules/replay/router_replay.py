@@ -8,7 +8,7 @@ Letters: B sequences, T tokens, N = B * T rows, L decoder layers, K experts per 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from torchrl_moe._errors import ReplayError, RoutingError, UnsupportedRouterError
 from torchrl_moe.modules.replay import handles
-from torchrl_moe.modules.replay.binding import Binding, LayerReport, Recording
+from torchrl_moe.modules.replay.binding import UNSET, Binding, LayerReport, Recording
 from torchrl_moe.modules.replay.checkpointing import wrap_checkpoints
 from torchrl_moe.modules.replay.discovery import arriving, check_replayed, discover, dry_inputs, number_of_layers
 from torchrl_moe.modules.replay.incoming import OnBadRoutes, Packing, bind_routes
+from torchrl_moe.modules.replay.parallelism import computing_device, refused_parallelism
 from torchrl_moe.modules.replay.state import ReplayState
 
 __all__ = ["Recording", "RouterReplay"]
@@ -29,8 +30,9 @@ __all__ = ["Recording", "RouterReplay"]
 class RouterReplay:
     """Records and replays the routers of one transformers model.
 
-    Construction runs a small forward pass four times: it finds the routers, and checks that each is hit exactly once,
-    that replaying the model's own choice gives the very same logits, and that another choice does not. It may come
+    Construction runs a small forward pass five times: it finds the routers, and checks that each is hit exactly once,
+    that replaying the model's own choice gives the very same logits, in all rows or in every other one with live rows
+    between them, and that another choice does not. It may come
     before or after peft, ``fully_shard`` and ``torch.compile``; after ``fully_shard`` all ranks must construct it.
     Router jitter is off from then on, until :meth:`remove`.
 
@@ -42,7 +44,8 @@ class RouterReplay:
 
     Raises:
         ReplayError: the model has a RouterReplay already.
-        UnsupportedRouterError: no router was found, or one cannot be replayed exactly.
+        UnsupportedRouterError: no router was found, one cannot be replayed exactly, or ranks share the model by
+            context, pipeline or expert-tensor parallelism.
 
     >>> from torchrl_moe.testing import make_tiny_moe
     >>> model = make_tiny_moe("qwen3_moe")
@@ -57,11 +60,18 @@ class RouterReplay:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        if handles.has_owner(model):
-            raise ReplayError("this model has a RouterReplay already: use it, or call its remove() first")
+        owner = handles.owner(model)
+        if owner is not None:
+            raise ReplayError(
+                f"this model has a RouterReplay already: use it, RouterReplay.of(model), or call its remove(). It is "
+                f"{owner!r}"
+            )
+        reason = refused_parallelism(model)
+        if reason:
+            raise UnsupportedRouterError(f"{type(model).__name__} cannot be replayed under {reason}")
         handles.uninstall(model)  # those of the model that this one is a copy of
         self.model = model
-        self._state = ReplayState(owned=True)
+        self._state = ReplayState(owner=self)
         self._last: dict[int, LayerReport] = {}
         self._refused: tuple[int, ...] = ()
         try:
@@ -74,9 +84,16 @@ class RouterReplay:
             self.remove()
             raise
 
+    @classmethod
+    def of(cls, model: nn.Module) -> RouterReplay:
+        """Return the ``RouterReplay`` that a model has; a new one if it has none."""
+        owner = handles.owner(model)
+        return owner if isinstance(owner, cls) else cls(model)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._state.owned = handles.belong_to(self.model, self._state)  # not if it was removed
+        if handles.belong_to(self.model, self._state):  # not if it was removed
+            self._state.owner = self
 
     # -- what was found ---------------------------------------------------------------------------------------------
 
@@ -158,7 +175,7 @@ class RouterReplay:
             attention_mask=attention_mask,
             measure=measure,
             on_bad_routes=on_bad_routes,
-            device=next(self.model.parameters()).device,
+            device=computing_device(self.model),
             packing=packing,
         )
         with self._opened(binding):
@@ -199,7 +216,7 @@ class RouterReplay:
             raise ReplayError("a context of this model is open: close it before remove()")
         if not self._state.owned:
             return
-        self._state.owned = False
+        self._state.owner = None
         handles.uninstall(self.model)
 
     # -- construction -----------------------------------------------------------------------------------------------
@@ -209,8 +226,12 @@ class RouterReplay:
         try:
             with self.record() as recording:
                 native = _output(self.model(**inputs))
-            with self.replay(recording.routed_experts):
-                replayed = _output(self.model(**inputs))
+            replayed = []
+            for live in (slice(0, 0), slice(0, None, 2)):
+                routes = recording.routed_experts
+                routes[:, live] = UNSET
+                with self.replay(routes):
+                    replayed.append(_output(self.model(**inputs)))
             others = self._others(recording.routed_experts)
             with self.replay(others), arriving(self.model) as arrived:
                 changed = _output(self.model(**inputs))
@@ -221,14 +242,15 @@ class RouterReplay:
         self._last = {}
         self._state.used = False
 
-    def _compare(self, native: Tensor, replayed: Tensor, changed: Tensor) -> None:
-        """Check the outputs without routes, with the model's own, and with others."""
-        if not torch.equal(native, replayed):
-            worst = (native - replayed).abs().max().item()
-            raise UnsupportedRouterError(
-                f"replaying its own routes changes its output by up to {worst:.1e}. Its routing is more than the "
-                "choice that topk makes."
-            )
+    def _compare(self, native: Tensor, replayed: Sequence[Tensor], changed: Tensor) -> None:
+        """Check the outputs without routes, with the model's own in all rows and in some, and with others."""
+        for output, rows in zip(replayed, ("", " in every other row"), strict=True):
+            if not torch.equal(native, output):
+                worst = (native - output).abs().max().item()
+                raise UnsupportedRouterError(
+                    f"replaying its own routes{rows} changes its output by up to {worst:.1e}. Its routing is more than "
+                    "the choice that topk makes."
+                )
         if torch.equal(native, changed) and any(site.top_k < site.num_experts for site in self.sites):
             raise UnsupportedRouterError(
                 "replaying other routes changes nothing. Its routers do not use the choice that topk makes."

@@ -43,8 +43,8 @@ class ReplayState:
     of a pickle, starts without a binding and without an owner: the original's contexts do not reach a copied model.
     """
 
-    def __init__(self, owned: bool = False) -> None:
-        self.owned = owned
+    def __init__(self, owner: object | None = None) -> None:
+        self.owner = owner
         self.used = False
         """Whether a context was opened, whose forward pass may have a backward still to come."""
         self._open = _Held()
@@ -54,6 +54,11 @@ class ReplayState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReplayState, ()
+
+    @property
+    def owned(self) -> bool:
+        """Whether a ``RouterReplay`` looks after the handles."""
+        return self.owner is not None
 
     @property
     def is_open(self) -> bool:

@@ -39,6 +39,7 @@ def kl_penalty(
     mask: Tensor,
     estimator: KLEstimator = "k3",
     log_ratio: Tensor | None = None,
+    clamp: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return per token an estimate of ``KL(π || q)``, to be used as a loss, and the tokens where it is known.
 
@@ -49,6 +50,8 @@ def kl_penalty(
         estimator: ``"k3"`` is GRPO's (arXiv 2402.03300, eq. 4); see the table above for what each one's gradient is.
         log_ratio: ``log π - log μ`` of :func:`log_ratio`, ``[B, T]``: weights the penalty, which then has the
             gradient of ``KL(π || q)`` off policy too. ``None`` leaves it plain.
+        clamp: cuts each penalty, its weight included, to ``±clamp``; one that is cut has no gradient. A k3 grows as
+            ``q/π``: one token to which q gives 4e8 times π's probability outweighs a whole batch.
 
     Raises:
         ValueError: other shapes; another estimator.
@@ -61,11 +64,11 @@ def kl_penalty(
         raise ValueError(f"estimator must be one of {list(_ESTIMATORS)}, got {estimator!r}.")
     known = mask & log_probs.isfinite() & other_log_probs.isfinite()
     penalty = _ESTIMATORS[estimator](select(known, log_probs), select(known, other_log_probs))
-    if log_ratio is None:
-        return penalty, known
-    check_tokens(log_ratio=log_ratio, mask=mask)
-    ratio = torch.exp(select(known, log_ratio))
-    return (ratio.detach() if estimator == "k2" else ratio) * penalty, known
+    if log_ratio is not None:
+        check_tokens(log_ratio=log_ratio, mask=mask)
+        ratio = torch.exp(select(known, log_ratio))
+        penalty = (ratio.detach() if estimator == "k2" else ratio) * penalty
+    return penalty if clamp is None else penalty.clamp(-clamp, clamp), known
 
 
 def kl_reward(log_probs: Tensor, other_log_probs: Tensor, mask: Tensor, coeff: float) -> Tensor:

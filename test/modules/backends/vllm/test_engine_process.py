@@ -20,12 +20,13 @@ from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.process import packing, wire
 from torchrl_moe.modules.backends.process.replica import LocalReplica
 from torchrl_moe.modules.backends.replica import Completion, PauseMode, Request
-from torchrl_moe.modules.backends.reports import ReplicaInfo, ReplicaStats, SwapReport
+from torchrl_moe.modules.backends.reports import ReplicaInfo, ReplicaStats
 from torchrl_moe.modules.backends.tokenizer_files import load_tokenizer
 from torchrl_moe.modules.backends.vllm import engine_process, engine_requests, stats_feed
 from torchrl_moe.modules.backends.vllm.engine_process import EngineProcess
 from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
 from torchrl_moe.modules.backends.vllm.stats_feed import Load
+from torchrl_moe.modules.backends.weight_claim import WeightClaim
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
 
@@ -221,73 +222,29 @@ def test_commands_reach_the_engine_and_their_values_come_back_in_parcels(serve: 
     assert values == {1: None, 2: None, 3: True, 4: [["name", [1], {"a": 2}]], 6: 0}
 
 
-def test_a_trainer_of_adapters_and_one_of_whole_weights_take_turns(serve: Serve) -> None:
-    stage: dict[str, Any] = {"version": 5, "stage": "auto", "verify": "digest", "threads": 1, "manifest": None}
-    swap: dict[str, Any] = {"version": 5, "pause": "keep", "clear_cache": False, "canary": None}
-    taken: list[str] = []
-    adapter = object()
-    reports = {"failed": SwapReport(started=False, error="x"), "swapped": SwapReport()}
-    held: list[Any] = []
-
-    class Adapters:
-        def init(self, options: Any, replaced: bool) -> None:
-            taken.append(f"adapters in {options['folder']}, {replaced=}")
-
-        async def stage(self, version: int) -> str:
-            return f"adapter {version}"
-
-        def swap(self, version: int) -> str:
-            return f"adapter {version} swapped"
-
-        def leave(self) -> None:
-            taken.append("adapters left")
-
-    class Weights:
-        replaced = False
-        proved_version = 0
-
-        async def init(self, transport: str, options: Any) -> None:
-            taken.append(transport)
-
-        async def stage(self, version: int, *options: Any) -> str:
-            return f"weights {version}"
-
-        async def swap(self, *options: Any) -> SwapReport:
-            held.append(bench_of[0].process.requests.adapter)
-            return reports["failed"] if len(held) == 1 else reports["swapped"]
-
-    bench_of: list[Bench] = []
+def test_a_driver_that_has_left_has_no_claim_to_the_weights(serve: Serve) -> None:
+    ask = {"takeover": False}
 
     async def script(bench: Bench) -> None:
-        bench_of.append(bench)
-        process: Any = bench.process
-        process.adapters, process.weights = Adapters(), Weights()
-        bench.call(1, "init_weights", transport="adapter", options={"folder": "here"})
-        bench.call(2, "stage_weights", **stage)
-        bench.call(3, "swap_weights", **swap)
+        bench.call(1, "claim_weights", driver="d1", name="first", **ask)
+        bench.call(2, "claim_weights", driver="d2", name="second", **ask)
+        await bench.until_sent(2)
+        bench.inbox.put("left", "d1")
+        bench.call(3, "claim_weights", driver="d2", name="second", **ask)
         await bench.until_sent(3)
-        process.requests.adapter = adapter
-        bench.call(4, "init_weights", transport="memmap", options={})
-        bench.call(5, "stage_weights", **stage)
-        bench.call(6, "swap_weights", **swap)
-        await bench.until_sent(6)
-        assert process.requests.adapter is adapter  # the old weights serve on, and it with them
-        bench.call(7, "swap_weights", **swap)
-        await bench.until_sent(7)
-        assert process.requests.adapter is None
 
-    bench = serve(script)
-    values = {number: wire.open_parcel(value) for kind, number, value in bench.sent if kind == "result"}
-    assert (values[2], values[3], values[5]) == ("adapter 5", "adapter 5 swapped", "weights 5")
-    assert (values[6], values[7]) == (reports["failed"], reports["swapped"])
-    assert taken == ["adapters in here, replaced=False", "memmap", "adapters left"]
-    assert held == [None, None]  # requests that come while weights are swapped get the bare model
+    claims = [wire.open_parcel(parcel) for _, _, parcel in serve(script).sent]
+    assert claims == [
+        WeightClaim(epoch=1, owner="first"),
+        WeightClaim(epoch=0, owner="first"),
+        WeightClaim(epoch=2, owner="second"),
+    ]
 
 
 @pytest.mark.parametrize(
     ("command", "kwargs", "kind", "words"),
     [
-        ("stat", {}, "value", "an engine process has no command 'stat'; known: collective_rpc, "),
+        ("stat", {}, "value", "an engine process has no command 'stat'; known: claim_weights, col"),
         ("pause", {"mod": "keep"}, "value", "mod"),
         ("collective_rpc", {"method": "fail", "args": ("boom",), "kwargs": None}, "engine", "RuntimeError: boom"),
         ("collective_rpc", {"method": "not_plain", "args": (), "kwargs": None}, "value", "function has no plain form"),

@@ -19,6 +19,7 @@ import numpy as np
 
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats, SwapReport
+from torchrl_moe.modules.backends.weight_claim import WeightClaim
 from torchrl_moe.weight_update.transports.base import StageReport
 
 __all__ = ["NUMBERS", "Packed", "from_plain", "to_plain"]
@@ -27,7 +28,8 @@ NUMBERS = "biuf"
 """Kinds of numpy dtypes that cross: truth values, integers, floats."""
 
 CARRIERS = {
-    kind.__name__: kind for kind in (ProbeReport, ReplicaInfo, ReplicaStats, RoutingLayout, StageReport, SwapReport)
+    kind.__name__: kind
+    for kind in (ProbeReport, ReplicaInfo, ReplicaStats, RoutingLayout, StageReport, SwapReport, WeightClaim)
 }
 BITS = 64  # of a number in msgpack
 KEYS = (bool, int, float, str)

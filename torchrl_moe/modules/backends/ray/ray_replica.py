@@ -38,6 +38,7 @@ class RayReplica(EngineReplica[ActorLink]):
 
     def _open(self) -> ActorLink:
         link = ActorLink(self.index, self._service, self._number, self._places)
+        self.driver = link.driver
         self._name_calls(link.driver)
         return link
 

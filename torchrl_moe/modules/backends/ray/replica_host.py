@@ -172,6 +172,7 @@ class ReplicaHost:
             driver = self._drivers.pop(name)
         if driver.open:
             child.outbox.put(wire.encode(("abort", sorted(driver.open))))
+        child.outbox.put(wire.encode(("left", name)))  # it may have had the engine's weights
         driver.outbox.close()
 
     # -- the engine -------------------------------------------------------------------------------------------------

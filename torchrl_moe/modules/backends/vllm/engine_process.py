@@ -6,7 +6,7 @@ group. vLLM may import this module again in its own child processes, so its top 
 outlives the driver: end of file on the socket, or the end of the driver's process, ends it.
 
 Messages in: ``("configure", pickle of arguments)``, ``("generate", packed)``, ``("abort", ids)``,
-``("call", number, method, parcel of kwargs)``, ``("shutdown",)``.
+``("call", number, method, parcel of kwargs)``, ``("left", driver)``, ``("shutdown",)``.
 Messages out: ``("ready", info)``, ``("failed", text)``, ``("completions", packed)``, ``("refused", id, kind, text)``,
 ``("result", number, parcel)``, ``("error", number, kind, text)``, ``("stats", stats)``, ``("died", text)``.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import os
 import pickle
 import signal
@@ -32,7 +31,7 @@ from torchrl_moe.modules.backends.process import packing, wire
 from torchrl_moe.modules.backends.process.parent_watch import Inbox, end_group, end_group_later
 from torchrl_moe.modules.backends.process.plain import Packed
 from torchrl_moe.modules.backends.replica import Completion, PauseMode
-from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats, SwapReport
+from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats
 from torchrl_moe.modules.backends.tokenizer_files import tokenizer_files
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
@@ -41,8 +40,8 @@ from torchrl_moe.modules.backends.vllm.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm.stats_feed import Load, StatsFeed
 from torchrl_moe.modules.backends.vllm.weights.adapter_versions import AdapterVersions
 from torchrl_moe.modules.backends.vllm.weights.checkpoint import checkpoint_metadata
+from torchrl_moe.modules.backends.vllm.weights.commands import WeightCommands
 from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
-from torchrl_moe.weight_update.transports.base import StageReport
 
 WATCH_SECONDS = 0.5
 MESSAGE_BYTES = 64 << 20  # beyond which completions go on in another one
@@ -72,7 +71,7 @@ def _frame(messages: list[tuple[Any, ...]]) -> list[wire.Frames]:
     return [*(wire.encode(("completions", packing.pack_completions(batch))) for batch in batches), *others]
 
 
-class EngineProcess:
+class EngineProcess(WeightCommands):
     """One engine, its requests in flight, and the commands that the driver may call by name.
 
     Args:
@@ -90,10 +89,10 @@ class EngineProcess:
         self.info = info
         self.load = load
         self.probe = EngineProbe(engine)
-        self.weights = EngineWeights(engine, lambda: checkpoint_metadata(_checkpoint_folder(info.model)))
-        self.requests = EngineRequests(
+        weights = EngineWeights(engine, lambda: checkpoint_metadata(_checkpoint_folder(info.model)))
+        requests = EngineRequests(
             engine,
-            self.weights,
+            weights,
             lambda completion: send(("completion", completion)),
             self._refuse,
             names_words=_compat_sampling.carries_masks(engine.vllm_config),
@@ -104,9 +103,8 @@ class EngineProcess:
                 engine.model_config.get_vocab_size(),
             ),
         )
-        self.weights.in_flight = self.requests
-        self.adapters = AdapterVersions(engine, self.requests)
-        self._sends_adapters = False  # the trainer, and no weights
+        weights.in_flight = requests
+        super().__init__(weights, requests, AdapterVersions(engine, requests))
         self._inbox = inbox
         self._send = send
         self._death_reported = False
@@ -183,42 +181,6 @@ class EngineProcess:
     async def command_metadata(self) -> Any:
         return checkpoint_metadata(_checkpoint_folder(self.info.model))
 
-    async def command_weights_version(self) -> int:
-        return self.weights.version
-
-    async def command_init_weights(self, transport: str, options: dict[str, Any]) -> None:
-        if transport == "adapter":
-            self.adapters.init(options, self.weights.replaced)
-        else:
-            await self.weights.init(transport, options)
-        self._sends_adapters = transport == "adapter"
-
-    async def command_stage_weights(
-        self, version: int, stage: str, verify: str, threads: int, manifest: str | None
-    ) -> StageReport:
-        if self._sends_adapters:
-            return await self.adapters.stage(version)
-        return await self.weights.stage(version, stage, verify, threads, manifest)
-
-    async def command_swap_weights(
-        self,
-        version: int,
-        pause: PauseMode,
-        clear_cache: bool,
-        canary: dict[str, Any] | None,
-        patience: float = math.inf,
-    ) -> SwapReport:
-        if self._sends_adapters:
-            return self.adapters.swap(version)
-        # whole weights have the adapter in them, or none
-        adapter, self.requests.adapter = self.requests.adapter, None
-        report = await self.weights.swap(version, pause, clear_cache, canary, patience)
-        if report.started:
-            self.adapters.leave()
-        else:
-            self.requests.adapter = adapter
-        return report
-
     async def command_snapshot(self) -> Packed:
         return packing.pack_completions(await self.requests.snapshot())
 
@@ -259,6 +221,8 @@ class EngineProcess:
                 self.requests.abort(*rest)
             elif kind == "call":
                 self.call(*rest)
+            elif kind == "left":
+                self.owner.left(*rest)
             else:
                 for task in background:
                     task.cancel()

@@ -22,7 +22,7 @@ from torch import Tensor
 from torchrl_moe._errors import ReplayError
 from torchrl_moe.data import UNSET_EXPERT
 from torchrl_moe.modules.backends.vllm.forced_rows import forced_in
-from torchrl_moe.modules.replay.binding import Binding
+from torchrl_moe.modules.replay.binding import Binding, live_rows
 from torchrl_moe.modules.replay.discovery import RouterSite
 from torchrl_moe.modules.replay.interception import TopKInterception
 
@@ -86,7 +86,14 @@ class ForcedRouting:
 
     def _binding(self, routes: Tensor) -> Binding:
         known = routes[..., 0] != UNSET_EXPERT
-        return Binding(layers=tuple(self._sites), routes=routes, known=known, complete=tuple(known.all(0).tolist()))
+        layers = tuple(self._sites)
+        return Binding(
+            layers=layers,
+            routes=routes,
+            known=known,
+            complete=tuple(known.all(0).tolist()),
+            live=live_rows(known, layers),
+        )
 
     def route(self, layer: int, live: Callable[[], Any]) -> Any:
         """Return what a router gives; ``live`` runs its own code."""

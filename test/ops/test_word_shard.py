@@ -1,0 +1,111 @@
+"""Two ranks with a part of the words each score as one with all of them, in value and gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from support.ranks import run_as_ranks
+from torchrl_moe.ops import LogitTransform, selected_log_probs
+from torchrl_moe.ops.word_shard import WordShard
+
+ROWS, WORDS, SIZE, CUT = 7, 31, 6, 16  # DTensor cuts 31 words so
+TOKENS = torch.tensor([0, 30, 15, 20, 4, 4, 25])
+TRANSFORM = LogitTransform(scale=0.5, soft_cap=3.0, temperature=0.7)
+KEPT: dict[str, Any] = {
+    "all words": None,
+    "some": [
+        (1, [3, 0]),  # of the first rank
+        (1, [30, 25, 22]),  # of the second
+        (1, [15, 5, 21]),
+        (-1, [1, 15, 21]),
+        (1, [4]),
+        (1, []),  # all
+        (-1, list(range(CUT))),  # none of the first rank's
+    ],
+}
+"""By row, the words that are kept, or with -1 those that are left out."""
+
+
+def kept_of(name: str) -> tuple[Tensor, Tensor] | None:
+    if KEPT[name] is None:
+        return None
+    return torch.tensor([word for _, row in KEPT[name] for word in row]), torch.tensor(
+        [s * len(r) for s, r in KEPT[name]]
+    )
+
+
+def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, weight, bias, and what each score weighs in the loss ``[2, N]``; row 4 weighs nothing."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (ROWS, SIZE), (WORDS, SIZE), (WORDS,), (2, ROWS)
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    drawn[3][:, 4] = 0
+    return tuple(drawn)  # type: ignore[return-value]
+
+
+def scored(mesh: DeviceMesh | None, name: str, dtype: torch.dtype, entropy: bool) -> dict[str, Tensor]:
+    """Scores and gradients; on a mesh, the weight is cut by words."""
+    hidden, weight, bias, weighing = tensors(dtype)
+    cut = (weight, bias) if mesh is None else [distribute_tensor(t, mesh, [Shard(0)]) for t in (weight, bias)]
+    leaves = [leaf.requires_grad_() for leaf in (hidden, *cut)]
+    log_probs, spread = selected_log_probs(
+        leaves[0],
+        leaves[1],
+        TOKENS,
+        bias=leaves[2],
+        transform=TRANSFORM,
+        entropy=entropy,
+        kept=kept_of(name),
+        tile_bytes=600,
+    )
+    loss = (weighing[0] * log_probs).sum()
+    if spread is not None:
+        loss = loss + (weighing[1] * spread).sum()
+    grads = torch.autograd.grad(loss, leaves)
+    whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+    out = dict(zip(("hidden", "weight", "bias"), whole, strict=True), log_probs=log_probs.detach())
+    return out if spread is None else {**out, "entropy": spread.detach()}
+
+
+CASES = [
+    (name, dtype, entropy) for name in KEPT for dtype in (torch.float64, torch.bfloat16) for entropy in (True, False)
+]
+
+
+def score_shards() -> list[dict[str, Any]]:
+    """This rank's scores and gradients, by case."""
+    mesh = init_device_mesh("cpu", (2,))
+    weight = distribute_tensor(torch.ones(31, 2), mesh, [Shard(0)])
+    assert weight.to_local().shape[0] == (CUT if dist.get_rank() == 0 else WORDS - CUT)
+    with pytest.raises(ValueError, match=r"tokens must be in 0\.\.30, got 31"):
+        selected_log_probs(torch.ones(1, 2), weight, torch.tensor([31]))
+    with pytest.raises(ValueError, match="cut by words must be the only one, got 2"):
+        selected_log_probs([torch.ones(1, 2)] * 2, [weight] * 2, torch.tensor([1]))
+    got = [scored(mesh, *case) for case in CASES]
+    return [{key: value.float().numpy() for key, value in one.items()} for one in got]
+
+
+def test_words_on_two_ranks() -> None:
+    whole = [scored(None, *case) for case in CASES]  # first: what it imports lazily, forks need not
+    for case, wanted, *ranks in zip(CASES, whole, *run_as_ranks(score_shards), strict=True):
+        bound = 2e-6 if torch.float64 in case else 2e-2
+        for key, value in wanted.items():
+            for rank in ranks:
+                got = torch.from_numpy(rank[key])
+                torch.testing.assert_close(got, value.float(), atol=bound, rtol=bound, msg=f"{case} {key}")
+
+
+@pytest.mark.parametrize("placements", [[Shard(1)], [Replicate()], [Shard(0), Shard(0)]])
+def test_another_cut_is_refused(placements: list[Any]) -> None:
+    ranks = torch.arange(2 ** len(placements)).view([2] * len(placements))
+    mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=0)
+    with pytest.raises(ValueError, match=r"weight must be cut by words, \[Shard\(0\)\] on a mesh of one dimension"):
+        WordShard.of(DTensor.from_local(torch.ones(4, 4), mesh, placements, run_check=False))
+    assert WordShard.of(torch.ones(4, 4)) is None

@@ -1,0 +1,133 @@
+"""One driver at a time updates an engine: whose its weights are, and what another one hears."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.weights import Connect, value_in, weights
+from torchrl_moe._errors import WeightsOwnedError, WeightSyncError
+from torchrl_moe.modules.backends.weight_claim import this_process
+from torchrl_moe.testing.fake_weights import FakeFleet
+from torchrl_moe.weight_update import VLLMDoubleBufferSyncScheme
+
+OTHER = "process 7 on elsewhere"
+
+
+def other_driver(engine: FakeFleet, *replicas: int, takeover: bool = False) -> None:
+    """Another driver claims replicas."""
+    for index in replicas:
+        engine.fakes[index].owner.claim("other", OTHER, takeover)
+
+
+@pytest.mark.parametrize("replica", [0, 2])
+def test_an_engine_that_another_driver_updates_is_not_touched(connect: Connect, replica: int) -> None:
+    engine = FakeFleet(3)
+    other_driver(engine, replica)
+    with pytest.raises(WeightsOwnedError, match=f"replica {replica} are updated by {OTHER}: end its sender"):
+        connect(engine)
+    assert engine.weight_sync is None
+    for fake in engine.fakes:
+        assert set(fake.asked) <= {"metadata", "claim_weights", "give_up_weights"}
+    other_driver(engine, 0, 1, 2)
+    assert all(fake.owner.claim("other", OTHER, False).epoch for fake in engine.fakes)  # nobody else has one
+
+
+@pytest.mark.parametrize("gone", ["left", "gave up"])
+def test_what_nobody_updates_any_more_may_be_had(connect: Connect, gone: str) -> None:
+    engine = FakeFleet(2)
+    other_driver(engine, 0, 1)
+    for fake in engine.fakes:
+        if gone == "left":
+            fake.owner.left("other")
+        else:
+            fake.owner.give_up(1)
+    assert connect(engine).update_weights(weights(4)).failed == {}
+
+
+def test_a_takeover_ends_the_other_ones_updates_and_it_may_have_them_back(connect: Connect) -> None:
+    engine = FakeFleet(2)
+    sender = connect(engine)
+    sender.update_weights(weights(1))
+    other_driver(engine, 0, 1, takeover=True)
+    asked = [fake.asked["swap_weights"] for fake in engine.fakes]
+    with pytest.raises(WeightSyncError, match=f"takes its weights from {OTHER} now") as caught:
+        sender.update_weights(weights(2))
+    assert caught.value.report is not None
+    assert caught.value.report.failed.keys() == {0, 1}
+    assert [fake.asked["swap_weights"] for fake in engine.fakes] == asked  # nothing was paused
+    assert engine.states == ["SERVING"] * 2  # or quarantined
+    assert [value_in(engine, index) for index in range(2)] == [1.0, 1.0]
+    with pytest.raises(WeightsOwnedError, match=OTHER):
+        sender.init_all_workers_group(None, vllm_engine=engine)
+    sender.init_all_workers_group(None, vllm_engine=engine, takeover=True)
+    assert sender.update_weights(weights(3)).failed == {}
+    assert [value_in(engine, index) for index in range(2)] == [3.0, 3.0]
+
+
+def test_a_takeover_between_staging_and_the_swap_pauses_nothing(connect: Connect) -> None:
+    engine = FakeFleet(1)
+    sender = connect(engine)
+    version = sender.publish(weights(1))
+    staged = sender.prefetch(version)
+    other_driver(engine, 0, takeover=True)
+    with pytest.raises(WeightSyncError, match=f"takes its weights from {OTHER} now"):
+        sender.apply(version, staged)
+    assert engine.states == ["SERVING"]
+    assert value_in(engine, 0) is None
+
+
+def test_a_sender_that_is_shut_down_gives_its_engine_up(connect: Connect) -> None:
+    engine = FakeFleet(2)
+    connect(engine).shutdown()
+    other_driver(engine, 0, 1)
+    with pytest.raises(WeightsOwnedError):
+        connect(engine)
+
+
+def test_senders_of_one_driver_need_no_takeover_and_the_older_one_gives_up_nothing(connect: Connect) -> None:
+    engine = FakeFleet(2)
+    older = connect(engine)
+    newer = connect(engine)
+    older.shutdown()
+    assert newer.update_weights(weights(2)).failed == {}
+    assert engine.fakes[0].owner.claim("other", OTHER, False).owner == this_process()
+    newer.init_all_workers_group(None, vllm_engine=engine)  # again, by the same sender
+    assert engine.fakes[0].owner.claim("other", OTHER, False).owner == this_process()
+
+
+def test_a_replica_that_was_restarted_is_claimed_when_it_is_brought(connect: Connect) -> None:
+    engine = FakeFleet(2)
+    sender = connect(engine)
+    sender.update_weights(weights(1))
+    new = engine.restart(1)
+    sender.bring(1)
+    assert new.owner.claim("other", OTHER, False).owner == this_process()
+    assert value_in(engine, 1) == 1.0
+
+
+def test_a_replica_that_another_driver_has_is_named_by_the_update(connect: Connect) -> None:
+    engine = FakeFleet(2)
+    sender = connect(engine, min_serving=1)
+    engine.restart(1)
+    other_driver(engine, 1)
+    report = sender.update_weights(weights(1))
+    assert report.failed == {1: "the replica is STARTING"}
+    with pytest.raises(WeightSyncError, match=f"updated by {OTHER}"):
+        sender.bring(1)
+
+
+def test_a_receiver_of_a_directory_claims_too(tmp_path: Path) -> None:
+    scheme = VLLMDoubleBufferSyncScheme(tmp_path)
+    sender = scheme.create_sender()
+    sender.publish(weights(5))
+    engine = FakeFleet(1)
+    other_driver(engine, 0)
+    receiver = scheme.create_receiver(engine)
+    with pytest.raises(WeightSyncError, match=OTHER):
+        receiver.poll_and_apply()
+    engine.fakes[0].owner.left("other")
+    assert receiver.poll_and_apply()
+    assert value_in(engine, 0) == 5.0
+    sender.shutdown()

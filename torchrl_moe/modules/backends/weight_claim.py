@@ -1,0 +1,78 @@
+"""Who may change a replica's weights: one driver at a time, by an epoch that every claim raises.
+
+A driver that lost its claim learns it from the first command of the old epoch, which is refused before anything is
+paused: so two drivers never load halves of two versions. A claim ends with its driver, or when the driver gives it up.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+from torchrl_moe._errors import WeightSyncError
+
+__all__ = ["WeightClaim", "WeightOwner", "this_process"]
+
+
+def this_process() -> str:
+    """Return the name of this driver, for people."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightClaim:
+    """The answer to a claim.
+
+    Attributes:
+        epoch: of this claim; 0 if it was refused.
+        owner: the name of the driver whose the weights are now.
+    """
+
+    epoch: int
+    owner: str
+
+
+class WeightOwner:
+    """The driver whose a replica's weights are, and the epoch of its claim; held where the replica's engine is."""
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._driver: str | None = None
+        self._name = ""
+
+    def claim(self, driver: str, name: str, takeover: bool) -> WeightClaim:
+        """Let a driver have the weights: if nobody has them, if it has them already, or by ``takeover``.
+
+        Args:
+            driver: its id, by which it is known when it leaves.
+            name: for people.
+            takeover: whether to take them from a driver that lives.
+        """
+        if self._driver not in (None, driver) and not takeover:
+            return WeightClaim(epoch=0, owner=self._name)
+        self._epoch, self._driver, self._name = self._epoch + 1, driver, name
+        return WeightClaim(epoch=self._epoch, owner=name)
+
+    def check(self, epoch: int) -> None:
+        """Refuse a command of an older claim.
+
+        Raises:
+            WeightSyncError: the weights were claimed since; it names by whom.
+        """
+        if epoch != self._epoch:
+            whose = "a driver that is gone" if self._driver is None else self._name
+            raise WeightSyncError(
+                f"the replica takes its weights from {whose} now: call init_all_workers_group(takeover=True) to have "
+                "them back"
+            )
+
+    def give_up(self, epoch: int) -> None:
+        """End a claim, unless another came since."""
+        if epoch == self._epoch:
+            self._driver = None
+
+    def left(self, driver: str) -> None:
+        """End the claim of a driver that is gone."""
+        if self._driver == driver:
+            self._driver = None
