@@ -23,7 +23,8 @@ from torchrl_moe.modules.backends.commands import Commands
 from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
 from torchrl_moe.weight_update.transports.base import StageOptions, StageReport
 from torchrl_moe.weight_update.transports.gloo import GlooReceiver, GlooTransport
-from torchrl_moe.weight_update.transports.gloo_group import GlooGroup, join_rendezvous, open_rendezvous
+from torchrl_moe.weight_update.transports.gloo_group import GlooGroup
+from torchrl_moe.weight_update.transports.meeting import Meeting, MeetingPlace, board_of
 
 NBYTES, COUNTS = 400_000_000, (231, 20_000)
 ROUNDS, WARM_UP, PATIENCE = 7, 2, 60.0
@@ -55,8 +56,7 @@ def receive_on_request(connection: Connection) -> None:
         else:
             connection.send(None)  # before the group is made: that waits for the other end
             if bare is None:
-                store = join_rendezvous("127.0.0.1", arguments["port"], PATIENCE)
-                bare = GlooGroup(store, 1, 2, PATIENCE, NBYTES)
+                bare = GlooGroup(Meeting(board_of(arguments["where"]), PATIENCE), 1, 2, PATIENCE, NBYTES)
             bare.broadcast(buffer, time.monotonic() + PATIENCE, ignore)
     for group in (receiver, bare):
         if group is not None:
@@ -77,7 +77,11 @@ class Peer(Commands):
     def wait_ready(self, timeout: float) -> Any:
         """Say that there is one worker."""
         del timeout
-        return SimpleNamespace(tensor_parallel_size=1)
+        return SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1)
+
+    def is_alive(self) -> bool:
+        """Whether the process lives."""
+        return self._process.is_alive()
 
     def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
         """Run a command there."""
@@ -117,18 +121,19 @@ def race(count: int) -> dict[str, list[float]]:
     """Return the seconds of a bare broadcast and of ours, with and without digests, round by round."""
     folder = tempfile.mkdtemp(prefix="torchrl_moe-bench-", dir="/dev/shm")
     peer: Any = Peer()
-    transport, rendezvous = GlooTransport(folder), open_rendezvous("127.0.0.1", PATIENCE)
+    transport, place = GlooTransport(folder), MeetingPlace()
+    where = place.begin()
     seconds: dict[str, list[float]] = {"bare": [], "digest": [], "off": [], "whole": []}
     try:
         manifest = WeightStoreWriter(folder).publish(tensors_of(NBYTES, count)[1].items(), 1)
         transport.open(peer, PATIENCE)
-        peer._command("bare", PATIENCE, port=rendezvous.port)
-        group = GlooGroup(rendezvous, 0, 2, PATIENCE, NBYTES)
+        peer._command("bare", PATIENCE, where=where)
+        group = GlooGroup(place.meet(where, PATIENCE), 0, 2, PATIENCE, NBYTES)
         buffer = torch.ones(NBYTES, dtype=torch.uint8)
         group.broadcast(buffer, time.monotonic() + PATIENCE, ignore)
         with Stopwatch() as watch:
             for _ in range(WARM_UP + ROUNDS):
-                peer._command("bare", PATIENCE, port=rendezvous.port)
+                peer._command("bare", PATIENCE, where=where)
                 group.broadcast(buffer, time.monotonic() + PATIENCE, ignore)
                 seconds["bare"].append(watch.seconds)
                 for verify in ("digest", "off"):
@@ -141,6 +146,7 @@ def race(count: int) -> dict[str, list[float]]:
         group.close()
     finally:
         transport.close()
+        place.close()
         shutil.rmtree(folder)
     return {name: values[WARM_UP:] for name, values in seconds.items()}
 
@@ -151,7 +157,6 @@ def against_bare() -> list[Row]:
     for count in COUNTS:
         seconds = race(count)
         name = f"gloo, 400 MB in {count} tensors"
-        TARGET if count == COUNTS[0] else None
         for arm, claim in (
             ("digest", "transfer with digests"),
             ("off", "transfer without"),

@@ -111,8 +111,9 @@ class GpuReplica(FakeWeightReplica):
         """Serve at once."""
         return replace(super().wait_ready(timeout), data_parallel_size=self.data_parallel)
 
-    def command_init_weights(self, transport: str, options: Mapping[str, Any]) -> None:
+    def command_init_weights(self, epoch: int, transport: str, options: Mapping[str, Any]) -> None:
         """Meet the trainer, all workers at the same time."""
+        self.owner.check(epoch)
         assert transport == "nccl"
         with ThreadPoolExecutor(len(self.models)) as pool:
             self.ends = list(pool.map(lambda number: self._join(options, number), range(len(self.models))))
@@ -130,7 +131,7 @@ class GpuReplica(FakeWeightReplica):
         return end
 
     def command_stage_weights(
-        self, version: int, stage: str, verify: str, threads: int, manifest: str | None
+        self, epoch: int, version: int, stage: str, verify: str, threads: int, manifest: str | None
     ) -> StageReport:
         """Note what comes."""
         del stage

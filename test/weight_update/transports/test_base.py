@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchrl_moe.weight_update.transports.base import StageOptions, rank_of
+from torchrl_moe.weight_update.transports.base import StageOptions, rank_of, workers_of
 
 
 def test_a_version_is_verified_and_staged_as_the_machine_allows_by_default() -> None:
@@ -21,3 +21,10 @@ def test_ranks_count_the_workers_behind_the_offset(
 ) -> None:
     config = SimpleNamespace(data_parallel_index=replica, world_size=per_replica, rank=worker)
     assert rank_of(config, offset) == rank
+
+
+def test_workers_are_counted_over_all_kinds_of_ranks() -> None:
+    info = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=3, data_parallel_size=4)
+    assert workers_of(info) == 24
+    last = SimpleNamespace(data_parallel_index=3, world_size=6, rank=5)  # the last of them is the last rank
+    assert rank_of(last, 1) == 24

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +24,8 @@ from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, WeightS
 from torchrl_moe.weight_update.transports import gloo
 from torchrl_moe.weight_update.transports.base import StageOptions, StageReport
 from torchrl_moe.weight_update.transports.gloo import GlooReceiver, GlooTransport
-from torchrl_moe.weight_update.transports.gloo_group import GlooGroup, open_rendezvous
+from torchrl_moe.weight_update.transports.gloo_group import GlooGroup
+from torchrl_moe.weight_update.transports.meeting import MeetingPlace
 
 # -- the trainer's end ------------------------------------------------------------------------------------------------
 
@@ -33,7 +36,9 @@ TENSORS = {
     "b.bias": torch.linspace(-1, 1, 7, dtype=torch.bfloat16),
     "c.count": torch.tensor([5], dtype=torch.int64),
     "d.none": torch.empty(0, 4),
+    "e.scale": torch.tensor(0.5, dtype=torch.bfloat16),
 }
+SIZES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
 
 
 @pytest.fixture
@@ -71,12 +76,12 @@ def publish(store: WeightStoreWriter, version: int, scale: int = 1) -> Manifest:
     return store.publish([(name, tensor * scale) for name, tensor in TENSORS.items()], version)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1000, 1 << 20])
+@pytest.mark.parametrize("buffer_bytes", [1000, 1 << 20])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_worker_has_the_published_tensors_version_after_version(
-    store: WeightStoreWriter, bench: Bench, workers: int, bucket_bytes: int
+    store: WeightStoreWriter, bench: Bench, workers: int, buffer_bytes: int
 ) -> None:
-    transport, replica = bench(workers, bucket_bytes=bucket_bytes)
+    transport, replica = bench(workers, buffer_bytes=buffer_bytes)
     transport.open(replica, TIMEOUT)
     for version in (1, 2, 3):
         manifest = publish(store, version, version)
@@ -90,19 +95,23 @@ def test_every_worker_has_the_published_tensors_version_after_version(
     assert replica.told("stage_weights") == staging
 
 
-def test_the_rendezvous_listens_on_loopback_only(bench: Bench) -> None:
+def test_on_one_host_ranks_meet_in_a_closed_folder_and_nothing_listens_beyond_loopback(bench: Bench) -> None:
+    before = listening()
     transport, replica = bench()
     transport.open(replica, TIMEOUT)
-    options = replica.told("init_weights")["options"]
-    port = options["port"]
-    assert options["address"] == "127.0.0.1"
-    listening = [
-        line.split()[1]
-        for table in ("tcp", "tcp6")
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
-        if line.split()[3] == "0A" and line.split()[1].endswith(f":{port:04X}")
-    ]
-    assert listening == [f"0100007F:{port:04X}"]
+    where = replica.told("init_weights")["options"]["meeting"]
+    assert set(where) == {"file"}
+    folder = Path(where["file"]).parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {place.split(":")[0] for place in listening() - before} <= {"0100007F"}  # gloo's own: 127.0.0.1
+    transport.close()
+    assert not folder.exists()
+
+
+def listening() -> set[str]:
+    """Where processes of this network listen, as the kernel writes it."""
+    tables = (Path(f"/proc/self/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6"))
+    return {line.split()[1] for table in tables for line in table if line.split()[3] == "0A"}
 
 
 def test_a_replica_that_was_not_opened_is_met_first(store: WeightStoreWriter, bench: Bench) -> None:
@@ -176,7 +185,7 @@ def test_a_replica_that_is_lost_in_the_middle_costs_only_its_own_version(
         stopped.wait(TIMEOUT)
 
     monkeypatch.setattr(HalfReader, "act", staticmethod(act), raising=False)
-    transport, lost = bench(bucket_bytes=1 << 24)
+    transport, lost = bench(buffer_bytes=1 << 24)
     other = FakeWeightReplica(expected=None)
     for replica in (lost, other):
         transport.open(replica, TIMEOUT)
@@ -196,6 +205,52 @@ def test_a_replica_that_is_lost_in_the_middle_costs_only_its_own_version(
         check_held(replica, manifest)
     assert (lost.asked["init_weights"], other.asked["init_weights"]) == (2, 1)
     other.shutdown()
+
+
+def held_here() -> tuple[int, int]:
+    """How many threads this process has, and how many open files, sockets included."""
+    gc.collect()
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("when", ["between", "meeting", "transfer"])
+def test_replicas_that_die_and_are_restarted_twenty_times_leave_nothing_behind(
+    store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    def act(group: Any) -> None:
+        group.close()
+        raise ReplicaDiedError("the process ended")
+
+    monkeypatch.setattr(HalfReader, "act", staticmethod(act), raising=False)
+    transport, stays = GlooTransport(store.folder, buffer_bytes=1000), FakeWeightReplica(expected=None)
+    for version in (1, 2):  # each opens a slot
+        transport.stage(stays, publish(store, version), StageOptions(), TIMEOUT)
+    place = Path(stays.told("init_weights")["options"]["meeting"]["file"]).parent
+    before = held_here()
+    for version in range(3, 23):
+        restarted = FakeWeightReplica(workers=0 if when == "meeting" else 1, expected=None)
+        if when == "meeting":  # its workers never come, and then its process is gone
+            restarted.wait_ready = lambda timeout: SimpleNamespace(**SIZES)  # type: ignore[method-assign]
+            monkeypatch.setattr(restarted, "is_alive", lambda: False)
+            with pytest.raises(ReplicaDiedError, match="ended before its workers came"):
+                transport.open(restarted, TIMEOUT)
+            continue
+        transport.open(restarted, TIMEOUT)
+        manifest = publish(store, version, version)
+        if when == "transfer":
+            restarted.receivers[0].__class__ = HalfReader
+            with pytest.raises(ReplicaDiedError):
+                transport.stage(restarted, manifest, StageOptions(), TIMEOUT)
+        restarted.die()
+        del restarted
+    # fewer, where a test before this one left something that has ended meanwhile
+    until(lambda: all(now <= then for now, then in zip(held_here(), before, strict=True)), TIMEOUT)
+    assert len(list(place.iterdir())) == 1
+    manifest = publish(store, 30)
+    transport.stage(stays, manifest, StageOptions(), TIMEOUT)
+    check_held(stays, manifest)
+    transport.close()
+    stays.shutdown()
 
 
 def test_what_a_gone_peer_did_not_explain_is_a_sync_error(
@@ -238,7 +293,7 @@ def test_bytes_that_changed_on_the_way_are_found_where_digests_are_asked_for(
 
 def test_workers_that_do_not_come_are_a_timeout(bench: Bench) -> None:
     transport, replica = bench(workers=0)
-    replica.wait_ready = lambda timeout: SimpleNamespace(tensor_parallel_size=1)  # type: ignore[method-assign]
+    replica.wait_ready = lambda timeout: SimpleNamespace(**SIZES)  # type: ignore[method-assign]
     with pytest.raises(SyncTimeout, match=r"the 2 ranks of a gloo group did not meet within 0\.3 s"):
         transport.open(replica, 0.3)
 
@@ -270,13 +325,14 @@ class Hand:
 
     def __init__(self, folder: Path, timeout: float = TIMEOUT) -> None:
         self.store, self.reader = WeightStoreWriter(folder), WeightStoreReader(folder)
-        self.rendezvous = open_rendezvous("127.0.0.1", TIMEOUT)
-        options = {"address": "127.0.0.1", "port": self.rendezvous.port, "world_size": 2, "bucket_bytes": 1000}
+        self.place = MeetingPlace()
+        self.where = self.place.begin()
+        options = {"meeting": self.where, "world_size": 2, "buffer_bytes": 1000}
         self.pool = ThreadPoolExecutor(1)
         self.receiver = GlooReceiver({**options, "timeout_seconds": timeout}, 1)
 
     def meet(self) -> None:
-        self.group = GlooGroup(self.rendezvous, 0, 2, TIMEOUT, 1000)
+        self.group = GlooGroup(self.place.meet(self.where, TIMEOUT), 0, 2, TIMEOUT, 1000)
 
     def publish(self, version: int, size: int) -> Manifest:
         return self.store.publish([("w", torch.full((size,), float(version)))], version)
@@ -300,6 +356,7 @@ def hand(tmp_path: Path) -> Iterator[Hand]:
     made = Hand(tmp_path)
     yield made
     made.receiver.close()
+    made.place.close()
 
 
 def test_nothing_is_there_before_it_arrived(hand: Hand) -> None:

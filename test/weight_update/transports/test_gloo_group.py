@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,26 +11,33 @@ import pytest
 import torch
 
 from support.waiting import until
-from torchrl_moe._errors import SyncTimeout
-from torchrl_moe.weight_update.transports.gloo_group import GlooGroup, join_rendezvous, open_rendezvous, own_address
+from torchrl_moe._errors import ReplicaDiedError, SyncTimeout
+from torchrl_moe.weight_update.transports.gloo_group import GlooGroup
+from torchrl_moe.weight_update.transports.meeting import Meeting, MeetingPlace, board_of
 
 TIMEOUT = 20.0
-LOOPBACK = "127.0.0.1"
 
 
 @pytest.fixture
-def pair() -> Iterator[Callable[..., tuple[GlooGroup, GlooGroup]]]:
+def place() -> Iterator[MeetingPlace]:
+    made = MeetingPlace()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pair(place: MeetingPlace) -> Iterator[Callable[..., tuple[GlooGroup, GlooGroup]]]:
     made: list[GlooGroup] = []
 
-    def make(timeout: float = TIMEOUT, bucket_bytes: int = 1000) -> tuple[GlooGroup, GlooGroup]:
-        store = open_rendezvous(LOOPBACK, timeout)
+    def make(timeout: float = TIMEOUT, buffer_bytes: int = 1000) -> tuple[GlooGroup, GlooGroup]:
+        where = place.begin()
 
         def join() -> None:
-            made.append(GlooGroup(join_rendezvous(LOOPBACK, store.port, timeout), 1, 2, timeout, bucket_bytes))
+            made.append(GlooGroup(Meeting(board_of(where), timeout), 1, 2, timeout, buffer_bytes))
 
         thread = threading.Thread(target=join)
         thread.start()
-        trainer = GlooGroup(store, 0, 2, timeout, bucket_bytes)
+        trainer = GlooGroup(place.meet(where, timeout), 0, 2, timeout, buffer_bytes)
         thread.join(timeout)
         made.append(trainer)
         return trainer, made[-2]
@@ -79,10 +86,45 @@ def test_a_worker_is_ready_once_for_each_transfer(pair: Pair) -> None:
         thread.join(TIMEOUT)
 
 
-def test_a_rank_that_does_not_come_is_a_timeout() -> None:
-    store = open_rendezvous(LOOPBACK, 0.5)
-    with pytest.raises(SyncTimeout, match=r"the 2 ranks of a gloo group did not meet within 0\.5 s"):
-        GlooGroup(store, 0, 2, 0.5)
+def test_a_rank_that_does_not_come_is_a_timeout(place: MeetingPlace) -> None:
+    with pytest.raises(SyncTimeout, match=r"the 2 ranks of a gloo group did not meet within 0\.3 s"):
+        GlooGroup(place.meet(place.begin(), 0.3), 0, 2, 0.3)
+
+
+def test_several_ranks_that_do_not_come_cost_one_deadline_and_not_one_each(place: MeetingPlace) -> None:
+    waits = 0
+
+    def count() -> None:
+        nonlocal waits
+        waits += 1
+
+    where = place.begin()
+    with pytest.raises(SyncTimeout, match="the 3 ranks"):
+        GlooGroup(place.meet(where, 0.0, count), 0, 3, 9.0)
+    assert waits == 1  # at the first rank that was missing, the time was up
+
+
+def test_an_error_of_who_waits_ends_the_meeting_at_once(place: MeetingPlace) -> None:
+    where = place.begin()
+
+    def die() -> None:
+        raise ReplicaDiedError("it is gone")
+
+    with pytest.raises(ReplicaDiedError, match="it is gone"):
+        GlooGroup(place.meet(where, TIMEOUT, die), 0, 2, TIMEOUT)
+    assert not os.path.exists(where["file"])
+
+
+def test_a_group_that_nobody_holds_any_more_ends(place: MeetingPlace) -> None:
+    before, where = threads(), place.begin()
+    group = GlooGroup(place.meet(where, TIMEOUT), 0, 1, TIMEOUT)
+    assert threads() > before
+    del group
+    assert (threads(), os.path.exists(where["file"])) == (before, False)
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def test_a_rank_that_does_not_send_is_a_timeout_and_one_that_left_an_error(pair: Pair) -> None:
@@ -118,16 +160,9 @@ def test_an_error_of_who_watches_ends_the_transfer(pair: Pair) -> None:
     assert got.sum() == 1000
 
 
-def test_an_interface_can_be_named(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interface_can_be_named(pair: Pair, place: MeetingPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     pair()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     with pytest.raises(RuntimeError, match="no-such-interface"):
-        GlooGroup(open_rendezvous(LOOPBACK, 1.0), 0, 1, 1.0)
-
-
-def test_no_host_name_is_looked_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "getfqdn", lambda *_: pytest.fail("looked up"))
-    monkeypatch.setattr(socket, "gethostbyname", lambda *_: pytest.fail("looked up"))
-    assert own_address(LOOPBACK, 1) == LOOPBACK
-    pair()
+        GlooGroup(place.meet(place.begin(), 1.0), 0, 1, 1.0)

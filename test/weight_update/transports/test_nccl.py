@@ -227,7 +227,7 @@ def test_a_worker_that_waits_for_a_trainer_that_left_is_woken(
 
 def test_workers_that_do_not_come_cost_a_deadline_of_ours(transport: NcclTransport) -> None:
     replica = GpuReplica(workers=2)
-    replica.command_init_weights = lambda transport, options: _wait(released)  # type: ignore[method-assign]
+    replica.command_init_weights = lambda **_: _wait(released)  # type: ignore[method-assign]
     released = threading.Event()
     with pytest.raises(SyncTimeout, match="the 3 ranks of a NCCL group did not meet: the time is up"):
         transport.open(replica, 0.1)
@@ -307,8 +307,9 @@ def test_nothing_is_held_to_be_read(transport: NcclTransport, store: WeightStore
         receiver.reading(store.publish(SENT.items(), 1))
 
 
-def test_an_address_of_another_host_is_no_place_to_meet(transport: NcclTransport) -> None:
-    transport._address = "192.0.2.1"
+def test_an_address_of_another_host_is_no_place_to_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    transport = NcclTransport(tmp_path, "192.0.2.1", device="cpu")
     with pytest.raises(WeightSyncError, match=r"no NCCL group at 192\.0\.2\.1"):
         transport.open(GpuReplica(), SECONDS)
 

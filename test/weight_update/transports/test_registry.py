@@ -10,7 +10,8 @@ import pytest
 
 from torchrl_moe.testing.fake_weights import FakeWeightReplica
 from torchrl_moe.weight_update.transports.gloo import GlooReceiver
-from torchrl_moe.weight_update.transports.gloo_group import GlooGroup, open_rendezvous
+from torchrl_moe.weight_update.transports.gloo_group import GlooGroup
+from torchrl_moe.weight_update.transports.meeting import MeetingPlace
 from torchrl_moe.weight_update.transports.memmap import MemmapReceiver, MemmapTransport
 from torchrl_moe.weight_update.transports.registry import open_receiver, open_transport
 
@@ -72,13 +73,15 @@ def test_a_transport_is_opened_by_its_name(tmp_path: Path) -> None:
 
 
 def test_a_worker_joins_the_trainers_group_under_its_rank() -> None:
-    store = open_rendezvous("127.0.0.1", 20.0)
-    options = {"address": "127.0.0.1", "port": store.port, "world_size": 2, "rank_offset": 1}
+    place = MeetingPlace()
+    where = place.begin()
+    options = {"meeting": where, "world_size": 2, "rank_offset": 1}
     worker = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=0))
-    receiver = open_receiver("gloo", {**options, "timeout_seconds": 20.0, "bucket_bytes": 9}, worker)
+    receiver = open_receiver("gloo", {**options, "timeout_seconds": 20.0, "buffer_bytes": 9}, worker)
     assert isinstance(receiver, GlooReceiver)
-    GlooGroup(store, 0, 2, 20.0).close()  # a wrong rank would not let it come about
+    GlooGroup(place.meet(where, 20.0), 0, 2, 20.0).close()  # a wrong rank would not let it come about
     receiver.close()
+    place.close()
 
 
 def test_an_unknown_transport_is_refused() -> None:

@@ -23,22 +23,24 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from torchrl_moe._errors import ManifestMismatch, SyncTimeout, TorchRLMoEError, WeightSyncError
+from torchrl_moe._errors import (
+    ManifestMismatch,
+    ReplicaDiedError,
+    SyncTimeout,
+    TorchRLMoEError,
+    WeightSyncError,
+)
 from torchrl_moe.weight_update.store import Manifest, TensorEntry, WeightStoreReader
 from torchrl_moe.weight_update.store.flat import check_digest
-from torchrl_moe.weight_update.transports.base import Peer, StageOptions, StageReport
-from torchrl_moe.weight_update.transports.gloo_group import (
-    BUCKET_BYTES,
-    TRAINER,
-    GlooGroup,
-    join_rendezvous,
-    open_rendezvous,
-)
+from torchrl_moe.weight_update.transports.base import Peer, StageOptions, StageReport, workers_of
+from torchrl_moe.weight_update.transports.gloo_group import BUFFER_BYTES, SENDER, GlooGroup
+from torchrl_moe.weight_update.transports.meeting import LOOPBACK, Meeting, MeetingPlace, board_of, own_address
 
 __all__ = ["GlooReceiver", "GlooTransport"]
 
 RANK_OFFSET = 1  # of a replica's workers, behind the trainer
 POLL_SECONDS = 0.002
+LEAST_SECONDS = 0.001
 GRACE_SECONDS = 5.0  # that a replica gets to say why a transfer failed
 
 # -- the trainer's end ------------------------------------------------------------------------------------------------
@@ -49,25 +51,28 @@ class GlooTransport:
 
     Args:
         folder: of the weight store, whose slots are sent as they lie there.
-        address: where to meet; the replicas must reach it. Loopback by default.
-        bucket_bytes: sent at a time.
+        address: where to meet; the replicas must reach it. Loopback by default, where they meet without a port.
         device: of the trainer; only the CPU has a meaning here.
+        buffer_bytes: sent at a time; 64 MiB by default.
 
     Raises:
-        ValueError: another device than the CPU.
+        ValueError: another device than the CPU, or no byte in a buffer.
     """
 
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        address: str = "127.0.0.1",
-        bucket_bytes: int = BUCKET_BYTES,
-        device: torch.device | str = "cpu",
+        address: str = LOOPBACK,
+        device: torch.device | str | int = "cpu",
+        buffer_bytes: int | None = None,
     ) -> None:
         if torch.device(device).type != "cpu":
             raise ValueError(f"device={str(device)!r}: transport='gloo' sends from the CPU; 'nccl' sends from a GPU")
         self._reader = WeightStoreReader(os.fspath(folder))
-        self._address, self._bucket_bytes = address, bucket_bytes
+        self._address, self._buffer_bytes = address, BUFFER_BYTES if buffer_bytes is None else buffer_bytes
+        if self._buffer_bytes < 1:
+            raise ValueError(f"buffer_bytes must be at least 1, got {buffer_bytes}")
+        self._place = MeetingPlace(address)
         self._groups: weakref.WeakKeyDictionary[Peer, GlooGroup] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -76,11 +81,12 @@ class GlooTransport:
 
         Raises:
             SyncTimeout: they did not come in time.
+            ReplicaDiedError: the replica ended meanwhile.
             EngineError: the replica does not answer.
             WeightSyncError: nobody can meet there: the address is not this host's, or the interface does not exist.
         """
         self._drop(replica)
-        workers = replica.wait_ready(timeout).tensor_parallel_size
+        workers = workers_of(replica.wait_ready(timeout))
         try:
             group = self._meet(replica, workers, timeout)
         except TorchRLMoEError:  # one of which is an OSError too
@@ -91,17 +97,29 @@ class GlooTransport:
             self._groups[replica] = group
 
     def _meet(self, replica: Peer, workers: int, timeout: float) -> GlooGroup:
-        store = open_rendezvous(self._address, timeout)
+        where, deadline = self._place.begin(), time.monotonic() + timeout
         options = {
-            "address": self._address,
-            "port": store.port,
+            "meeting": where,
             "world_size": workers + RANK_OFFSET,
             "rank_offset": RANK_OFFSET,
             "timeout_seconds": timeout,
-            "bucket_bytes": self._bucket_bytes,
+            "buffer_bytes": self._buffer_bytes,
         }
-        replica.init_weights("gloo", options, timeout)
-        return GlooGroup(store, TRAINER, workers + RANK_OFFSET, timeout, self._bucket_bytes)
+
+        known = weakref.ref(replica)  # what the group keeps must not keep the replica
+
+        def check() -> None:
+            if (there := known()) is not None and not there.is_alive():
+                raise ReplicaDiedError("the replica ended before its workers came")
+
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._place.end, where)
+            replica.init_weights("gloo", options, timeout)
+            left = max(deadline - time.monotonic(), LEAST_SECONDS)
+            meeting, size = self._place.meet(where, left, check), workers + RANK_OFFSET
+            group = GlooGroup(meeting, SENDER, size, left, self._buffer_bytes, own_address(where))
+            on_failure.pop_all()
+        return group
 
     def _drop(self, replica: Peer) -> None:
         with self._lock:
@@ -114,7 +132,7 @@ class GlooTransport:
 
         Raises:
             SyncTimeout: it was not done in time.
-            PeerDiedError: the replica ended meanwhile.
+            ReplicaDiedError: the replica ended meanwhile.
             WeightSyncError: the replica refused the version, or the connection broke.
         """
         deadline = time.monotonic() + timeout
@@ -166,6 +184,7 @@ class GlooTransport:
         """Leave all groups. Idempotent."""
         for replica in list(self._groups):
             self._drop(replica)
+        self._place.close()
 
 
 def _own_words(answer: Future[Any]) -> BaseException | None:
@@ -190,10 +209,12 @@ class GlooReceiver:
     """Receives versions. It meets the trainer in a thread: a worker that waits makes no tokens.
 
     Args:
-        options: what the trainer's end says: ``address`` and ``port`` of its rendezvous, ``world_size`` of the group
-            (the trainer and this replica's workers), ``bucket_bytes``, and ``timeout_seconds`` to meet the trainer and
-            for each transfer.
+        options: what the trainer's end says: where the ``meeting`` is, ``world_size`` of the group (the trainer and
+            this replica's workers), ``buffer_bytes``, and ``timeout_seconds`` to meet, and for each transfer.
         rank: of this worker, from 1 on.
+
+    Raises:
+        WeightSyncError: the meeting is on another host.
     """
 
     loads_during_pause = ""
@@ -203,9 +224,10 @@ class GlooReceiver:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._held: Manifest | None = None
         self._lock = threading.Lock()  # of the buffer
-        meeting = ThreadPoolExecutor(1, thread_name_prefix="weight-meeting")
-        self._group = meeting.submit(_join, dict(options), rank)
-        meeting.shutdown(wait=False)  # the thread ends with its job
+        self._meeting = Meeting(board_of(options["meeting"]), self._timeout)
+        joining = ThreadPoolExecutor(1, thread_name_prefix="weight-meeting")
+        self._group = joining.submit(_join, self._meeting, dict(options), rank)
+        joining.shutdown(wait=False)  # the thread ends with its job
 
     def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
         """Receive a version; call it from a thread.
@@ -271,15 +293,15 @@ class GlooReceiver:
         raise WeightSyncError(f"version {manifest.version} is fetched, and not loaded as it arrives")
 
     def close(self) -> None:
-        """Leave the group; a receiver that still waits gets an error. Idempotent."""
+        """Leave the group, or give up meeting it; a receiver that still waits gets an error. Idempotent."""
+        self._meeting.close()
         self._group.add_done_callback(lambda _: self._leave())
         self._held = None
 
 
-def _join(options: Mapping[str, Any], rank: int) -> GlooGroup:
-    timeout = options["timeout_seconds"]
-    store = join_rendezvous(options["address"], options["port"], timeout)
-    return GlooGroup(store, rank, options["world_size"], timeout, options["bucket_bytes"])
+def _join(meeting: Meeting, options: Mapping[str, Any], rank: int) -> GlooGroup:
+    address = own_address(options["meeting"])
+    return GlooGroup(meeting, rank, options["world_size"], options["timeout_seconds"], options["buffer_bytes"], address)
 
 
 def _tensor_in(flat: Tensor, entry: TensorEntry) -> Tensor:

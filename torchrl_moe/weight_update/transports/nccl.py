@@ -28,7 +28,7 @@ from torchrl_moe._errors import ManifestMismatch, TorchRLMoEError, WeightSyncErr
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader
 from torchrl_moe.weight_update.transports.base import Peer, StageOptions, StageReport, workers_of
 from torchrl_moe.weight_update.transports.chunks import Chunk, chunks_of
-from torchrl_moe.weight_update.transports.gloo_group import join_rendezvous, open_rendezvous
+from torchrl_moe.weight_update.transports.meeting import LOOPBACK, MeetingPlace, board_of
 from torchrl_moe.weight_update.transports.nccl_group import (
     TRAINER,
     NcclGroup,
@@ -78,7 +78,7 @@ class NcclTransport:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        address: str = "127.0.0.1",
+        address: str = LOOPBACK,
         device: torch.device | str | int = "cuda",
         buffer_bytes: int = BUFFER_BYTES,
         num_buffers: int = NUM_BUFFERS,
@@ -90,6 +90,7 @@ class NcclTransport:
             )
         self._reader = WeightStoreReader(os.fspath(folder))
         self._address, self._buffers = address, (buffer_bytes, num_buffers)
+        self._place = MeetingPlace(address)
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
@@ -118,10 +119,10 @@ class NcclTransport:
 
     def _meet(self, replica: Peer, workers: int, timeout: float) -> _Link:
         deadline, world_size = time.monotonic() + timeout, workers + RANK_OFFSET
-        board, unique_id = open_rendezvous(self._address, timeout), new_unique_id()
+        where, unique_id = self._place.begin(), new_unique_id()
+        board = self._place.meet(where, timeout)  # it stays until the transport ends: workers look whether we left
         options = {
-            "address": self._address,
-            "port": board.port,
+            "meeting": where,
             "unique_id": unique_id.hex(),
             "world_size": world_size,
             "rank_offset": RANK_OFFSET,
@@ -177,6 +178,7 @@ class NcclTransport:
         """Leave all groups. Idempotent."""
         for replica in list(self._links):
             self._drop(replica)
+        self._place.close()
 
 
 def _tensor(flat: Any) -> Tensor:
@@ -289,8 +291,8 @@ class NcclReceiver:
     communicators must not be made while others are in use.
 
     Args:
-        options: what the trainer's end says: ``address`` and ``port`` of its rendezvous, ``unique_id`` and
-            ``world_size`` of the group, ``buffer_bytes``, ``num_buffers``, and ``timeout_seconds`` to meet the trainer
+        options: what the trainer's end says: ``meeting``, where the ranks meet, ``unique_id`` and ``world_size`` of the
+            group, ``buffer_bytes``, ``num_buffers``, and ``timeout_seconds`` to meet the trainer
             and for each load.
         rank: of this worker in the group.
         worker: our weight engine, for its device and model.
@@ -312,7 +314,7 @@ class NcclReceiver:
         self._rank, self._loads, self._verify = rank, 0, False
         self._model = worker.model
         deadline = time.monotonic() + self._timeout
-        self._board = join_rendezvous(options["address"], options["port"], self._timeout)
+        self._board = board_of(options["meeting"])
         meet(self._board, rank, world_size, deadline, self._lost)
         unique_id = bytes.fromhex(options["unique_id"])
         self._group = NcclGroup(unique_id, rank, world_size, worker.device, deadline, self._lost)
@@ -376,6 +378,8 @@ class NcclReceiver:
 
         chunks = chunks_of(manifest, self._buffer_bytes)
         try:
+            if reason := self._lost():
+                raise WeightSyncError(f"version {manifest.version} did not arrive: {reason}")
             self._board.set(_ready(self._loads, self._rank), b"")
             self._loads += 1
             starts = [partial(self._group.receive, chunk.size) for chunk in chunks]

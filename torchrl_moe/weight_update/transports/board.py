@@ -1,0 +1,143 @@
+"""What the ranks of a group leave for each other, and how it is reached across hosts: by who has a secret.
+
+The secret comes to a replica with its other orders. Each question is a connection of its own, in which both sides draw
+a nonce; question and answer carry a MAC of both nonces and their own bytes, so that nothing can be made up, changed or
+said again. Questions and answers are authenticated, not encrypted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import socketserver
+import threading
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+__all__ = ["Board", "BoardServer", "RemoteBoard"]
+
+STRANGER_SECONDS = 10.0  # that a visitor gets to prove itself
+STOP_SECONDS = 0.1  # that its end may take
+NONCE_BYTES = 32
+LENGTH_BYTES = 4
+MOST_BYTES = 1 << 16  # of a question: an address, or a word
+ASK, ANSWER = b"ask", b"answer"
+
+
+class Board(Protocol):
+    """What the ranks of one group leave for each other: values by key. torch's stores are such boards."""
+
+    def set(self, key: str, value: Any) -> None:
+        """Leave a value, of bytes."""
+
+    def get(self, key: str) -> bytes:
+        """Return a value that is there."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these are there."""
+
+
+class BoardServer(socketserver.ThreadingTCPServer):
+    """Answers questions of who has the secret; a stranger reads 32 random bytes, and no more."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: str) -> None:
+        super().__init__((address, 0), _Visit)
+        self.secret = secrets.token_bytes(NONCE_BYTES)
+        self.boards: dict[str, Board] = {}
+        threading.Thread(target=self.serve_forever, args=(STOP_SECONDS,), name="weight-meetings", daemon=True).start()
+
+    def end(self) -> None:
+        """Answer no more."""
+        self.shutdown()
+        self.server_close()
+
+
+class _Visit(socketserver.StreamRequestHandler):
+    """One question."""
+
+    timeout = STRANGER_SECONDS
+    server: BoardServer
+
+    def handle(self) -> None:
+        """Answer it, or hang up."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        try:
+            self.wfile.write(nonce)
+            other = self.rfile.read(NONCE_BYTES)
+            question = _read(self.rfile, self.server.secret, ASK + nonce + other)
+            if question is not None:
+                answer = self._answer(json.loads(question))
+                self.wfile.write(_sealed(self.server.secret, ANSWER + other + nonce, answer))
+        except OSError:  # it is gone, or said nothing
+            return
+
+    def _answer(self, question: Mapping[str, Any]) -> bytes:
+        board = self.server.boards.get(question["name"])
+        if board is None:  # the group was given up
+            return b""
+        if question["do"] == "set":
+            board.set(question["keys"][0], bytes.fromhex(question["value"]))
+            return b"1"
+        if question["do"] == "check":
+            return b"1" if board.check(question["keys"]) else b"0"
+        return board.get(question["keys"][0])
+
+
+class RemoteBoard:
+    """A board of a server on another host: each question is a connection of its own, and proves itself."""
+
+    def __init__(self, address: str, port: int, name: str, secret: bytes) -> None:
+        self._where, self._name, self._secret = (address, port), name, secret
+
+    def set(self, key: str, value: Any) -> None:
+        """Leave a value, of bytes."""
+        raw = value.encode() if isinstance(value, str) else bytes(value)
+        self._ask({"do": "set", "keys": [key], "value": raw.hex()})
+
+    def get(self, key: str) -> bytes:
+        """Return a value that is there."""
+        return self._ask({"do": "get", "keys": [key]})
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these are there."""
+        return self._ask({"do": "check", "keys": keys}) == b"1"
+
+    def _ask(self, question: dict[str, Any]) -> bytes:
+        """Return the server's answer.
+
+        Raises:
+            OSError: nobody answers, or somebody who has another secret.
+            RuntimeError: the group was given up.
+        """
+        mine = secrets.token_bytes(NONCE_BYTES)
+        with socket.create_connection(self._where, STRANGER_SECONDS) as end, end.makefile("rb") as reader:
+            nonce = reader.read(NONCE_BYTES)
+            body = json.dumps({**question, "name": self._name}).encode()
+            end.sendall(mine + _sealed(self._secret, ASK + nonce + mine, body))
+            answer = _read(reader, self._secret, ANSWER + mine + nonce)
+        if answer is None:
+            address, port = self._where
+            raise ConnectionError(f"who listens at {address}:{port} does not have the trainer's secret")
+        if not answer:
+            raise RuntimeError("the trainer has given the group up")
+        return answer
+
+
+def _sealed(secret: bytes, context: bytes, body: bytes) -> bytes:
+    """Return a message: its length, its bytes, and a MAC of both nonces, its direction, and its bytes."""
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body + hmac.digest(secret, context + body, "sha256")
+
+
+def _read(reader: Any, secret: bytes, context: bytes) -> bytes | None:
+    """Return the bytes of a message; ``None`` if it is none that who has the secret has sent now."""
+    length = int.from_bytes(reader.read(LENGTH_BYTES), "big")
+    if length > MOST_BYTES:
+        return None
+    body: bytes = reader.read(length)
+    proof = hmac.digest(secret, context + body, "sha256")
+    return body if hmac.compare_digest(proof, reader.read(len(proof))) else None

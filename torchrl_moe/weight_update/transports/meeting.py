@@ -1,0 +1,214 @@
+"""Where the ranks of a group meet, and say that they are ready; strangers are kept out.
+
+On one host that is a file in a folder that only this user can open: there is no port. Across hosts it is a server of
+the trainer's, which wants a secret. What a group sends afterwards goes through gloo's own connections, which know
+neither authentication nor encryption.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import FileStore, HashStore, Store  # type: ignore[attr-defined]  # its stubs leave them out
+
+from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.weight_update.transports.board import Board, BoardServer, RemoteBoard
+
+__all__ = ["LOOPBACK", "Meeting", "MeetingPlace", "board_of", "is_loopback", "own_address"]
+
+LOOPBACK = "127.0.0.1"
+POLL_SECONDS = 0.005
+GONE_SECONDS = 1.0  # that torch's store waits for a file which is removed as it is asked
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address stands for this host alone.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("10.0.0.1"), is_loopback("trainer.example")
+    (True, True, False, False)
+    """
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def own_address(where: Mapping[str, Any]) -> str:
+    """Return the address by which this host reaches the others of a meeting."""
+    if "file" in where:
+        return LOOPBACK
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((where["address"], where["port"]))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+class Meeting(Store):
+    """A board as gloo uses it, with a deadline of ours and an end: torch's own waits know neither.
+
+    Args:
+        board: of the group.
+        seconds: that others may take to come.
+        check: called while they do not; an error of it ends the waiting.
+        on_close: called once, by :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        seconds: float,
+        check: Callable[[], object] = lambda: None,
+        on_close: Callable[[], object] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self._board, self._deadline = board, time.monotonic() + seconds
+        self._check_others, self._on_close = check, on_close
+        self._closed = threading.Event()
+
+    def set(self, key: str, value: Any) -> None:
+        """Leave a value, of bytes."""
+        self._board.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Return a value, once it is there.
+
+        Raises:
+            TimeoutError, RuntimeError: as :meth:`wait` does.
+        """
+        self.wait([key])
+        return self._board.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these are there."""
+        return bool(self._board.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all of these are there; ``timeout`` is gloo's, and the meeting's own deadline holds instead.
+
+        Raises:
+            TimeoutError: the deadline passed.
+            RuntimeError: the meeting was closed.
+        """
+        del timeout
+        while not self.check(keys):
+            self._check_others()
+            if time.monotonic() > self._deadline:
+                raise TimeoutError(f"{', '.join(keys)} did not come")
+            if self._closed.wait(POLL_SECONDS):
+                raise RuntimeError("the meeting was closed")
+
+    def has_extended_api(self) -> bool:
+        """Say that only the methods above are there."""
+        return False
+
+    def close(self) -> None:
+        """End all waiting. Idempotent."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._on_close()
+
+
+class MeetingPlace:
+    """Where all groups of one trainer meet; each has a board of its own.
+
+    Args:
+        address: of the trainer; a loopback address stands for this host, where no port is opened.
+    """
+
+    def __init__(self, address: str = LOOPBACK) -> None:
+        self._address = address
+        self._names = map(str, itertools.count())
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._server: BoardServer | None = None
+        self._lock = threading.Lock()
+
+    def begin(self) -> dict[str, Any]:
+        """Make a board, and return all that a rank must know to find it; plain data, and a secret across hosts.
+
+        Raises:
+            OSError: the address is not this host's.
+        """
+        with self._lock:
+            name = next(self._names)
+            if is_loopback(self._address):
+                if self._folder is None:  # of mode 0700
+                    self._folder = tempfile.TemporaryDirectory(prefix="torchrl_moe-meeting-")
+                path = Path(self._folder.name, name)
+                path.touch(0o600)
+                return {"file": str(path)}
+            if self._server is None:
+                self._server = BoardServer(self._address)
+            self._server.boards[name] = HashStore()
+            host, port = self._server.server_address[:2]
+            return {"address": host, "port": port, "name": name, "secret": self._server.secret.hex()}
+
+    def meet(self, where: Mapping[str, Any], seconds: float, check: Callable[[], object] = lambda: None) -> Meeting:
+        """Return the trainer's own end of a meeting that it began; closing that ends it for all."""
+        board = self._server.boards[where["name"]] if self._server is not None else board_of(where)
+        return Meeting(board, seconds, check, lambda: self.end(where))
+
+    def end(self, where: Mapping[str, Any]) -> None:
+        """Remove a board. Idempotent."""
+        if "file" in where:
+            Path(where["file"]).unlink(missing_ok=True)
+        elif self._server is not None:
+            self._server.boards.pop(where["name"], None)
+
+    def close(self) -> None:
+        """Remove all boards. Idempotent."""
+        with self._lock:
+            if self._folder is not None:
+                self._folder.cleanup()
+                self._folder = None
+            if self._server is not None:
+                self._server.end()
+                self._server = None
+
+
+def board_of(where: Mapping[str, Any]) -> Board:
+    """Return the board of a meeting, as any rank finds it. Asks nobody yet.
+
+    Raises:
+        WeightSyncError: it is a file that is not on this host.
+    """
+    if "file" not in where:
+        return RemoteBoard(where["address"], where["port"], where["name"], bytes.fromhex(where["secret"]))
+    if not os.path.exists(where["file"]):
+        raise WeightSyncError(
+            f"the trainer's {where['file']} is not here, so this is another host: give the scheme a master_address "
+            "that is reached from here"
+        )
+    return _FileBoard(where["file"])
+
+
+class _FileBoard:
+    """A board that is a file. torch's store waits for one that is gone."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._store = path, FileStore(path)
+        self._store.set_timeout(timedelta(seconds=GONE_SECONDS))
+
+    def _check(self) -> None:
+        if not os.path.exists(self._path):
+            raise RuntimeError("the trainer has given the group up")
+
+    def set(self, key: str, value: Any) -> None:
+        self._check()
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self._check()
+        return bytes(self._store.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        self._check()
+        return bool(self._store.check(keys))
