@@ -156,3 +156,16 @@ def test_a_directory_has_no_flat_bytes(tmp_path: Path) -> None:
     manifest = VersionsWriter(tmp_path).publish(tensors().items(), 1)
     with pytest.raises(ManifestMismatch, match="may lie in more than one file"):
         WeightStoreReader(tmp_path).flat(manifest).__enter__()
+
+
+def test_a_version_that_is_protected_stays_until_another_is(layout: str, tmp_path: Path) -> None:
+    writer, reader = LAYOUTS[layout](tmp_path), WeightStoreReader(tmp_path)
+    for version in range(1, 7):
+        writer.publish(tensors(version).items(), version)
+        if version in (1, 4):
+            writer.protected = version
+        held = {1: [1], 2: [1, 2], 3: [1, 3], 4: [1, 4], 5: [4, 5], 6: [4, 6]}[version]
+        assert set(reader.versions()) >= set(held)
+        for each in held:
+            with reader.reading(reader.manifest(each), verify=True) as read:
+                assert read["t3"].eq(each).all()
