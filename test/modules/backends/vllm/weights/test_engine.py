@@ -9,7 +9,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,16 +50,16 @@ GOOD = [
     "start",
     ("update", {"version": 7}),
     ("finish", "7"),
-    "resume",
     "probe",
+    "resume",
 ]
 
 
 SHADOW = [
     ("pause", "keep", False),
     ("change_places", 7),
-    "resume",
     "probe",
+    "resume",
     ("version", "7"),
     "drop_staged",
 ]
@@ -104,17 +104,28 @@ def test_an_engine_that_the_user_paused_stays_paused_also_by_a_second_attempt(wh
 
 def test_a_canary_that_gets_no_turn_before_the_driver_gives_up_proves_nothing() -> None:
     engine = FakeLLM()
-
-    async def full(prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
-        await asyncio.Event().wait()
-        yield
-
-    engine.generate = full  # type: ignore[method-assign]
+    engine.hangs = True
     weights = make(engine)
     report = swap(weights, patience=0.05)
     assert (report.started, report.error, weights.version) == (True, None, 7)
     assert report.unproved.startswith("the canary had no turn within 0.0")
-    assert engine.log == GOOD[:5]
+    assert engine.log == [*GOOD, ("abort", ["weight-probe-1"])]
+
+
+def test_where_all_requests_were_aborted_the_canary_is_asked_afterwards() -> None:
+    """Later releases refuse requests that come in such a pause."""
+    engine = FakeLLM()
+    assert asyncio.run(make(engine).swap(7, "abort", False)).error is None
+    assert engine.log == [("pause", "abort", False), *GOOD[1:4], "resume", "probe"]
+
+
+def test_a_canary_that_cannot_even_be_asked_brings_the_old_weights_back() -> None:
+    engine = FakeLLM()
+    engine.fail["probe"] = ValueError("the prompt is too long")
+    report = swap(shadowed(engine))
+    assert (report.started, report.error) == (False, "ValueError: the prompt is too long")
+    assert "resume" not in engine.log[: engine.log.index(("pause", "keep", False), 1)]
+    assert engine.log[-3:] == [("change_places", 7), "resume", "drop_staged"]
 
 
 @pytest.mark.parametrize("step", ["start", "update", "finish", "probe"])
@@ -180,7 +191,7 @@ def swap(weights: EngineWeights, version: int = 7, clear_cache: bool = False, pa
     return asyncio.run(weights.swap(version, "keep", clear_cache, None, patience))
 
 
-def test_a_swap_is_one_transaction_that_ends_with_a_probe() -> None:
+def test_a_swap_is_one_transaction_that_ends_with_a_probe_and_it_is_the_first_to_be_answered() -> None:
     engine = FakeLLM()
     weights = make(engine)
     report = swap(weights)
@@ -515,12 +526,15 @@ def test_nothing_that_new_weights_made_leaves_before_the_canary(good: bool, shad
         weights = shadowed(engine) if shadow else make(engine)
         asked, answer = asyncio.Event(), asyncio.Event()
 
-        async def probe(prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        async def get() -> Any:
             asked.set()
             await answer.wait()
-            yield SimpleNamespace(outputs=[SimpleNamespace(logprobs=[{5: SimpleNamespace(logprob=engine.logprob)}])])
+            return SimpleNamespace(outputs=[SimpleNamespace(logprobs=[{5: SimpleNamespace(logprob=engine.logprob)}])])
 
-        engine.generate = probe  # type: ignore[method-assign]
+        async def add(request_id: str, prompt: Any, params: Any) -> Any:
+            return SimpleNamespace(get=get)
+
+        engine.add_request = add  # type: ignore[method-assign]
         engine.logprob = -1.0 if good else math.nan
         assert await weights.deliver(completion("before", 0, 3)) is not None
         swapping = asyncio.create_task(weights.swap(7, "keep", False))
