@@ -433,15 +433,15 @@ def test_a_version_that_is_being_staged_goes_on_however_often_it_is_asked_for(
     one, again = (store.publish(values(1.0).items(), version) for version in (1, 2))
     assert one.digest == again.digest
     for _ in range(3):
-        assert shadowed.stage(one, shadow=True, verify=False, threads=1)
+        assert shadowed.stage(one.to_json(), shadow=True, verify=False, threads=1)
     assert started.wait(60.0)
     release.set()
     report = finished(shadowed)
     assert (report["error"], report["stage"], fetches) == (None, "shadow", [1])
     release.clear()
-    assert shadowed.stage(one, shadow=True, verify=False, threads=1)
+    assert shadowed.stage(one.to_json(), shadow=True, verify=False, threads=1)
     for wanted, shadow in ((one, False), (again, True), (one, True)):  # another way, another number, one given up
-        assert not shadowed.stage(wanted, shadow=shadow, verify=False, threads=1)
+        assert not shadowed.stage(wanted.to_json(), shadow=shadow, verify=False, threads=1)
     release.set()
     assert finished(shadowed)["error"] == "WeightSyncError: another version was staged meanwhile"
 
@@ -454,9 +454,9 @@ def test_a_version_is_not_left_to_a_transport_that_was_given_up(
     release = threading.Event()
     monkeypatch.setattr(MemmapReceiver, "fetch", lambda *_, **__: release.wait(60.0))
     version = store.publish(values(1.0).items(), 1)
-    assert shadowed.stage(version, shadow=True, verify=False, threads=1)
+    assert shadowed.stage(version.to_json(), shadow=True, verify=False, threads=1)
     shadowed.init_transfer_engine(InitInfo(transport="memmap", options={"folder": str(store.folder)}))
-    assert not shadowed.stage(version, shadow=True, verify=False, threads=1)
+    assert not shadowed.stage(version.to_json(), shadow=True, verify=False, threads=1)
     release.set()
     finished(shadowed)
 
