@@ -187,6 +187,8 @@ class FakeWeightReplica(FakeReplica):
     ) -> SwapReport:
         """Copy a version's tensors."""
         del pause, clear_cache, canary, patience
+        self._wake_up(["weights"])
+        self._weights_lost = False
         if self._adapters is not None:
             self.weights, self.version = self._staged, version
             return SwapReport()

@@ -25,6 +25,7 @@ from torchrl_moe.modules.backends.tokenizer_files import load_tokenizer
 from torchrl_moe.modules.backends.vllm import engine_process, engine_requests, stats_feed
 from torchrl_moe.modules.backends.vllm.engine_process import EngineProcess
 from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
+from torchrl_moe.modules.backends.vllm.sleeping import EngineSleep
 from torchrl_moe.modules.backends.vllm.stats_feed import Load
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
@@ -221,6 +222,27 @@ def test_commands_reach_the_engine_and_their_values_come_back_in_parcels(serve: 
     assert values == {1: None, 2: None, 3: True, 4: [["name", [1], {"a": 2}]], 6: 0}
 
 
+def test_a_request_that_comes_while_the_engine_sleeps_is_answered_when_it_is_awake(serve: Serve) -> None:
+    async def script(bench: Bench) -> None:
+        bench.call(1, "sleep", level=1, mode="wait")
+        await bench.until_sent(1)
+        bench.generate(ids_request("a", [1, 2]))
+        bench.call(2, "resume")
+        await bench.until_sent(2)
+        bench.call(3, "wake_up", tags=None)
+        await bench.until_sent(4)
+
+    bench = serve(script)
+    assert [message[0] for message in bench.sent] == ["result", "error", "result", "completion"]
+    assert bench.sent[1][2:] == ("engine", "EngineError: resume: the engine sleeps; wake_up() first")
+    assert bench.engine.calls == [
+        ("pause", "wait", True),
+        ("sleep", 1, "keep"),
+        ("wake_up", ["kv_cache", "weights"]),
+        ("resume",),
+    ]
+
+
 def test_a_trainer_of_adapters_and_one_of_whole_weights_take_turns(serve: Serve) -> None:
     stage: dict[str, Any] = {"version": 5, "stage": "auto", "verify": "digest", "threads": 1, "manifest": None}
     swap: dict[str, Any] = {"version": 5, "pause": "keep", "clear_cache": False, "canary": None}
@@ -262,6 +284,7 @@ def test_a_trainer_of_adapters_and_one_of_whole_weights_take_turns(serve: Serve)
         bench_of.append(bench)
         process: Any = bench.process
         process.adapters, process.weights = Adapters(), Weights()
+        process.sleeping = EngineSleep(bench.engine, process.weights)
         bench.call(1, "init_weights", transport="adapter", options={"folder": "here"})
         bench.call(2, "stage_weights", **stage)
         bench.call(3, "swap_weights", **swap)
