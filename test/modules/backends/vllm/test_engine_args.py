@@ -173,6 +173,12 @@ def test_vllms_own_sampling_masks_are_refused(moe: str) -> None:
         build_engine_args({"model": moe, "return_sampling_mask": True})
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a CUDA device")
+def test_vllm_has_no_sleep_mode_on_cpu(moe: str) -> None:
+    with pytest.raises(ValueError, match="Sleep mode is not supported on current platform"):
+        build_engine_args({"model": moe, "enable_sleep_mode": True})
+
+
 def test_a_foreign_worker_extension_is_refused_and_ours_is_not(moe: str) -> None:
     with pytest.raises(ValueError, match=r"worker_extension_cls='theirs\.Extension' is not supported"):
         build_engine_args({"model": moe, "worker_extension_cls": "theirs.Extension"})
