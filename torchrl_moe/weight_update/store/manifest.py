@@ -103,7 +103,17 @@ class Manifest:
     @property
     def extent(self) -> int:
         """Bytes of the version's own file that its tensors reach into, gaps for alignment included."""
-        return max((entry.end for entry in self.entries if entry.base is None), default=0)
+        return self.last[None].end if None in self.last else 0
+
+    @cached_property
+    def last(self) -> dict[int | None, TensorEntry]:
+        """The tensor that ends last in each file that has tensors of the version, by their ``base``."""
+        found: dict[int | None, TensorEntry] = {}
+        for some in in_lines(self.entries):
+            for entry in some:
+                if entry.base not in found or entry.end > found[entry.base].end:
+                    found[entry.base] = entry
+        return found
 
     @cached_property
     def digest(self) -> str:
@@ -289,27 +299,26 @@ def _objects(lines: IO[bytes], kind: Any) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"a line begins with {line[:9]!r}")
 
 
-def _entry(name: str, short: str, shape: tuple[int, ...], offset: int, digest: str, base: int | None) -> TensorEntry:
-    dtype = NAMES[short]
-    if offset % DTYPES[dtype].itemsize:
-        raise ValueError(f"{name} is not aligned: it begins at {offset}")
-    if digest.strip("0123456789abcdef"):
-        raise ValueError(f"{name} has digest {digest!r}")
-    return TensorEntry(name, dtype, _kind(dtype, shape)[1], offset, digest, base)
+@lru_cache(maxsize=4096)
+def _facts(short: str, shape: tuple[int, ...]) -> tuple[str, torch.Size, int, int]:
+    """Return torch's name of a dtype, the shape, and the bytes of an element and of all."""
+    dtype, size = DTYPES[NAMES[short]], torch.Size(shape)
+    return NAMES[short], size, dtype.itemsize, math.prod(shape) * dtype.itemsize
 
 
 def _entries_here(objects: Iterable[tuple[str, _Here]], digests: str) -> list[TensorEntry]:
     entries: list[TensorEntry] = []
     place = 0
     for name, found in objects:
+        dtype, shape, width, nbytes = _facts(found.dtype, found.shape)
         begin, end = found.data_offsets
-        entry = _entry(name, found.dtype, found.shape, begin, digests[place : place + DIGEST_DIGITS], None)
-        if end != entry.end:
-            raise ValueError(f"{name} ends at {end}, by its shape at {entry.end}")
-        entries.append(entry)
+        if begin % width or end - begin != nbytes:
+            raise ValueError(f"{name} of {nbytes} bytes begins at {begin} and ends at {end}")
+        entries.append(TensorEntry(name, dtype, shape, begin, digests[place : place + DIGEST_DIGITS]))
         place += DIGEST_DIGITS
     if len(digests) != place:
         raise ValueError(f"{len(entries)} tensors, and {len(digests)} digits of digests")
+    _check_digits(digests)
     return entries
 
 
@@ -319,10 +328,17 @@ def _entries_there(objects: Iterable[tuple[str, str]], version: int) -> dict[int
     decoder = msgspec.json.Decoder(_Elsewhere)
     for name, text in objects:
         e = decoder.decode(text)
-        if e.base >= version or e.position in entries:
-            raise ValueError(f"{name} lies in version {e.base}, at position {e.position}, of version {version}")
-        entries[e.position] = _entry(name, e.dtype, e.shape, e.offset, e.digest, e.base)
+        dtype, shape, width, _ = _facts(e.dtype, e.shape)
+        if e.base >= version or e.position in entries or e.offset % width:
+            raise ValueError(f"{name} lies in version {e.base} at {e.offset}, as number {e.position}, of {version}")
+        _check_digits(e.digest)
+        entries[e.position] = TensorEntry(name, dtype, shape, e.offset, e.digest, e.base)
     return entries
+
+
+def _check_digits(digests: str) -> None:
+    if wrong := digests.encode().translate(None, b"0123456789abcdef"):
+        raise ValueError(f"digests have {wrong[:SHOWN_NAMES]!r} in them")
 
 
 def _merged(here: Sequence[TensorEntry], there: Mapping[int, TensorEntry]) -> list[TensorEntry]:
