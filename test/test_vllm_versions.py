@@ -22,11 +22,12 @@ VERSIONS = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
 NAMES = {  # of modules, reached as attributes
     "vllm.model_executor.models.registry": "_run_in_subprocess",
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": "select_unquantized_moe_backend",
-    "vllm.distributed.weight_transfer.nccl_engine": "NCCLTrainerWeightTransferEngine",
     "vllm.v1.core.kv_cache_utils": "generate_block_hash_extra_keys",
     "vllm.v1.core.block_pool": "generate_block_hash_extra_keys",
 }
 MEMBERS = {
+    "vllm.distributed.device_communicators.pynccl.PyNcclCommunicator": "disabled",
+    "vllm.distributed.device_communicators.pynccl_wrapper.NCCLLibrary": "ncclGetUniqueId",
     "vllm.v1.engine.async_llm.AsyncLLM": "output_processor from_vllm_config abort engine_core",
     "vllm.v1.engine.output_processor.OutputProcessor": "request_states",
     "vllm.v1.engine.output_processor.RequestState": (
@@ -85,6 +86,8 @@ FIRST_ONLY = {  # forced routing: later releases keep recorded rows elsewhere, w
     "vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsCapturer": "get_device_buffer",
 }
 PARAMETERS = {
+    "vllm.distributed.weight_transfer.nccl_common.uid_init_process_group": "rank world_size device",
+    "vllm.distributed.device_communicators.pynccl.PyNcclCommunicator.broadcast": "tensor src stream",
     "vllm.v1.engine.async_llm.AsyncLLM.from_vllm_config": "stat_loggers enable_log_requests disable_log_stats",
     "vllm.v1.engine.async_llm.AsyncLLM.abort": "request_id internal",
     "vllm.v1.engine.async_llm.AsyncLLM.pause_generation": "mode clear_cache",

@@ -22,6 +22,7 @@ __all__ = [
     "recorded_rows",
     "routers_of",
     "take_scheduler",
+    "victim_for",
     "why_live",
 ]
 
@@ -120,6 +121,20 @@ def recorded_rows(scheduler: Any, blocks: Any, start: int, stop: int) -> Rows:
     manager = scheduler.routed_experts_mgr
     rows: Rows = manager.get(blocks[manager.attn_gid], stop, token_start=start).astype(np.int16)
     return rows
+
+
+def victim_for(scheduler: Any, request: Any) -> Any:
+    """Return the request that a scheduler is to preempt for one that waits; ``None`` if there is room, or nobody left.
+
+    It is the one that vLLM itself would take. Room is counted on the safe side: whole prompt, each group of the cache.
+    """
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    needed = sum(request.num_tokens // group.kv_cache_spec.block_size + 1 for group in groups)
+    if not scheduler.running or scheduler.kv_cache_manager.block_pool.get_num_free_blocks() >= needed:
+        return None
+    if scheduler.policy.value == "priority":
+        return max(scheduler.running, key=lambda one: (one.priority, one.arrival_time))
+    return scheduler.running[-1]
 
 
 def routers_of(model: Any) -> dict[int, Any]:

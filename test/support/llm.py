@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,16 +108,21 @@ class FakeLLM:
     async def finish_weight_update(self, version: str) -> None:
         await self._step("finish", version)
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
-        """Give one token, and the prompt's tokens from the second on if they are asked for."""
+    async def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
+        """Take a question; what it gives has one token, and the prompt's from the second on if they are asked for."""
         self.prompts.append((prompt, params, request_id))
         await self._step("probe")
-        if self.hangs:
-            await asyncio.Event().wait()
         tokens = prompt["prompt_token_ids"][1:]
         values = zip(tokens, self.prompt_logprobs, strict=False)
         rows = [{token: SimpleNamespace(logprob=value)} for token, value in values]
         output = SimpleNamespace(logprobs=[{9: SimpleNamespace(logprob=self.logprob)}])
-        yield SimpleNamespace(
+        final = SimpleNamespace(
             outputs=[output], prompt_logprobs=None if params.prompt_logprobs is None else [None, *rows]
         )
+
+        async def get() -> Any:
+            if self.hangs:
+                await asyncio.Event().wait()
+            return final
+
+        return SimpleNamespace(get=get)

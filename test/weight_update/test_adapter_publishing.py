@@ -20,6 +20,7 @@ from torchrl_moe.weight_update.adapter_publishing import AdapterPublisher
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
 from torchrl_moe.weight_update.publishing import Published
 from torchrl_moe.weight_update.source.lora import adapter_files
+from torchrl_moe.weight_update.store import WeightStoreReader
 
 peft = pytest.importorskip("peft")
 KINDS = model_metadata(make_tiny_moe("qwen3_moe"))
@@ -60,8 +61,7 @@ def test_all_replicas_get_the_adapter_as_it_is_now_and_the_report_says_so(connec
     assert [(e.stage, e.fetched, e.staged, e.paused, e.attempts) for e in report.replicas] == [
         ("adapter", 0.25, 0.25, 0.0, 1)
     ] * 2
-    there = sorted(path.name for path in sender.options.store.folder.glob("adapter-*"))
-    assert there == ["adapter-v2", "adapter-v3"]  # keep_versions
+    assert WeightStoreReader(sender.options.store.folder).versions() == [2, 3]  # keep_versions
 
 
 def test_steps_by_themselves_and_another_model_work_too(connect: Connect, model: Any) -> None:
@@ -140,7 +140,7 @@ def test_a_base_that_is_stored_in_another_way_is_no_matter(connect: Connect, mod
 
 
 def test_of_several_trainers_only_the_first_writes(tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrl_moe.weight_update.adapter_publishing.is_first", lambda: False)
+    monkeypatch.setattr("torchrl_moe.weight_update.publishing.is_first", lambda: False)
     store = StoreOptions(folder=tmp_path / "store", seen_as=tmp_path / "store")
     writer, other = (AdapterPublisher(store, SourceOptions(lora="adapter"), 5.0, False) for _ in range(2))
     writer.register(model)
@@ -156,3 +156,21 @@ def test_of_several_trainers_only_the_first_writes(tmp_path: Path, model: Any, m
     writer.close()
     writer.close()
     assert other.publish(model, lambda: 4).manifest is not None
+
+
+@pytest.mark.parametrize("other_sender", [False, True])
+def test_an_older_adapter_is_published_again_under_a_new_number(tmp_path: Path, model: Any, other_sender: bool) -> None:
+    store = StoreOptions(folder=tmp_path / "store", seen_as=tmp_path / "store")
+    publisher = AdapterPublisher(store, SourceOptions(lora="adapter"), 5.0, False)
+    first = publisher.publish(model, lambda: 1)
+    train(model)
+    publisher.publish(model, lambda: 2)
+    if other_sender:
+        publisher.close()
+        publisher = AdapterPublisher(store, SourceOptions(lora="adapter"), 5.0, False)
+    again = publisher.republish(1, lambda: 3)
+    assert again.manifest is not None
+    assert first.manifest is not None
+    assert (again.version, again.manifest.digest) == (3, first.manifest.digest)
+    with pytest.raises(ManifestMismatch, match="version 9 is not there"):
+        publisher.republish(9, lambda: 10)

@@ -77,6 +77,11 @@ def test_what_is_no_number_is_refused(choices: dict[str, Any]) -> None:
         ("gloo", {"master_port": 1}, "master_port has no meaning: each replica has a group of its own"),
         ("gloo", {"device": "cuda:0"}, "transport='gloo' sends from the CPU"),
         ("nccl", {"gpus_per_replica": 0}, "gpus_per_replica must be at least 1, got 0"),
+        ("nccl", {"buffer_bytes": 0}, "buffer_bytes must be at least 1, got 0"),
+        ("nccl", {"num_buffers": -1}, "num_buffers must be at least 1, got -1"),
+        ("nccl", {"device": "cpu"}, "device='cpu': transport='nccl' sends from a GPU"),
+        ("gloo", {"num_buffers": 2}, "num_buffers=2 belongs to transport='nccl'"),
+        ("memmap", {"buffer_bytes": 1}, "buffer_bytes belongs to a collective transport"),
     ],
 )
 def test_a_collectives_argument_must_have_a_meaning(transport: str, choices: dict[str, Any], words: str) -> None:
@@ -86,5 +91,6 @@ def test_a_collectives_argument_must_have_a_meaning(transport: str, choices: dic
 
 def test_those_that_have_one_pass() -> None:
     CollectiveOptions(master_address="10.0.0.1", gpus_per_replica=2, device="cpu").check("gloo")
-    CollectiveOptions(master_address="10.0.0.1", device="cuda:1").check("nccl")
+    CollectiveOptions(master_address="10.0.0.1", device="cuda:1", buffer_bytes=1 << 20, num_buffers=3).check("nccl")
+    CollectiveOptions(buffer_bytes=1 << 20).check("gloo")
     CollectiveOptions().check("memmap")

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from support.manifests import note_made
 from support.ranks import run_as_ranks
-from support.weights import weights
+from support.weights import Connect, weights
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
 from torchrl_moe.testing import make_tiny_moe
-from torchrl_moe.testing.fake_weights import EXPECTED
+from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.canary import canary_of
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
@@ -53,6 +54,41 @@ def test_a_models_weights_are_written_as_they_are_now(tmp_path: Path, store: dic
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     written = sum(entry.nbytes for entry in done.manifest.entries if entry.base is None)
     assert written == (model.lm_head.weight.nbytes if store else done.manifest.nbytes)
+
+
+@pytest.mark.parametrize("layout", ["slots", "versions"])
+def test_an_update_of_many_replicas_reads_its_manifest_once(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    engine = FakeFleet(16)
+    sender = connect(engine, layout=layout, folder=tmp_path)
+    made = note_made(monkeypatch)
+    for version in (1, 2):
+        assert sender.update_weights(weights(version)).failed == {}
+    assert [len(made[version]) for version in (1, 2)] == [2, 2]  # when it was published, and when it was first read
+
+
+@pytest.mark.parametrize("store", [{}, {"layout": "versions", "delta": True}, {"layout": "versions"}])
+def test_an_older_version_is_published_again_with_its_canary(tmp_path: Path, store: dict[str, Any]) -> None:
+    model, writer = make_tiny_moe("mixtral"), publisher(tmp_path, with_canary=True, **store)
+    writer.register(model)
+    contents, done = {}, {}
+    for version in (1, 2):
+        with torch.no_grad():
+            model.lm_head.weight.add_(version)
+        done[version] = writer.publish(None, lambda number=version: number)
+        contents[version] = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
+    again = writer.republish(1, lambda: 3)
+    assert again.manifest is not None
+    assert (again.version, again.canary) == (3, done[1].canary)
+    assert again.report().digest == done[1].report().digest != done[2].report().digest
+    found = stored(tmp_path, 3)
+    assert all(torch.equal(found[name], tensor) for name, tensor in contents[1].items())
+    writer.publish(None, lambda: 4)
+    found = stored(tmp_path, 3)
+    assert all(torch.equal(found[name], tensor) for name, tensor in contents[1].items())
+    with pytest.raises(ManifestMismatch, match="version 2 is not there"):
+        writer.republish(2, lambda: 5)
 
 
 def test_the_canary_is_that_of_the_model_that_is_sent_or_none(tmp_path: Path) -> None:

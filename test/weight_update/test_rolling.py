@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -370,9 +371,12 @@ def test_the_mode_says_how_requests_are_paused_and_the_stage_is_passed_on(connec
 # -- versions that replicas turn down ---------------------------------------------------------------------------------
 
 
-def test_a_version_that_every_replica_turns_down_is_not_what_restarted_ones_get(connect: Connect) -> None:
+@pytest.mark.parametrize("layout", ["slots", "versions"])
+def test_a_version_that_every_replica_turns_down_is_not_what_restarted_ones_get(
+    connect: Connect, tmp_path: Path, layout: str
+) -> None:
     engine = FakeFleet(2)
-    sender = connect(engine)
+    sender = connect(engine, layout=layout, folder=tmp_path / "store")
     sender.update_weights(weights(1))
     for number in (2, 3, 4):  # more than the store keeps
         for fake in engine.fakes:

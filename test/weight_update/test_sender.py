@@ -716,6 +716,36 @@ def test_replicas_that_die_at_any_moment_come_back_to_the_newest_weights(connect
     service.shutdown()
 
 
+# -- older versions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choices", [{}, {"layout": "versions"}, {"layout": "versions", "delta": True}])
+def test_an_older_version_comes_back_under_a_new_number(
+    connect: Connect, tmp_path: Path, choices: dict[str, Any]
+) -> None:
+    engine = FakeFleet(2)
+    sender = connect(engine, keep_versions=3, folder=tmp_path / "store", **choices)
+    for number in (1, 2, 3):
+        sender.update_weights(weights(number))
+    report = sender.rollback(2)
+    assert (report.version, report.failed, engine.versions) == (4, {}, [4, 4])
+    assert [value_in(engine, index) for index in range(2)] == [2.0, 2.0]
+    engine.restart(1)
+    sender.bring(1)
+    assert (value_in(engine, 1), engine.versions) == (2.0, [4, 4])
+    for number in (5, 6):
+        assert sender.update_weights(weights(number)).version == number
+        assert value_in(engine, 0) == number
+    with pytest.raises(ManifestMismatch, match=r"version 1 is not there, only \["):
+        sender.rollback(1)
+    assert (engine.states, engine.versions) == (["SERVING"] * 2, [6, 6])
+
+
+def test_a_sender_without_an_engine_rolls_nothing_back() -> None:
+    with pytest.raises(RuntimeError, match="no engine: call init_all_workers_group"):
+        VLLMWeightSyncScheme().create_sender().rollback(1)
+
+
 # -- what is sent -----------------------------------------------------------------------------------------------------
 
 

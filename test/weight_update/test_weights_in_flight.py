@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def test_after_a_hot_swap_no_first_token_comes_from_an_old_cache(versions: Versi
     """Many requests share a prefix that is cached; most of them wait in vLLM's queue when the weights change."""
     (replica,) = versions.replicas
     shared = random_ids(7, 400)
-    asked = [ask(f"q-{i}", np.append(shared, i), max_tokens=40, n=3) for i in range(100)]
+    asked = [ask(f"q-{i}", np.append(shared, i), max_tokens=40, n=3) for i in range(140)]
     before, manifest = versions.now, versions.prepare(31)
     futures = replica.submit(asked)
     futures[0].result(60)
@@ -225,3 +226,54 @@ def test_a_sequence_is_scored_by_one_version_whatever_comes(versions: Versions, 
         assert off[1:].abs().max() <= TOLERANCE
         made_by.add(version)
     assert made_by == {first, first + 1}
+
+
+@contextmanager
+def watch_steps(engine: AsyncVLLM) -> Iterator[list[tuple[float, int]]]:
+    """Give, when it is over, of each step a figure of the weights and how many tokens it read."""
+
+    def begin(saved: Any, model: Any) -> None:
+        def note(module: Any, args: Any, kwargs: Any) -> None:
+            module.steps.append((float(module.model.norm.weight.sum()), len(kwargs["input_ids"])))
+
+        model.steps = []
+        model.watching = model.register_forward_pre_hook(note, with_kwargs=True)
+
+    def end(saved: Any, model: Any) -> Any:
+        model.watching.remove()
+        del model.watching
+        return model.steps
+
+    steps: list[tuple[float, int]] = []
+    engine.validate_model_params(begin)
+    yield steps
+    ((seen,),) = engine.validate_model_params(end)
+    steps += seen
+
+
+@pytest.mark.engine("qwen3_moe", max_num_batched_tokens=64, max_num_seqs=8, enable_chunked_prefill=True)
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_the_first_step_of_new_weights_is_the_canarys_however_full_the_engine_is(
+    engine: AsyncVLLM, versions: Versions, clear_cache: bool
+) -> None:
+    (replica,) = versions.replicas
+    before, manifest = versions.now, versions.prepare(91)
+    ids = list(range(40, 56))
+    proof = {"token_ids": ids, "log_probs": versions.reference(torch.tensor(ids))[0][1:].tolist(), "tolerance": 1e-4}
+    running = [ask(f"r-{i}", random_ids(500 + i, 12), max_tokens=200) for i in range(8)]
+    queued = [ask(f"q-{i}", random_ids(600 + i, 30), max_tokens=3) for i in range(40)]
+    with watch_steps(engine) as steps:
+        futures = replica.submit([*running, *queued])
+        until(lambda: fewest(replica, running) >= 5)
+        report = replica.swap_weights(
+            manifest.version, pause="keep", clear_cache=clear_cache, canary=proof, patience=60.0, timeout=60.0
+        )
+        assert (report.error, report.unproved) == (None, "")
+        done = [future.result(120) for future in futures]
+    (norm,) = {weights for weights, _ in steps} - {steps[0][0]}
+    since = [tokens for weights, tokens in steps if weights == norm]
+    assert since[0] == len(ids)
+    assert since[1] == (64 if clear_cache else 8)  # all that ran is read again, or goes on
+    assert [len(completion.outputs[0].token_ids) for completion in done] == [200] * 8 + [3] * 40
+    for completion in done:
+        versions.check(completion, completion.outputs[0], only=None if clear_cache else before)

@@ -159,20 +159,33 @@ class SwapOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveOptions:
-    """TorchRL's arguments of a transport with process groups: where ranks meet, and the trainer's device.
+    """Of a transport with process groups, one per replica.
 
-    There is one group per replica, each at a free port.
+    Attributes:
+        master_address: where ranks meet; TorchRL's name, as the next three are.
+        master_port: refused.
+        gpus_per_replica: checked against the engine's tensor parallel size, if given.
+        device: the trainer's.
+        buffer_bytes: sent at a time.
+        num_buffers: of that size at each end, with nccl.
     """
 
     master_address: str | None = None
     master_port: int | None = None
     gpus_per_replica: int | None = None
     device: torch.device | str | int | None = None
+    buffer_bytes: int | None = None
+    num_buffers: int | None = None
+
+    def where(self) -> dict[str, Any]:
+        """Return what :func:`~torchrl_moe.weight_update.transports.registry.open_transport` wants to know of it."""
+        names = ("device", "buffer_bytes", "num_buffers")
+        return {"address": self.master_address, **{name: getattr(self, name) for name in names}}
 
     def check(self, transport: str) -> None:
         """Raise ``ValueError`` for what has no meaning for a transport."""
         if transport == "memmap":
-            for name in ("master_address", "master_port", "gpus_per_replica", "device"):
+            for name in ("master_address", "master_port", "gpus_per_replica", "device", "buffer_bytes", "num_buffers"):
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"{name} belongs to a collective transport; transport='memmap' has no process group"
@@ -181,8 +194,13 @@ class CollectiveOptions:
             raise ValueError("master_port has no meaning: each replica has a group of its own, at a free port")
         if transport == "gloo" and self.device is not None and torch.device(self.device).type != "cpu":
             raise ValueError(f"device={self.device!r}: transport='gloo' sends from the CPU")
-        if self.gpus_per_replica is not None and self.gpus_per_replica < 1:
-            raise ValueError(f"gpus_per_replica must be at least 1, got {self.gpus_per_replica}")
+        if transport == "nccl" and self.device is not None and torch.device(self.device).type != "cuda":
+            raise ValueError(f"device={self.device!r}: transport='nccl' sends from a GPU")
+        if transport == "gloo" and self.num_buffers is not None:
+            raise ValueError(f"num_buffers={self.num_buffers} belongs to transport='nccl'; gloo sends from the store")
+        for name in ("gpus_per_replica", "buffer_bytes", "num_buffers"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

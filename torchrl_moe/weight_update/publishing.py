@@ -78,6 +78,7 @@ class Publisher:
         self._store, self._options = store, source
         self._lock_seconds, self._with_canary = lock_seconds, with_canary
         self._writer: WeightStoreWriter | VersionsWriter | None = None
+        self._canaries: dict[int, dict[str, Any] | None] = {}  # of the versions that are in the store
         self._module: nn.Module | None = None
         self.model: ModelWeights | None = None
         self.expected: Kinds | None = None
@@ -122,7 +123,7 @@ class Publisher:
             ManifestMismatch: the weights are not the engine's tensors.
             WeightSyncError: they could not be written, or another rank failed.
         """
-        source = source_of(weights, self.model, self.expected)
+        source = self._source(weights)
         if not source.is_sharded:
             version = number()
             if not is_first() and self.expected is None:
@@ -152,7 +153,7 @@ class Publisher:
         Raises:
             ValueError: the weights are sharded, and gathering them would meet the forward's own collectives.
         """
-        source = source_of(weights, self.model, self.expected)
+        source = self._source(weights)
         if source.is_sharded:
             raise ValueError("wait=False: sharded weights are gathered by all ranks, which the forward would disturb")
         if not is_first() and self.expected is None:
@@ -165,21 +166,55 @@ class Publisher:
         thread.shutdown(wait=False)  # it ends with its only task
         return future
 
+    def protect(self, version: int) -> None:
+        """Keep a version in the store until another is protected."""
+        if self._writer is not None:  # else it is not one of this trainer's
+            self._writer.protected = version
+
+    def republish(self, version: int, number: Callable[[], int]) -> Published:
+        """Publish an older version's contents, of which no byte is written again, under a new number.
+
+        Args:
+            version: the older one's number.
+            number: gives the new one's.
+
+        Raises:
+            ManifestMismatch: the older one is not in the store any more.
+            WeightSyncError: the store has no room.
+        """
+        new, began = number(), time.perf_counter()
+        if not is_first() and self.expected is None:
+            return Published(version=new, manifest=None)
+        manifest = self._open().republish(version, new)
+        return self._published(manifest, began, self._canaries.get(version))
+
+    def _source(self, weights: Weights | None) -> Source:
+        return source_of(weights, self.model, self.expected)
+
+    def _kinds(self, source: Source) -> Kinds:
+        """Return what a source's tensors are written as, if they are the engine's."""
+        if self.expected is not None:
+            check_tensors(source.kinds, self.expected)
+        return cast_kinds(source.kinds, self._options.dtype, self.expected, self.engine_dtype)
+
     def _write(
         self, source: Source, tensors: Iterator[tuple[str, Tensor]], version: int, canary: dict[str, Any] | None
     ) -> Published:
-        if self.expected is not None:
-            check_tensors(source.kinds, self.expected)
-        kinds = cast_kinds(source.kinds, self._options.dtype, self.expected, self.engine_dtype)
-        began = time.perf_counter()
-        if self._writer is None:
-            self._writer = self._open()
-        manifest = self._writer.publish(tensors, version, kinds)
-        seconds = time.perf_counter() - began
+        kinds, began = self._kinds(source), time.perf_counter()
+        return self._published(self._open().publish(tensors, version, kinds), began, canary)
+
+    def _published(self, manifest: Manifest, began: float, canary: dict[str, Any] | None) -> Published:
+        version, seconds = manifest.version, time.perf_counter() - began
+        kept = set(WeightStoreReader(self._store.folder).versions())
+        self._canaries = {v: c for v, c in (self._canaries | {version: canary}).items() if v in kept}
         return Published(version=version, manifest=manifest, began=began, seconds=seconds, canary=canary)
 
     def _open(self) -> WeightStoreWriter | VersionsWriter:
-        store = self._store
+        if self._writer is None:
+            self._writer = self._new_writer(self._store)
+        return self._writer
+
+    def _new_writer(self, store: StoreOptions) -> WeightStoreWriter | VersionsWriter:
         if store.layout == "slots":
             return WeightStoreWriter(store.folder, self._lock_seconds, store.keep_versions)
         return VersionsWriter(store.folder, store.keep_versions, delta=store.delta, fsync=store.fsync)

@@ -54,7 +54,7 @@ class VLLMWeightSyncScheme:
             of ten, and one at least, by default), and must serve meanwhile (all but ``rolling``, by default; one may
             always be away).
         prefetch: how many threads of a replica read and hash a version; one while a shadow is loaded.
-        verify: ``"digest"``: every byte is hashed where it arrives (not with nccl, which sends into the model itself);
+        verify: ``"digest"``: every byte is hashed where it arrives (with nccl in the pause, on the worker's host);
             ``"canary"``: the engine's log-probs of a fixed prompt are compared with those of the model that is sent (if
             tensors are given instead, there is none to ask); ``"off"``: neither. The engine is asked for a token that
             is a number in any case.
@@ -72,7 +72,9 @@ class VLLMWeightSyncScheme:
         master_address: where the ranks of a collective transport meet; default: 127.0.0.1.
         master_port: refused, since each replica has a group of its own, at a free port.
         gpus_per_replica: checked against the engine's tensor parallel size, if given.
-        device: the trainer's, for ``"nccl"``.
+        device: the trainer's, for ``"nccl"``; default: the current one.
+        buffer_bytes: that a collective transport sends at a time; default: 64 MiB, with nccl 256 MiB.
+        num_buffers: of that size, with nccl, in the memory of the trainer's GPU and of each worker's; default: 2.
 
     Raises:
         ValueError: an unknown choice, or an argument without a meaning for the transport.
@@ -109,27 +111,27 @@ class VLLMWeightSyncScheme:
         master_port: int | None = None,
         gpus_per_replica: int | None = None,
         device: torch.device | str | int | None = None,
+        buffer_bytes: int | None = None,
+        num_buffers: int | None = None,
         **refused: Any,
     ) -> None:
         _refuse(refused)
-        one_of("transport", transport, ("memmap", "gloo", "nccl"))
-        one_of("stage", stage, ("auto", "shadow", "plain"))
-        one_of("verify", verify, ("digest", "canary", "off"))
-        if prefetch < 1:
-            raise ValueError(f"prefetch must be at least 1 thread, got {prefetch}")
+        _check_choices(transport, stage, verify, prefetch)
         swapping = SwapOptions(
             mode=mode, kv=kv, rolling=rolling, min_serving=min_serving, timeout_seconds=timeout_seconds
         )
         source = SourceOptions(dtype=dtype, lora=lora)
         source.check(transport=transport, mode=mode, kv=kv, stage=stage, verify=verify, fsync=fsync, delta=delta)
         collective = CollectiveOptions(
-            master_address=master_address, master_port=master_port, gpus_per_replica=gpus_per_replica, device=device
+            master_address=master_address,
+            master_port=master_port,
+            gpus_per_replica=gpus_per_replica,
+            device=device,
+            buffer_bytes=buffer_bytes,
+            num_buffers=num_buffers,
         )
         collective.check(transport)
-        if layout == "versions" and (folder is None or transport != "memmap"):
-            raise ValueError(
-                "layout='versions' needs transport='memmap' and folder=, on a file system that hosts share"
-            )
+        _check_layout(layout, folder, transport)
         known = Path("." if folder is None else folder)
         choices: dict[str, Any] = {"layout": layout, "keep_versions": keep_versions, "fsync": fsync, "delta": delta}
         StoreOptions(folder=known, seen_as=known, **choices)  # refuses before a folder is made
@@ -168,6 +170,19 @@ def _refuse(arguments: dict[str, Any]) -> None:
         if name != "strategy":
             raise TypeError(f"VLLMWeightSyncScheme has no argument {name!r}")
         raise ValueError("strategy has no meaning: weights are read from the model's state dict, whatever it holds")
+
+
+def _check_choices(transport: str, stage: str, verify: str, prefetch: int) -> None:
+    one_of("transport", transport, ("memmap", "gloo", "nccl"))
+    one_of("stage", stage, ("auto", "shadow", "plain"))
+    one_of("verify", verify, ("digest", "canary", "off"))
+    if prefetch < 1:
+        raise ValueError(f"prefetch must be at least 1 thread, got {prefetch}")
+
+
+def _check_layout(layout: str, folder: str | os.PathLike[str] | None, transport: str) -> None:
+    if layout == "versions" and (folder is None or transport != "memmap"):
+        raise ValueError("layout='versions' needs transport='memmap' and folder=, on a file system that hosts share")
 
 
 def _store_folder() -> Path:

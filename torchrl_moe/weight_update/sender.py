@@ -150,11 +150,9 @@ class WeightSender:
             raise ValueError(f"gpus_per_replica={wanted}, but the engine has tensor_parallel_size={size}")
 
     def _open_transport(self) -> Transport:
-        options, collective = self.options, self.options.collective
+        options, store = self.options, self.options.store
         name = "adapter" if options.source.lora == "adapter" else options.transport
-        store = options.store
-        where: dict[str, Any] = {"address": collective.master_address, "device": collective.device}
-        return open_transport(name, store.folder, store.seen_as, **where)
+        return open_transport(name, store.folder, store.seen_as, **options.collective.where())
 
     def _check_names(self, metadata: Mapping[str, Any] | None, expected: Mapping[str, Any]) -> None:
         model = self._publisher.model
@@ -218,6 +216,25 @@ class WeightSender:
             version = self._publish(weights, self._ready)
             return self.apply(version, prefetched=self.prefetch(version))
 
+    def rollback(self, version: int) -> SyncReport:
+        """Bring all replicas to what an older version held, under a new number; the trainer's model stays as it is.
+
+        Args:
+            version: one of the last ``keep_versions``, which the store still has.
+
+        Returns:
+            As :meth:`update_weights`.
+
+        Raises:
+            ManifestMismatch: the store has it no longer; the message says which it has.
+            WeightSyncError: fewer than ``min_serving`` replicas hold the new version.
+        """
+        with self._lock:
+            if self._swap is not None or is_first():
+                self._ready()
+            number = self._note(self._publisher.republish(version, self._next_version))
+            return self.report_published() if self._swap is None else self.apply(number)
+
     def publish(self, weights: Weights | None = None, *, wait: bool = True) -> int:
         """Write a new version to the store, and return its number. The engine is not touched.
 
@@ -246,10 +263,7 @@ class WeightSender:
 
     def _next_version(self) -> int:
         self.wait_published()
-        number = max(self.version, self._publisher.newest()) + 1
-        keep = self.options.store.keep_versions
-        # a slot is used again by every ``keep``-th version: not that of the last good one
-        return number + 1 if self._failed and self._served and (number - self._served.version) % keep == 0 else number
+        return max(self.version, self._publisher.newest()) + 1
 
     def wait_published(self) -> int:
         """Wait for what ``publish(wait=False)`` began, if anything; return the version published last."""
@@ -311,6 +325,7 @@ class WeightSender:
         outcomes = swap.swap(published, staged, indices)
         if any(outcome.error is None for outcome in outcomes):
             self._served = published
+            self._publisher.protect(published.version)
             self._failed = None if published is self._published else self._failed
         elif any(outcome.rejected for outcome in outcomes) and self._served is not published:
             self._failed = published

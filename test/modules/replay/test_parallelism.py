@@ -10,13 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from support.routes import random_routes, tokens
 from torchrl_moe._errors import ReplayError, UnsupportedRouterError
 from torchrl_moe.modules import RouterReplay, TransformersWrapper
+from torchrl_moe.modules.replay.discovery import dry_inputs
 from torchrl_moe.modules.replay.parallelism import computing_device, refused_parallelism, summed_again
+from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.testing import make_tiny_moe
 
 
@@ -42,6 +45,11 @@ def test_a_model_computes_where_its_parameters_are() -> None:
     assert computing_device(shard(nn.Linear(2, 2), mesh_of("fsdp", device="meta"))) == torch.device("meta")
 
 
+def loss_buffers_are_on(actor: TransformersWrapper) -> str:
+    with FakeTensorMode():  # which needs no such device
+        return GRPOLoss(actor, entropy_bonus=False).clip_epsilon_low.device.type
+
+
 def test_offloaded_parameters_are_not_where_the_model_computes() -> None:
     """Everything that is made for a forward pass goes to the mesh's device."""
     model = make_tiny_moe(num_hidden_layers=2)
@@ -49,6 +57,9 @@ def test_offloaded_parameters_are_not_where_the_model_computes() -> None:
     shard(model, mesh_of("fsdp"))
     assert not next(model.parameters()).is_cuda
     assert computing_device(model) == actor.device == torch.device("cuda")
+    assert loss_buffers_are_on(actor) == "cuda"
+    with FakeTensorMode():
+        assert all(tensor.is_cuda for tensor in dry_inputs(model).values())
 
 
 @pytest.mark.parametrize(

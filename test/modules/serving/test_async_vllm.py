@@ -71,6 +71,24 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_replicas_compute_where_they_are_told_to_and_not_where_the_trainer_does(
+    scripted: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for choice, expected in [({}, ["0", "2"]), ({"devices": [[2], "cuda:1"]}, ["2", "1"])]:
+        scripted.made.clear()
+        with AsyncVLLM.from_pretrained(model, 2, **choice):
+            assert [replica.environment["CUDA_VISIBLE_DEVICES"] for replica in scripted.made] == expected
+    with pytest.raises(ValueError, match=r"3 replicas .* the trainer computes on 1\."):
+        AsyncVLLM({"model": "m"}, 3)
+    with pytest.raises(ValueError, match="Ray chooses devices"):
+        AsyncVLLM.launch({"model": "m"}, 1, backend="ray", devices=[[0]])
+
+
 def test_replicas_start_together_and_serve_when_all_are_ready(scripted: Any) -> None:
     order: list[str] = []
     scripted.script = {0: lambda: order.extend(replica.life[0] for replica in scripted.made)}

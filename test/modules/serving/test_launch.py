@@ -1,4 +1,4 @@
-"""How a service is launched: what is refused, who gets which GPUs, what makes replicas and asks Ray."""
+"""How a service is launched: what is refused, what makes replicas and asks Ray."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from torchrl_moe.modules.serving.launch import (
     check_backend,
     check_model,
     default_timeout,
-    device_sets,
     local_factory,
     ray_factory,
-    visible_devices,
     with_fp32_head,
 )
 
@@ -33,6 +31,8 @@ def test_an_unknown_backend_no_replica_and_words_of_ray_are_refused() -> None:
         check_backend("local", 0)
     with pytest.raises(ValueError, match="name given with backend='local': only backend='ray' knows them"):
         check_backend("local", 1, name="policy", resources=None)
+    with pytest.raises(ValueError, match=r"devices=\[\[0\]\] given with backend='ray': Ray chooses devices"):
+        check_backend("ray", 1, [[0]])
 
 
 def test_a_folder_without_a_model_is_refused_and_a_hub_name_is_not(tmp_path: Path) -> None:
@@ -62,60 +62,6 @@ def test_a_float32_head_is_one_more_override() -> None:
         with_fp32_head(dict)
 
 
-@pytest.mark.parametrize(
-    ("visible", "num_replicas", "per_replica", "expected"),
-    [
-        (["0"], 1, 1, ["0"]),
-        (["0", "1", "2", "3"], 4, 1, ["0", "1", "2", "3"]),
-        (["0", "1", "2", "3"], 2, 2, ["0,1", "2,3"]),
-        (["0", "1", "2", "3"], 1, 4, ["0,1,2,3"]),
-        (["0", "1", "2", "3"], 1, 3, ["0,1,2"]),
-        (["5", "GPU-ab12", "2"], 2, 1, ["5", "GPU-ab12"]),
-        ([], 3, 1, [None, None, None]),
-        ([], 2, 8, [None, None]),
-    ],
-)
-def test_each_replica_gets_devices_of_its_own(
-    visible: list[str], num_replicas: int, per_replica: int, expected: list[str | None]
-) -> None:
-    assert device_sets(visible, num_replicas, per_replica) == expected
-
-
-@pytest.mark.parametrize(("num_replicas", "per_replica", "needed"), [(3, 1, 3), (1, 3, 3), (2, 2, 4)])
-def test_too_few_devices_are_counted_and_named(num_replicas: int, per_replica: int, needed: int) -> None:
-    words = rf"{num_replicas} replicas of {per_replica} GPU\(s\) need {needed}, but 2 are visible \(4, 7\)\. Use fewer"
-    with pytest.raises(ValueError, match=words):
-        device_sets(["4", "7"], num_replicas, per_replica)
-
-
-@pytest.mark.parametrize(
-    ("named", "count", "expected"),
-    [
-        (None, 0, []),
-        (None, 2, ["0", "1"]),
-        ("", 0, []),
-        ("-1", 0, []),
-        ("3, 5", 2, ["3", "5"]),
-        ("GPU-ab12,GPU-cd34", 2, ["GPU-ab12", "GPU-cd34"]),
-        ("1,-1,0", 1, ["1"]),  # CUDA stops reading at the first bad name
-    ],
-)
-def test_devices_have_the_names_that_the_driver_knows(
-    monkeypatch: pytest.MonkeyPatch, named: str | None, count: int, expected: list[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    if named is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-    assert visible_devices() == expected
-
-
-@pytest.mark.gpu
-def test_a_machine_with_gpus_shows_them() -> None:
-    assert len(visible_devices()) == torch.cuda.device_count() > 0
-
-
 def test_a_replica_that_is_added_takes_devices_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -133,6 +79,14 @@ def test_a_replica_that_is_added_takes_devices_that_nobody_has(monkeypatch: pyte
     listed.remove(0)
     listed.append(4)
     assert (devices(4), devices(2)) == ("0,1", "4,5")  # those of the one that was removed; a restart keeps its own
+
+
+def test_a_replica_has_the_devices_that_its_user_names_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2")
+    make = local_factory(kind, ARGUMENTS, 2, False, None, lambda: [0, 1], [[0, 3], ["cuda:5", "cuda:1"]])
+    environments = [cast(LocalReplica, make(index))._environment["CUDA_VISIBLE_DEVICES"] for index in (0, 1, 2)]
+    assert environments == ["7,4", "2,6", "5,3"]
 
 
 ARGUMENTS = {"model": "m", "tensor_parallel_size": 2}

@@ -10,7 +10,7 @@ import xxhash
 from torch import Tensor
 
 from torchrl_moe._errors import ManifestMismatch
-from torchrl_moe.weight_update.store.flat import PIECE_BYTES, MappedFile, _shares, lay_out, pieces_of, send
+from torchrl_moe.weight_update.store.flat import PIECE_BYTES, MappedFile, lay_out, pieces_of, send
 from torchrl_moe.weight_update.store.manifest import TensorEntry
 
 BIG = PIECE_BYTES // 4 + 3  # elements of float32
@@ -58,13 +58,6 @@ def test_tensors_lie_one_after_another_at_multiples_of_64() -> None:
     assert lay_out([]) == ([], 0)
 
 
-def test_every_reader_gets_about_the_same_share() -> None:
-    entries = [TensorEntry(str(size), "uint8", (size,), 0, "0" * 16) for size in (5, 90, 40, 50, 1, 0, 14)]
-    shares = _shares(entries, 2)
-    assert sorted(entry for share in shares for entry in share) == sorted(entries)
-    assert [sum(entry.nbytes for entry in share) for share in shares] == [104, 96]
-
-
 def test_a_mapped_file_knows_when_it_was_replaced(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(range(128)))
@@ -81,7 +74,7 @@ def test_an_empty_file_can_be_mapped_and_a_missing_one_cannot(tmp_path: Path) ->
     (tmp_path / "empty").touch()
     empty = MappedFile(tmp_path / "empty")
     assert empty.tensor(TensorEntry("a", "float32", (0, 2), 0, "0" * 16)).shape == (0, 2)
-    with pytest.raises(ManifestMismatch, match="has 0 bytes, a ends at 4"):
+    with pytest.raises(ManifestMismatch, match="has 0 bytes of tensors, a ends at 4"):
         empty.check([TensorEntry("a", "float32", (), 0, "0" * 16)])
     with pytest.raises(ManifestMismatch, match="missing of the weight store cannot be opened: No such file"):
         MappedFile(tmp_path / "missing")

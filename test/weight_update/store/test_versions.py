@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import signal
 import threading
@@ -11,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from support.processes import exit_code_of
-from torchrl_moe._errors import ManifestMismatch, WeightSyncError
+from torchrl_moe._errors import DigestMismatch, ManifestMismatch, WeightSyncError
 from torchrl_moe.weight_update.store import VersionsWriter, WeightStoreReader
 from torchrl_moe.weight_update.store.versions import LEASE_SECONDS, leased
 
@@ -33,8 +36,10 @@ def read(folder: Path, version: int) -> dict[str, float]:
         return {name: tensor[0].item() for name, tensor in found.items()}
 
 
-def folders(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("v*"))
+def files(folder: Path) -> list[str]:
+    """Versions by name, and in brackets those that are kept for their bytes only."""
+    whole = [path.name.removesuffix(".safetensors") for path in folder.glob("v*")]
+    return sorted(whole) + sorted(f"({path.stem.removeprefix('bytes-of-')})" for path in folder.glob("bytes-of-v*"))
 
 
 def size(folder: Path) -> int:
@@ -46,7 +51,7 @@ def test_the_newest_versions_are_kept_and_the_marker_names_the_last(tmp_path: Pa
     for version in range(1, 6):
         assert writer.publish(tensors(a=version, b=-version).items(), version).slot is None
         assert (tmp_path / "STABLE").read_text() == f"v{version}\n"
-    assert folders(tmp_path) == ["v3", "v4", "v5"]
+    assert files(tmp_path) == ["v3", "v4", "v5"]
     assert [read(tmp_path, version) for version in (3, 4, 5)] == [{"a": v, "b": -v} for v in (3.0, 4.0, 5.0)]
     with pytest.raises(ManifestMismatch, match=r"version 2 is not in the store, which holds \[3, 4, 5\]"):
         read(tmp_path, 2)
@@ -64,11 +69,11 @@ def test_a_version_that_a_reader_holds_stays_until_it_lets_go(tmp_path: Path) ->
     with reader.reading(manifest) as held:
         for version in (2, 3, 4):
             writer.publish(tensors(a=version).items(), version)
-        assert folders(tmp_path) == ["v1", "v3", "v4"]
+        assert files(tmp_path) == ["v1", "v3", "v4"]
         assert held["a"].eq(1).all()
         reader.verify(manifest)
     writer.publish(tensors(a=5).items(), 5)
-    assert folders(tmp_path) == ["v4", "v5"]
+    assert files(tmp_path) == ["v4", "v5"]
     assert list((tmp_path / "leases").iterdir()) == []
 
 
@@ -80,10 +85,10 @@ def test_a_lease_of_a_dead_reader_is_forgotten(tmp_path: Path) -> None:
     old.touch()
     for version in (2, 3):
         writer.publish(tensors(a=version).items(), version)
-    assert folders(tmp_path) == ["v1", "v2", "v3"]
+    assert files(tmp_path) == ["v1", "v2", "v3"]
     os.utime(old, (0, time.time() - LEASE_SECONDS - 60))
     writer.publish(tensors(a=4).items(), 4)
-    assert folders(tmp_path) == ["v3", "v4"]
+    assert files(tmp_path) == ["v3", "v4"]
     assert not old.exists()
 
 
@@ -96,7 +101,7 @@ def test_a_reader_that_leases_in_the_last_moment_keeps_its_version(
     looks: list[set[int]] = [set(), {1}]  # none at first, one when the folder was moved away
     monkeypatch.setattr(writer, "_leased", lambda: looks.pop(0))
     writer.publish(tensors(a=3).items(), 3)
-    assert folders(tmp_path) == ["v1", "v2", "v3"]
+    assert files(tmp_path) == ["v1", "v2", "v3"]
     assert read(tmp_path, 1) == {"a": 1.0}
 
 
@@ -123,15 +128,14 @@ def test_only_what_changed_is_written_and_every_kept_version_is_whole(tmp_path: 
             assert read(tmp_path, version - 1) == steps[version - 2]
     assert written == [3, 1, 1, 0, 3, 1]
     assert bases[3] == [1, 2, 3]
-    assert folders(tmp_path) == ["v5", "v6"]
+    assert files(tmp_path) == ["v5", "v6"]
 
 
 def test_an_old_version_may_live_on_for_its_bytes_only(tmp_path: Path) -> None:
     writer = VersionsWriter(tmp_path, delta=True)
     for version in range(1, 5):
         writer.publish(tensors(a=1, b=version).items(), version)
-    assert folders(tmp_path) == ["v1", "v3", "v4"]
-    assert not (tmp_path / "v1" / "manifest.json").exists()
+    assert files(tmp_path) == ["v3", "v4", "(v1)"]
     with pytest.raises(ManifestMismatch, match=r"holds \[3, 4\]"):
         read(tmp_path, 1)
     assert read(tmp_path, 4) == {"a": 1.0, "b": 4.0}
@@ -144,11 +148,11 @@ def test_a_base_of_a_version_that_is_held_stays(tmp_path: Path) -> None:
     with reader.reading(manifest) as held:
         for version in (3, 4, 5):
             writer.publish(tensors(a=version, b=version).items(), version)
-        assert folders(tmp_path) == ["v1", "v2", "v4", "v5"]
+        assert files(tmp_path) == ["v2", "v4", "v5", "(v1)"]
         reader.verify(manifest)
         assert held["a"].eq(1).all()
     writer.publish(tensors(a=6, b=6).items(), 6)
-    assert folders(tmp_path) == ["v5", "v6"]
+    assert files(tmp_path) == ["v5", "v6"]
 
 
 @pytest.mark.parametrize("after", [{"a": torch.ones(500, 2)}, {"a": torch.ones(1000, dtype=torch.float64)}])
@@ -216,11 +220,11 @@ def test_a_writer_killed_while_it_writes_leaves_the_last_version_and_its_litter_
         writer.publish(deadly(), 2, kinds)
 
     assert exit_code_of(work) == -signal.SIGKILL
-    assert [name for name in folders(tmp_path) if ".tmp-" in name] != []
+    assert [name for name in files(tmp_path) if ".tmp-" in name] != []
     assert WeightStoreReader(tmp_path).newest() == 1
     assert read(tmp_path, 1) == {"a": 1.0}
     writer = VersionsWriter(tmp_path)
-    assert folders(tmp_path) == ["v1"]
+    assert files(tmp_path) == ["v1"]
     writer.publish(tensors(a=3).items(), 2)
     assert read(tmp_path, 2) == {"a": 3.0}
 
@@ -239,7 +243,7 @@ def test_a_full_disk_is_said_to_be_full_and_leaves_the_last_version(tmp_path: Pa
             writer.publish([("a", torch.full((1_000_000,), 2.0))], 2)
 
     assert exit_code_of(work) == 0
-    assert folders(tmp_path) == ["v1"]
+    assert files(tmp_path) == ["v1"]
     assert read(tmp_path, 1) == {"a": 1.0}
 
 
@@ -248,7 +252,7 @@ def test_a_version_that_fails_leaves_no_litter(tmp_path: Path) -> None:
     kinds = {"a": (torch.float32, torch.Size([3])), "b": (torch.float32, torch.Size([3]))}
     with pytest.raises(ManifestMismatch, match="1 tensors did not come: b"):
         writer.publish([("a", torch.ones(3))], 1, kinds)
-    assert folders(tmp_path) == []
+    assert files(tmp_path) == []
     assert WeightStoreReader(tmp_path).newest() is None
 
 
@@ -295,3 +299,166 @@ def test_collecting_holds_no_descriptors(tmp_path: Path) -> None:
         held.append(descriptors())
     assert max(held) == max(held[:5])
     assert len(reader._mapped) <= 3
+
+
+# -- safetensors ------------------------------------------------------------------------------------------------------
+
+MIXED: dict[str, Tensor] = {
+    "bool": torch.tensor([True, False, True]),
+    "bfloat16": torch.arange(5, dtype=torch.bfloat16),
+    'quoted "\n} é 雪': torch.arange(3, dtype=torch.float32),
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "empty": torch.empty(0, 3, dtype=torch.int64),
+    "float8_e4m3fn": torch.arange(7).to(torch.float8_e4m3fn),
+    "float8_e5m2": torch.arange(6).to(torch.float8_e5m2),
+    "float8_e8m0fnu": torch.ones(1).to(torch.float8_e8m0fnu),
+    "int64": torch.arange(4),
+    "version": torch.arange(9, dtype=torch.int16),
+    "float16": torch.randn(3, 3, dtype=torch.float16).mT,
+    "uint64": torch.tensor([1, 1 << 62], dtype=torch.uint64),
+    "big": torch.arange((5 << 20) + 1, dtype=torch.uint8),
+    "float64": torch.arange(3, dtype=torch.float64),
+}
+
+
+def same(found: Tensor, tensor: Tensor) -> bool:
+    kind = (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    return kind and found.reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
+
+
+def test_any_tool_opens_a_version_and_finds_each_tensor_aligned(tmp_path: Path) -> None:
+    VersionsWriter(tmp_path).publish(MIXED.items(), 3)
+    path = tmp_path / "v3.safetensors"
+    loaded = safetensors.torch.load_file(path)
+    assert loaded.keys() == MIXED.keys()
+    assert all(same(loaded[name], tensor) for name, tensor in MIXED.items())
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["version"] == "3"
+        assert file.get_slice("float64")[1:].tolist() == [1.0, 2.0]
+    reader = WeightStoreReader(tmp_path)
+    manifest = reader.manifest(3)
+    assert [entry.name for entry in manifest.entries] == list(MIXED)
+    with reader.reading(manifest, verify=True) as found:
+        assert all(same(found[name], tensor) for name, tensor in MIXED.items())
+        assert all(found[name].data_ptr() % tensor.itemsize == 0 for name, tensor in MIXED.items() if tensor.numel())
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(("v", "tmp"))] == ["v3.safetensors"]
+
+
+def test_tensors_of_every_kind_come_and_go_in_deltas(tmp_path: Path) -> None:
+    """Which ones change is drawn; each file is whole for any tool, and the reader gets every version."""
+    rng, tensors = random.Random(3), {name: tensor for name, tensor in MIXED.items() if name != "big"}
+    writer, reader = VersionsWriter(tmp_path, delta=True), WeightStoreReader(tmp_path)
+    for version in range(1, 30):
+        changed = {name for name in tensors if version == 1 or rng.random() < 0.3}
+        for name in changed - {"empty"}:
+            raw = torch.randint(0, 2, (tensors[name].nbytes,), dtype=torch.uint8)
+            tensors[name] = raw.view(tensors[name].dtype).view(tensors[name].shape)
+        manifest = writer.publish(tensors.items(), version)
+        assert [entry.name for entry in manifest.entries] == list(tensors)
+        with reader.reading(reader.manifest(version), verify=True) as found:
+            assert all(same(found[name], tensor) for name, tensor in tensors.items())
+        loaded = safetensors.torch.load_file(tmp_path / f"v{version}.safetensors")
+        assert loaded.keys() == {entry.name for entry in manifest.entries if entry.base is None}
+        assert all(same(loaded[name], tensors[name]) for name in loaded)
+
+
+def test_the_longest_header_finds_room(tmp_path: Path) -> None:
+    """Tensors that lie elsewhere take more words than those that lie here."""
+    writer = VersionsWriter(tmp_path, keep_versions=3, delta=True)
+    values = {f"{i}": torch.full((1,), i % 251, dtype=torch.uint8) for i in range(3000)}
+    for version, changed in [(10**17, ()), (10**18, ("2999",)), (10**18 + 1, ("0",)), (10**18 + 2, values)]:
+        for name in changed:
+            values[name] = values[name] + 1
+        writer.publish(values.items(), version)
+        copy_of = WeightStoreReader(tmp_path)
+        with copy_of.reading(copy_of.manifest(version), verify=True) as found:
+            assert all(same(found[name], tensor) for name, tensor in values.items())
+
+
+def test_a_file_that_was_damaged_anywhere_is_refused(tmp_path: Path) -> None:
+    rng, writer = random.Random(5), VersionsWriter(tmp_path, delta=True)
+    small = {name: tensor for name, tensor in MIXED.items() if name != "big"}
+    writer.publish(small.items(), 1)
+    writer.publish((small | {"int64": -small["int64"]}).items(), 2)
+    contents = {version: (tmp_path / f"v{version}.safetensors").read_bytes() for version in (1, 2)}
+    for _ in range(120):
+        version = rng.choice([1, 2])
+        content = bytearray(contents[version])
+        at = rng.choice([rng.randrange(len(content)), rng.randrange(16)])
+        if rng.random() < 0.3:
+            del content[at:]
+        else:
+            content[at] ^= rng.randrange(1, 256)
+        (tmp_path / f"v{version}.safetensors").write_bytes(content)
+        reader = WeightStoreReader(tmp_path)
+        with pytest.raises((ManifestMismatch, DigestMismatch)):
+            reader.verify(reader.manifest(2))
+            reader.verify(reader.manifest(1))
+        (tmp_path / f"v{version}.safetensors").write_bytes(contents[version])
+    reader.verify(reader.manifest(2))
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_a_disk_that_is_full_for_what_waits_is_named_too(tmp_path: Path, fsync: bool) -> None:
+    def work() -> None:
+        writer = VersionsWriter(tmp_path, fsync=fsync)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+        with pytest.raises(WeightSyncError, match=r"no room for \d+ MB in"):
+            writer.publish([("a", MIXED["big"])], 2)
+
+    assert exit_code_of(work) == 0
+    assert files(tmp_path) == []
+
+
+def test_a_dtype_that_no_manifest_names_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ManifestMismatch, match=r"tensors of torch\.complex64 cannot be sent; only float64, "):
+        VersionsWriter(tmp_path).publish([("a", torch.ones(2, dtype=torch.complex64))], 1)
+    assert files(tmp_path) == []
+
+
+# -- older versions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_any_version_that_is_kept_may_be_read_while_a_newer_one_is_written(tmp_path: Path, delta: bool) -> None:
+    writer = VersionsWriter(tmp_path, keep_versions=3, delta=delta)
+    for version in (1, 2, 3):
+        writer.publish(tensors(a=version, b=version // 2).items(), version)
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for version in (1, 2, 3):
+            assert read(tmp_path, version) == {"a": version, "b": version // 2}
+        yield from tensors(a=4, b=4).items()
+
+    writer.publish(stream(), 4, {name: (torch.float32, torch.Size([1000])) for name in "ab"})
+    assert files(tmp_path)[:3] == ["v2", "v3", "v4"]
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_an_older_version_comes_back_under_a_new_number_without_its_bytes(tmp_path: Path, delta: bool) -> None:
+    writer = VersionsWriter(tmp_path, keep_versions=3, delta=delta)
+    old = [writer.publish(tensors(a=version, b=1).items(), version) for version in (1, 2, 3)]
+    again = writer.republish(1, 4)
+    assert (again.version, again.digest) == (4, old[0].digest)
+    assert (tmp_path / "v4.safetensors").stat().st_size < 1000
+    assert (tmp_path / "STABLE").read_text() == "v4\n"
+    assert files(tmp_path) == ["v2", "v3", "v4", "(v1)"]
+    assert [read(tmp_path, version)["a"] for version in (2, 3, 4)] == [2, 3, 1]
+    assert writer.republish(4, 5).entries == again.entries
+    writer.publish(tensors(a=6, b=1).items(), 6)
+    assert [read(tmp_path, version)["a"] for version in (4, 5, 6)] == [1, 1, 6]
+    for version in (7, 8, 9):
+        writer.publish(tensors(a=version, b=version).items(), version)
+    assert files(tmp_path) == ["v7", "v8", "v9"]
+
+
+def test_what_is_gone_or_would_come_before_itself_is_not_published_again(tmp_path: Path) -> None:
+    writer = VersionsWriter(tmp_path)
+    for version in (1, 2, 3):
+        writer.publish(tensors(a=version).items(), version)
+    with pytest.raises(ManifestMismatch, match=r"version 1 is not there, only \[2, 3\]"):
+        writer.republish(1, 4)
+    with pytest.raises(ValueError, match="version 2 can be published again under a higher number only, got 2"):
+        writer.republish(2, 2)
+    assert files(tmp_path) == ["v2", "v3"]

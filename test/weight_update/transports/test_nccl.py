@@ -1,33 +1,287 @@
-"""The nccl transport, with vLLM's engines in fakes; and over two GPUs, that bytes arrive."""
+"""The nccl transport: both ends over communicators in memory; and over two GPUs, that bytes arrive."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
-import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
-from support.waiting import until
-from torchrl_moe._errors import ManifestMismatch, WeightSyncError
-from torchrl_moe.testing.fake_weights import FakeWeightReplica
+from support.nccl_fakes import FakeGroup, FakeModel, GpuReplica
+from support.waiting import PATIENCE, in_thread, until
+from torchrl_moe._errors import DigestMismatch, ManifestMismatch, ReplicaDiedError, SyncTimeout, WeightSyncError
 from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
+from torchrl_moe.weight_update.transports import nccl
 from torchrl_moe.weight_update.transports.base import StageOptions
-from torchrl_moe.weight_update.transports.nccl import NcclReceiver, NcclTrainer, NcclTransport, ready_key, update_info
+from torchrl_moe.weight_update.transports.nccl import NcclReceiver, NcclTransport
+from torchrl_moe.weight_update.transports.nccl_group import Transfer
 from torchrl_moe.weight_update.transports.registry import open_receiver
 
-# -- the trainer's end ------------------------------------------------------------------------------------------------
+SECONDS = 30.0  # what a busy machine may take
+SENT = {
+    "a": torch.arange(6.0).view(2, 3),
+    "b": torch.ones(70, dtype=torch.bfloat16),
+    "count": torch.tensor(7),
+    "scale": torch.tensor(0.5),
+    "none": torch.empty(0, 4),
+    "mask": torch.tensor([True, False]),
+}
+MANY = {"a": torch.zeros(32), **{f"more.{number}": torch.ones(32) for number in range(20)}}
+"""Each is a chunk of its own."""
 
 
-SECONDS = 20.0
+@pytest.fixture
+def transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclTransport]:
+    FakeGroup.made = []
+    ids = iter(range(100))
+    monkeypatch.setattr(nccl, "NcclGroup", FakeGroup)
+    monkeypatch.setattr(nccl, "new_unique_id", lambda: bytes([next(ids)]) * 128)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    made = NcclTransport(tmp_path, device="cpu", buffer_bytes=128)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[WeightStoreWriter]:
+    made = WeightStoreWriter(tmp_path)
+    yield made
+    made.close()
+
+
+def of_trainer() -> list[FakeGroup]:
+    return [group for group in FakeGroup.made if group.rank == 0]
+
+
+def senders() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "weight-sender"]
+
+
+def same(model: FakeModel, sent: dict[str, Tensor]) -> bool:
+    return model.loaded.keys() == sent.keys() and all(
+        torch.equal(model.loaded[name], tensor) and model.loaded[name].dtype == tensor.dtype
+        for name, tensor in sent.items()
+    )
+
+
+def moved(sent: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Other values of the same kinds."""
+    return {name: ~tensor if tensor.dtype is torch.bool else tensor + 1 for name, tensor in sent.items()}
+
+
+# -- what is sent ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2, 5])
+def test_all_tensors_arrive_in_all_workers_those_without_dimensions_included(
+    num_buffers: int, transport: NcclTransport, store: WeightStoreWriter
+) -> None:
+    transport._buffers = 128, num_buffers
+    replica = GpuReplica(workers=2)
+    for version, sent in [(1, SENT), (2, moved(SENT))]:
+        manifest = store.publish(sent.items(), version)
+        assert transport.stage(replica, manifest, StageOptions(verify="digest"), SECONDS).digest == f"of {version}"
+        assert replica.load(manifest) == [6, 6]
+        assert all(same(model, sent) for model in replica.models)
+    assert len(of_trainer()) == 1
+
+
+def test_every_worker_of_every_data_parallel_rank_is_in_the_group(
+    transport: NcclTransport, store: WeightStoreWriter
+) -> None:
+    replica = GpuReplica(workers=2, data_parallel=3)
+    manifest = store.publish(SENT.items(), 1)
+    transport.stage(replica, manifest, StageOptions(), SECONDS)
+    assert sorted((group.rank, group.world_size) for group in FakeGroup.made) == [(rank, 7) for rank in range(7)]
+    assert replica.load(manifest) == [6] * 6
+
+
+def test_the_bytes_that_arrive_are_compared_with_those_published_and_a_second_try_may_do(
+    transport: NcclTransport, store: WeightStoreWriter
+) -> None:
+    replica, manifest = GpuReplica(workers=1), store.publish(SENT.items(), 1)
+    transport.stage(replica, manifest, StageOptions(verify="digest"), SECONDS)
+    (worker,) = [group for group in FakeGroup.made if group.rank == 1]
+    worker.spoil = lambda flat: flat ^ 1
+    with pytest.raises(DigestMismatch, match="version 1: bytes of a are not those published"):
+        replica.load(manifest)
+    worker.spoil = lambda flat: flat
+    assert replica.load(manifest) == [6]
+    assert same(replica.models[0], SENT)
+    transport.stage(replica, manifest, StageOptions(verify="off"), SECONDS)
+    worker.spoil = lambda flat: flat ^ 1
+    assert replica.load(manifest) == [6]  # nobody looks
+    assert not same(replica.models[0], SENT)
+
+
+def test_a_model_that_refuses_a_tensor_leaves_the_group_good_for_another_try(
+    transport: NcclTransport, store: WeightStoreWriter
+) -> None:
+    replica, manifest = GpuReplica(workers=2), store.publish(SENT.items(), 1)
+    transport.stage(replica, manifest, StageOptions(), SECONDS)
+
+    def refuse(name: str) -> None:
+        if name == "count":
+            raise KeyError(name)
+
+    replica.models[1].take = refuse
+    with pytest.raises(KeyError, match="count"):
+        replica.load(manifest)
+    replica.models[1].take = lambda name: None
+    assert replica.load(manifest) == [6, 6]
+    assert len(of_trainer()) == 1
+
+
+# -- failures that end -------------------------------------------------------------------------------------------------
+
+
+def dies_in_a_transfer(replica: GpuReplica, manifest: Manifest, released: threading.Event) -> None:
+    """Have a replica die when one of its workers has taken one tensor; that worker's thread is gone as its process."""
+    dead = threading.Event()
+
+    def die(name: str) -> None:
+        if name != "a":
+            dead.set()
+            _wait(released)
+
+    replica.models[0].take = die
+    for receiver in replica.ends:
+        threading.Thread(target=_forget_errors, args=(receiver, manifest), daemon=True).start()
+    until(dead.is_set)
+    replica.die()
+
+
+def _forget_errors(receiver: NcclReceiver, manifest: Manifest) -> None:
+    try:
+        receiver.load(manifest)
+    except WeightSyncError as error:
+        assert "gave" in str(error) or "left" in str(error)  # in a thread that stands for a process
+
+
+def test_a_replica_that_dies_in_a_transfer_blocks_neither_the_others_nor_later_versions(
+    transport: NcclTransport, store: WeightStoreWriter
+) -> None:
+    dying, other, released = GpuReplica(workers=2), GpuReplica(workers=1), threading.Event()
+    manifest = store.publish(MANY.items(), 1)
+    for replica in (dying, other):
+        transport.stage(replica, manifest, StageOptions(), SECONDS)
+    group, _ = of_trainer()
+    dies_in_a_transfer(dying, manifest, released)
+    assert other.load(manifest) == [21]
+    until(group.aborted.is_set)
+    assert len(group.sent) < 21  # in the middle
+    other.models[0].loaded.clear()
+    again = GpuReplica(workers=2)  # restarted
+    for version, sent in [(2, SENT), (3, moved(SENT))]:
+        manifest = store.publish(sent.items(), version)
+        for replica in (again, other):
+            transport.stage(replica, manifest, StageOptions(), SECONDS)
+            assert replica.load(manifest) == [6] * len(replica.models)
+            assert all(same(model, sent) for model in replica.models)
+    released.set()
+
+
+def test_a_worker_that_stalls_costs_its_own_group_a_deadline_and_is_met_again(
+    transport: NcclTransport, store: WeightStoreWriter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replica, released = GpuReplica(workers=2), threading.Event()
+    manifest = store.publish(MANY.items(), 1)
+    transport.stage(replica, manifest, StageOptions(), SECONDS)
+    transport._links[replica].offer(manifest, 0.2)
+    replica.models[0].take = lambda name: None if name == "a" else _wait(released)
+    stalled = in_thread(lambda: replica.ends[0].load(manifest))
+    with pytest.raises(WeightSyncError, match="version 1 did not arrive: the trainer left"):
+        replica.ends[1].load(manifest)
+    assert "SyncTimeout: version 1 was not sent: the time is up" in capsys.readouterr().err
+    released.set()
+    with pytest.raises(WeightSyncError):
+        stalled.result(SECONDS)
+    replica.models[0].take = lambda name: None
+    transport.stage(replica, manifest, StageOptions(), SECONDS)
+    assert replica.load(manifest) == [21, 21]
+    first, second = of_trainer()
+    assert (first.aborted.is_set(), second.aborted.is_set()) == (True, False)
+
+
+def _wait(released: threading.Event) -> None:
+    assert released.wait(PATIENCE)
+
+
+def test_a_worker_that_waits_for_a_trainer_that_left_is_woken(
+    transport: NcclTransport, store: WeightStoreWriter
+) -> None:
+    replica = GpuReplica(workers=1)
+    transport.open(replica, SECONDS)  # nothing is offered: nobody sends
+    loading = in_thread(lambda: replica.ends[0].load(store.publish(SENT.items(), 1)))
+    transport.close()
+    with pytest.raises(WeightSyncError, match="version 1 did not arrive: the trainer left"):
+        loading.result(SECONDS)
+    assert all(group.aborted.is_set() for group in FakeGroup.made)
+
+
+def test_workers_that_do_not_come_cost_a_deadline_of_ours(transport: NcclTransport) -> None:
+    replica = GpuReplica(workers=2)
+    replica.command_init_weights = lambda **_: _wait(released)  # type: ignore[method-assign]
+    released = threading.Event()
+    with pytest.raises(SyncTimeout, match="the 3 ranks of a NCCL group did not meet: the time is up"):
+        transport.open(replica, 0.1)
+    released.set()
+    assert FakeGroup.made == []  # NCCL, which knows no deadline, was not asked
+
+
+def test_a_replica_that_refuses_or_dies_at_the_meeting_says_so_at_once(transport: NcclTransport) -> None:
+    replica = GpuReplica()
+    replica.fail["init_weights"] = lambda asked: ReplicaDiedError("replica 0 died: at the meeting")
+    with pytest.raises(ReplicaDiedError, match="at the meeting"):
+        transport.open(replica, 3600.0)
+    assert FakeGroup.made == []
+
+
+def test_nothing_is_left_of_replicas_that_are_restarted(transport: NcclTransport, store: WeightStoreWriter) -> None:
+    manifest = store.publish(SENT.items(), 1)
+    replica, before = GpuReplica(workers=1), len(senders())
+    for _ in range(5):  # met again, the same object
+        transport.open(replica, SECONDS)
+    assert len(senders()) == before + 1
+    assert [group.aborted.is_set() for group in of_trainer()] == [True] * 4 + [False]
+    for _ in range(5):
+        replica = GpuReplica(workers=1)
+        transport.stage(replica, manifest, StageOptions(), SECONDS)
+        replica.die()
+    until(lambda: len(senders()) == before + 1)  # that of the first replica, which lives
+    kept = weakref.ref(replica)
+    del replica
+    gc.collect()
+    assert kept() is None
+    until(lambda: len(senders()) == before)
+    assert all(group.aborted.is_set() for group in of_trainer())
+
+
+def test_a_version_that_cannot_be_sent_is_said_aloud_and_the_workers_are_told(
+    transport: NcclTransport,
+    store: WeightStoreWriter,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    replica, manifest = GpuReplica(workers=1), store.publish(SENT.items(), 1)
+    transport.stage(replica, manifest, StageOptions(), SECONDS)
+
+    def fail(flat: Tensor) -> Transfer:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    monkeypatch.setattr(of_trainer()[0], "send", fail)
+    with pytest.raises(WeightSyncError, match="version 1 did not arrive: the trainer left"):
+        replica.load(manifest)
+    assert "RuntimeError: NCCL error: unhandled system error" in capsys.readouterr().err
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a CUDA device")
@@ -36,339 +290,52 @@ def test_a_trainer_without_a_gpu_is_refused(tmp_path: Path) -> None:
         NcclTransport(tmp_path)
 
 
-class FakeTrainer:
-    """In the place of vLLM's NCCL: workers are ready when a test says so."""
-
-    made: list[FakeTrainer]
-
-    def __init__(self, init: Any, address: str, port: int, world_size: int, device: torch.device) -> None:
-        self.where = address, world_size, device
-        self.init = init  # as vLLM's engine keeps its client
-        init({"master_port": port})
-        self.ready = 0
-        self.sent: list[dict[str, Tensor]] = []
-        self.closed = threading.Event()
-        FakeTrainer.made.append(self)
-
-    def is_ready(self, load: int) -> bool:
-        return load < self.ready
-
-    def send(self, tensors: Mapping[str, Tensor]) -> None:
-        self.sent.append({name: tensor.clone() for name, tensor in tensors.items()})
-
-    def close(self) -> None:
-        self.closed.set()
-
-
-def gpu_replica() -> FakeWeightReplica:
-    """A fake with two workers that would meet the trainer, had they GPUs."""
-    replica = FakeWeightReplica(workers=2, expected=None)
-    replica.command_init_weights = lambda **_: None  # type: ignore[method-assign]
-    return replica
-
-
-@pytest.fixture
-def transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclTransport]:
-    FakeTrainer.made = []
-    monkeypatch.setattr("torchrl_moe.weight_update.transports.nccl.NcclTrainer", FakeTrainer)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    made = NcclTransport(tmp_path, address="127.0.0.1", device="cpu")
-    yield made
-    made.close()
-
-
-def until_sent(trainer: FakeTrainer, count: int) -> None:
-    until(lambda: len(trainer.sent) >= count, SECONDS)
-
-
-def test_a_version_is_sent_when_the_workers_wait_and_again_when_they_do(
-    transport: NcclTransport, tmp_path: Path
-) -> None:
-    replica, store = gpu_replica(), WeightStoreWriter(tmp_path)
-    manifest = store.publish([("w", torch.ones(3)), ("b", torch.zeros(2))], 1)
-    report = transport.stage(replica, manifest, StageOptions(threads=3), SECONDS)
-    assert report.reason
-    (trainer,) = FakeTrainer.made
-    assert trainer.where == ("127.0.0.1", 3, torch.device("cpu"))
-    (opened, options), (staged, arguments) = replica.calls
-    assert (opened, options["transport"], options["options"]["master_port"] > 0) == ("init_weights", "nccl", True)
-    assert staged == "stage_weights"
-    assert arguments == {
-        "version": 1,
-        "stage": "auto",
-        "verify": "off",
-        "threads": 3,
-        "manifest": manifest.to_json(),
-    }
-    time.sleep(0.05)
-    assert trainer.sent == []
-    for attempt in (1, 2):
-        trainer.ready = attempt
-        until_sent(trainer, attempt)
-    assert [list(tensors) for tensors in trainer.sent] == [["w", "b"]] * 2
-    assert torch.equal(trainer.sent[0]["w"], torch.ones(3))
-    manifest = store.publish([("w", torch.full((3,), 5.0))], 2)
-    transport.stage(replica, manifest, StageOptions(), SECONDS)
-    trainer.ready = 3
-    until_sent(trainer, 3)
-    assert torch.equal(trainer.sent[2]["w"], torch.full((3,), 5.0))
-
-
-def test_a_group_that_broke_is_told_of_at_once_and_met_anew_at_the_next_version(
-    transport: NcclTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    replica, store = gpu_replica(), WeightStoreWriter(tmp_path)
-    transport.stage(replica, store.publish([("w", torch.ones(3))], 1), StageOptions(), SECONDS)
-    (broken,) = FakeTrainer.made
-
-    def fail(tensors: Mapping[str, Tensor]) -> None:
-        raise RuntimeError("NCCL error: remote process exited")
-
-    monkeypatch.setattr(broken, "send", fail)
-    broken.ready = 1
-    until(lambda: transport._links[replica].broken, SECONDS)
-    assert "RuntimeError: NCCL error: remote process exited" in capsys.readouterr().err
-    transport.stage(replica, store.publish([("w", torch.zeros(3))], 2), StageOptions(), SECONDS)
-    first, second = FakeTrainer.made
-    assert first.closed.is_set()
-    second.ready = 1
-    until_sent(second, 1)
-    assert torch.equal(second.sent[0]["w"], torch.zeros(3))
-
-
-def test_a_replica_that_is_gone_takes_its_group_and_thread_with_it(transport: NcclTransport) -> None:
-    replica = gpu_replica()
-    transport.open(replica, SECONDS)
-    (trainer,) = FakeTrainer.made
-    threads = [thread for thread in threading.enumerate() if thread.name == "weight-sender"]
-    del replica
-    gc.collect()
-    assert trainer.closed.is_set()
-    assert not any(thread.is_alive() for thread in threads)
-
-
-def test_each_replica_has_a_group_of_its_own_which_a_new_one_replaces(transport: NcclTransport) -> None:
-    one, other = gpu_replica(), gpu_replica()
-    for replica in (one, other, one):
-        transport.open(replica, SECONDS)
-    first, second, third = FakeTrainer.made
-    assert [trainer.closed.is_set() for trainer in (first, second, third)] == [True, False, False]
-    transport.close()
-    transport.close()
-    assert second.closed.is_set()
-    assert third.closed.is_set()
-
-
-# -- a worker's end ---------------------------------------------------------------------------------------------------
-
-
-pytest.importorskip("vllm")
-
-JSON_OPTIONS = {
-    "master_address": "127.0.0.1",
-    "master_port": 29500,
-    "rank_offset": 1,
-    "world_size": 3,
-    "packed": True,
-    "packed_buffer_size_bytes": 1 << 20,
-    "packed_num_buffers": 2,
-}
-
-
-class Worker:
-    """What a receiver wants to know of the weight engine that opens it."""
-
-    config, vllm_config = "a config", "another"
-
-    def __init__(self, device: str = "cuda") -> None:
-        self.device = torch.device(device)
-        self.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=2, rank=1)
-        self.loaded: list[str] = []
-        self.model = SimpleNamespace(load_weights=self.load_weights)
-
-    def load_weights(self, weights: Iterator[tuple[str, Any]]) -> set[str]:
-        self.loaded += [name for name, _ in weights]
-        return set(self.loaded)
-
-
-class FakeEngine:
-    """vLLM's, without NCCL: it gives the model one tensor per name, in two goes."""
-
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
-        assert (config, vllm_config, device.type) == ("a config", "another", "cuda")
-        self.model, self.log = model, list[Any]()
-        store = SimpleNamespace(set=lambda key, value: self.log.append(key))
-        self.model_update_group = SimpleNamespace(group=SimpleNamespace(store=store))
-
-    def init_transfer_engine(self, info: Any) -> None:
-        self.log.append(info)
-
-    def receive_weights(self, info: Any) -> None:
-        self.log.append((info.names, info.dtype_names, info.shapes))
-        half = len(info.names) // 2
-        for names in (info.names[:half], info.names[half:]):
-            self.model.load_weights((name, None) for name in names)
-
-    def shutdown(self) -> None:
-        self.log.append("shutdown")
-
-
-@pytest.fixture
-def manifest(tmp_path: Any) -> Manifest:
-    from torchrl_moe.weight_update.store import WeightStoreWriter
-
-    tensors = {
-        "a": torch.zeros(2, 3),
-        "b": torch.zeros(4, dtype=torch.bfloat16),
-        "c": torch.zeros((), dtype=torch.int64),
-    }
-    return WeightStoreWriter(tmp_path).publish(tensors.items(), 3)
-
-
-def test_vllm_is_told_names_dtypes_and_shapes_in_order(manifest: Manifest) -> None:
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
-
-    info = update_info(manifest)
-    assert info == {
-        "names": ["a", "b", "c"],
-        "dtype_names": ["float32", "bfloat16", "int64"],
-        "shapes": [[2, 3], [4], []],
-    }
-    NCCLWeightTransferUpdateInfo(**info)
-
-
 def test_a_worker_without_a_gpu_is_refused() -> None:
+    place = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+    worker = SimpleNamespace(device=torch.device("cpu"), parallel_config=place)
     with pytest.raises(WeightSyncError, match="needs workers with GPUs, this one computes on cpu: use 'gloo'"):
-        open_receiver("nccl", JSON_OPTIONS, Worker("cpu"))
+        open_receiver("nccl", {"rank_offset": 1}, worker)
 
 
-def test_a_load_is_announced_received_and_counted(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.distributed.weight_transfer import nccl_engine
-
-    monkeypatch.setattr(nccl_engine, "NCCLWeightTransferEngine", FakeEngine)
-    worker = Worker()
-    receiver = open_receiver("nccl", {**JSON_OPTIONS, "timeout_seconds": 9.0}, worker)
-    assert isinstance(receiver, NcclReceiver)
-    log = receiver._engine.log
-    (info,) = log
-    assert (info.master_address, info.master_port, info.rank_offset, info.world_size) == ("127.0.0.1", 29500, 1, 3)
-    assert info.packed
-    receiver.fetch(manifest, verify=True, threads=1)
-    for load in (0, 1):
-        assert receiver.load(manifest) == 3
-        assert log[-2:] == [
-            f"torchrl_moe/ready/{load}/2",
-            (["a", "b", "c"], ["float32", "bfloat16", "int64"], [[2, 3], [4], []]),
-        ]
-    assert worker.loaded == ["a", "b", "c"] * 2
-    receiver.close()
-    assert log[-1] == "shutdown"
-
-
-def test_nothing_is_held_to_be_read(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.distributed.weight_transfer import nccl_engine
-
-    monkeypatch.setattr(nccl_engine, "NCCLWeightTransferEngine", FakeEngine)
-    receiver = open_receiver("nccl", JSON_OPTIONS, Worker())
+def test_nothing_is_held_to_be_read(transport: NcclTransport, store: WeightStoreWriter) -> None:
+    replica = GpuReplica(workers=1)
+    transport.open(replica, SECONDS)
+    (receiver,) = replica.ends
     with pytest.raises(ManifestMismatch, match="version 3 was not staged"):
         receiver.manifest(3)
     with pytest.raises(WeightSyncError, match="nccl sends during the pause"):
-        receiver.reading(manifest)
+        receiver.reading(store.publish(SENT.items(), 1))
 
 
-# -- vLLM's trainer engine --------------------------------------------------------------------------------------------
+def test_an_address_of_another_host_is_no_place_to_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    transport = NcclTransport(tmp_path, "192.0.2.1", device="cpu")
+    with pytest.raises(WeightSyncError, match=r"no NCCL group at 192\.0\.2\.1"):
+        transport.open(GpuReplica(), SECONDS)
 
 
-pytest.importorskip("vllm")
-
-
-CPU = torch.device("cpu")
-
-
-class FakeTrainerEngine:
-    """vLLM's, without NCCL: it sends what the source gives, in its order, between the client's steps."""
-
-    def __init__(self, info: Any, client: Any, source: Any) -> None:
-        self.info, self.client, self.source = info, client, source
-        self.sent: list[Any] = []
-        self.closed = False
-        self.set = set[str]()
-        store = SimpleNamespace(check=lambda keys: set(keys) <= self.set)
-        self.model_update_group = SimpleNamespace(group=SimpleNamespace(store=store))
-        client.init_weight_transfer_engine({"rank_offset": 1, "world_size": info.world_size})
-
-    def send_weights(self) -> None:
-        self.client.start_weight_update()
-        metadata = [(meta.name, meta.dtype, meta.shape) for meta in self.source.metadata()]
-        self.client.update_weights({})
-        self.sent.append((metadata, dict(self.source)))
-        self.client.finish_weight_update()
-
-    def shutdown(self) -> None:
-        self.closed = True
-
-
-def test_the_engine_meets_the_workers_and_sends_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        NCCLTrainerWeightTransferEngine,
-        "trainer_init",
-        classmethod(lambda cls, info, *, client, source: FakeTrainerEngine(info, client, source)),
-    )
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    options: list[dict[str, Any]] = []
-    trainer = NcclTrainer(options.append, "127.0.0.1", 29501, 3, CPU)
-    engine: Any = trainer._engine
-    assert options == [{"rank_offset": 1, "world_size": 3}]
-    info = engine.info
-    assert (info.master_address, info.master_port, info.world_size, info.rank) == ("127.0.0.1", 29501, 3, 0)
-    assert info.is_sender
-    engine.set = {ready_key(0, 1)}
-    assert not trainer.is_ready(0)
-    engine.set |= {ready_key(0, 2), ready_key(1, 1)}
-    assert trainer.is_ready(0)
-    assert not trainer.is_ready(1)
-    trainer.send({"b": torch.ones(2), "a": torch.zeros(1, 3, dtype=torch.bfloat16)})
-    ((metadata, tensors),) = engine.sent
-    assert metadata == [("b", torch.float32, (2,)), ("a", torch.bfloat16, (1, 3))]
-    assert list(tensors) == ["b", "a"]
-    assert torch.equal(tensors["b"], torch.ones(2))
-    assert list(engine.source) == []  # nothing of a version is kept
-    trainer.close()
-    assert engine.closed
+# -- with GPUs ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_bytes_arrive_on_another_gpu() -> None:
-    from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
-    from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
-
-    sent = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5, dtype=torch.bfloat16)}
-    got: dict[str, torch.Tensor] = {}
-    threads: list[threading.Thread] = []
-
-    def work(options: dict[str, Any]) -> None:
-        torch.cuda.set_device(1)
-        group = stateless_init_process_group(options["master_address"], options["master_port"], 1, 2, 1)
-        group.group.store.set(ready_key(0, 1), b"")
-        packed_nccl_broadcast_consumer(
-            iterator=iter([(name, (tensor.shape, tensor.dtype)) for name, tensor in sent.items()]),
-            group=group,
-            src=0,
-            post_unpack_func=lambda pairs: got.update({name: tensor.cpu() for name, tensor in pairs}),
-            buffer_size_bytes=options["packed_buffer_size_bytes"],
-            num_buffers=options["packed_num_buffers"],
-            device=torch.device("cuda", 1),
-        )
-
-    def init(options: dict[str, Any]) -> None:
-        threads.append(threading.Thread(target=work, args=(options,)))
-        threads[0].start()
-
-    trainer = NcclTrainer(init, "127.0.0.1", 29502, 2, torch.device("cuda", 0))
-    while not trainer.is_ready(0):
-        pass
-    trainer.send(sent)
-    threads[0].join(60)
-    trainer.close()
-    assert all(torch.equal(got[name], tensor) for name, tensor in sent.items())
+def test_bytes_arrive_on_another_gpu_and_a_worker_that_stalls_is_given_up(tmp_path: Path) -> None:
+    sent = {**SENT, "large": torch.arange(1 << 20, dtype=torch.float32)}
+    store, transport = WeightStoreWriter(tmp_path), NcclTransport(tmp_path, device="cuda:0", buffer_bytes=1 << 16)
+    replica = GpuReplica(workers=1, devices=(1,))
+    manifest = store.publish(sent.items(), 1)
+    transport.stage(replica, manifest, StageOptions(verify="digest"), SECONDS)
+    assert replica.load(manifest) == [7]
+    assert all(torch.equal(replica.models[0].loaded[name].cpu(), tensor) for name, tensor in sent.items())
+    released = threading.Event()
+    replica.models[0].take = lambda name: _wait(released)
+    stalled = in_thread(lambda: replica.ends[0].load(manifest))
+    transport._links[replica].offer(manifest, 1.0)
+    until(lambda: transport._links[replica].broken)
+    released.set()
+    with pytest.raises(WeightSyncError):
+        stalled.result(SECONDS)
+    replica.models[0].take = lambda name: None
+    transport.stage(replica, manifest, StageOptions(), SECONDS)
+    assert replica.load(manifest) == [7]
+    transport.close()

@@ -43,6 +43,23 @@ def test_a_collective_meets_on_loopback_by_default(
     assert made == [((tmp_path, address or "127.0.0.1"), {"device": device} if device else {})]
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "given"),
+    [
+        ("gloo", "GlooTransport", {"bucket_bytes": 9}),
+        ("nccl", "NcclTransport", {"buffer_bytes": 9, "num_buffers": 3}),
+    ],
+)
+def test_buffers_are_those_of_the_scheme(
+    name: str, kind: str, given: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    module = f"torchrl_moe.weight_update.transports.{name}.{kind}"
+    monkeypatch.setattr(module, lambda *given, **options: made.append(options))
+    open_transport(name, tmp_path, buffer_bytes=9, num_buffers=3 if name == "nccl" else None)
+    assert made == [given]
+
+
 def test_an_unknown_transport_is_refused_at_the_trainers_end(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown transport 'carrier pigeon'; there are 'memmap', 'adapter'"):
         open_transport("carrier pigeon", tmp_path)

@@ -82,7 +82,7 @@ def dry_inputs(model: nn.Module) -> dict[str, Tensor]:
     counts = _expert_counts(getattr(model, "config", None))
     # no number of experts, so that scores over tokens are not taken for scores over experts
     length = next(length for length in range(DRY_TOKENS, DRY_TOKENS + len(counts) + 1) if length not in counts)
-    ids = torch.arange(length, device=device)[None] + 1
+    ids = torch.arange(1, length + 1, device=device).unsqueeze(0)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 

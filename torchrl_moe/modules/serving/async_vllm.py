@@ -19,6 +19,7 @@ import torch
 from tqdm.auto import tqdm
 
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
+from torchrl_moe.modules.serving.devices import Devices
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
 from torchrl_moe.modules.serving.launch import (
@@ -57,6 +58,9 @@ class AsyncVLLM(GenerationService):
         name: in Ray: of a service that outlives this process, for :meth:`connect`. Without one it ends with it.
         namespace: in Ray: where the name holds; default ``"torchrl_moe"``.
         resources: in Ray: what a replica asks of one node; default per device a CPU, and a GPU if the cluster has any.
+        devices: of local replicas: one entry for each, its GPU or a list of them, by this process's own numbers
+            (``[[1], [2]]``, ``["cuda:1", "cuda:2"]``) or their names; by default those that this process does not
+            compute on. To share the trainer's on purpose, name it.
 
     Attributes:
         name: that other drivers :meth:`connect` to; ``None`` if the service ends with this process.
@@ -84,11 +88,13 @@ class AsyncVLLM(GenerationService):
         name: str | None = None,
         namespace: str | None = None,
         resources: Mapping[str, float] | None = None,
+        devices: Devices | None = None,
     ) -> None:
         # here and not at the top: this room is imported without vLLM's side
         from torchrl_moe.modules.backends.vllm import kind
 
-        check_backend(backend, num_replicas, name=name, namespace=namespace, resources=resources)
+        of_ray: dict[str, Any] = {"name": name, "namespace": namespace, "resources": resources}
+        check_backend(backend, num_replicas, devices, **of_ray)
         arguments = kind.arguments_of(engine_args)
         if enable_prefix_caching is not None:
             arguments["enable_prefix_caching"] = enable_prefix_caching
@@ -96,26 +102,14 @@ class AsyncVLLM(GenerationService):
         self.name = name
         self._namespace = namespace
         self._is_guest = False  # in a service that another driver made
+
+        def listed() -> list[int]:
+            return [entry.index for entry in self.replica_table]
+
         if backend == "ray":
-            make_replica = ray_factory(
-                kind,
-                arguments,
-                num_replicas,
-                name=name,
-                namespace=namespace,
-                resources=resources,
-                verbose=verbose,
-                log_folder=log_folder,
-            )
+            make_replica = ray_factory(kind, arguments, num_replicas, verbose=verbose, log_folder=log_folder, **of_ray)
         else:
-            make_replica = local_factory(
-                kind,
-                arguments,
-                num_replicas,
-                verbose,
-                log_folder,
-                lambda: [entry.index for entry in self.replica_table],
-            )
+            make_replica = local_factory(kind, arguments, num_replicas, verbose, log_folder, listed, devices)
         super().__init__(
             [make_replica(index) for index in range(num_replicas)],
             sampling_params,
@@ -306,6 +300,7 @@ class AsyncVLLM(GenerationService):
         resources: Mapping[str, float] | None = None,
         max_concurrent_requests: int | Literal["auto"] | None = "auto",
         faults: FaultPolicy | None = None,
+        devices: Devices | None = None,
         **vllm_engine_args: Any,
     ) -> Self:
         """Start replicas of a model.
@@ -314,12 +309,12 @@ class AsyncVLLM(GenerationService):
             path: a folder, or a hub name.
             num_replicas: how many engines.
             num_devices: GPUs per replica, another name of ``tensor_parallel_size``.
-            backend: see the constructor.
-            sampling_params: see the constructor.
-            verbose: see the constructor.
             compile: whether vLLM may compile the model; false sets ``enforce_eager``.
             enable_fp32_output: whether the last layer computes in float32, whatever the others do. Log-probs then carry
                 no rounding of logits: in bfloat16 they are rounded to 3 significant digits.
+            backend: see the constructor.
+            sampling_params: see the constructor.
+            verbose: see the constructor.
             metrics: see the constructor.
             log_folder: see the constructor.
             name: see the constructor.
@@ -327,6 +322,7 @@ class AsyncVLLM(GenerationService):
             resources: see the constructor.
             max_concurrent_requests: see the constructor.
             faults: see the constructor.
+            devices: see the constructor.
             **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``.
 
         Raises:
@@ -355,6 +351,7 @@ class AsyncVLLM(GenerationService):
             resources=resources,
             max_concurrent_requests=max_concurrent_requests,
             faults=faults,
+            devices=devices,
         )
 
     # -- what the weight sync asks ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How a service is launched: arguments checked, GPUs shared out, and the function that makes its replicas.
+"""How a service is launched: arguments checked, and the function that makes its replicas.
 
 A replica that died is made again by the same function. The backends are imported here only when they are asked for.
 """
@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, TypeAlias, cast
 
-import torch
-
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.replica import Replica
+from torchrl_moe.modules.serving.devices import Devices, DeviceSets
 
 __all__ = [
     "TIMEOUT_VARIABLE",
@@ -24,10 +23,8 @@ __all__ = [
     "check_backend",
     "check_model",
     "default_timeout",
-    "device_sets",
     "local_factory",
     "ray_factory",
-    "visible_devices",
     "with_fp32_head",
 ]
 
@@ -47,14 +44,19 @@ def with_fp32_head(overrides: Any) -> dict[str, Any]:
     return {**(overrides or {}), "head_dtype": "float32"}
 
 
-def check_backend(backend: str, num_replicas: int, **of_ray: Any) -> None:
-    """Refuse an unknown backend, no replica, and arguments that only Ray knows where it is not asked for."""
+def check_backend(backend: str, num_replicas: int, devices: Devices | None = None, **of_ray: Any) -> None:
+    """Refuse an unknown backend, no replica, and arguments that only Ray knows, or does not know, where they are."""
     if backend not in ("local", "ray"):
         raise ValueError(f"backend must be 'local' (child processes of this one) or 'ray' (actors), got {backend!r}")
     if num_replicas < 1:
         raise ValueError(f"num_replicas must be at least 1, got {num_replicas}")
     if backend == "local" and (given := [name for name, value in of_ray.items() if value is not None]):
         raise ValueError(f"{', '.join(given)} given with backend='local': only backend='ray' knows them")
+    if backend == "ray" and devices is not None:
+        raise ValueError(
+            f"devices={devices!r} given with backend='ray': Ray chooses devices, on any node. Say what a replica asks "
+            "of one with resources=, as {'GPU': 1, 'a-custom-resource': 1}"
+        )
 
 
 def default_timeout() -> float:
@@ -75,38 +77,6 @@ def check_model(path: str) -> str:
     return path
 
 
-# -- devices -----------------------------------------------------------------------------------------------------------
-
-
-def visible_devices() -> list[str]:
-    """Return the names of the CUDA devices that this process may use, as ``CUDA_VISIBLE_DEVICES`` spells them."""
-    count = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(i) for i in range(count)] if named is None else [name.strip() for name in named.split(",")]
-    return names[:count]
-
-
-def device_sets(visible: list[str], num_replicas: int, per_replica: int) -> list[str | None]:
-    """Return one value of ``CUDA_VISIBLE_DEVICES`` per replica; ``None`` for all of them on a machine without GPUs.
-
-    Raises:
-        ValueError: there are GPUs, but too few.
-
-    >>> device_sets(["0", "1", "2", "3"], num_replicas=2, per_replica=2)
-    ['0,1', '2,3']
-    >>> device_sets([], num_replicas=2, per_replica=1)
-    [None, None]
-    """
-    if not visible:
-        return [None] * num_replicas
-    if num_replicas * per_replica > len(visible):
-        raise ValueError(
-            f"{num_replicas} replicas of {per_replica} GPU(s) need {num_replicas * per_replica}, but {len(visible)} "
-            f"are visible ({', '.join(visible)}). Use fewer replicas or a smaller tensor_parallel_size."
-        )
-    return [",".join(visible[i * per_replica : (i + 1) * per_replica]) for i in range(num_replicas)]
-
-
 # -- replicas ----------------------------------------------------------------------------------------------------------
 
 
@@ -117,6 +87,7 @@ def local_factory(
     verbose: bool,
     log_folder: str | os.PathLike[str] | None = None,
     listed: Callable[[], Iterable[int]] = tuple,
+    devices: Devices | None = None,
 ) -> ReplicaFactory:
     """Return what makes child processes of this one, each with GPUs of its own.
 
@@ -128,25 +99,19 @@ def local_factory(
         log_folder: where logs stay; ``None``: they go with their replicas.
         listed: returns the indices of the replicas that there are, once some were added: those that are not among
             them need their GPUs no more.
+        devices: see :class:`DeviceSets`.
 
     Raises:
-        ValueError: there are GPUs, but too few; also when a replica is made for which none are left.
+        ValueError: there are GPUs, but too few, or other ones than named; also when a replica is made for which none
+            are left.
     """
     from torchrl_moe.modules.backends.process.replica import LocalReplica
 
-    visible, per_replica = visible_devices(), kind.devices_per_replica(arguments)
-    device_sets(visible, num_replicas, per_replica)
-    places = {index: index for index in range(num_replicas)}  # which set of devices a replica has
+    sets = DeviceSets(devices, num_replicas, kind.devices_per_replica(arguments), listed)
     numbers = itertools.count()
 
-    def devices_of(index: int) -> str | None:
-        if index not in places:
-            taken = {places[other] for other in listed() if other in places}
-            places[index] = next(place for place in itertools.count() if place not in taken)
-        return device_sets(visible, places[index] + 1, per_replica)[-1]
-
     def make(index: int) -> Replica:
-        environment = kind.engine_environment(devices_of(index), num_replicas, verbose)
+        environment = kind.engine_environment(sets.of(index), num_replicas, verbose)
         return LocalReplica(index, kind, kind.seeded(arguments, next(numbers)), environment, log_folder)
 
     return make

@@ -1,6 +1,6 @@
-"""Versions of a model's weights as flat bytes, and the manifests that describe them. Torch and numpy only.
+"""Versions of a model's weights as bytes, and the manifests that describe them.
 
-One host: slots in shared memory (``slots``). Several hosts: a directory of versions on a shared file system
+One host: slots in shared memory (``slots``). Several hosts: files of safetensors on a shared file system
 (``versions``). One reader for both.
 """
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torchrl_moe._lazy import attach
 
 if TYPE_CHECKING:
-    from torchrl_moe.weight_update.store.adapters import AdapterWriter as AdapterWriter
+    from torchrl_moe.weight_update.store.adapters import adapter_tensors as adapter_tensors
     from torchrl_moe.weight_update.store.adapters import copy_adapter as copy_adapter
     from torchrl_moe.weight_update.store.manifest import Manifest as Manifest
     from torchrl_moe.weight_update.store.manifest import TensorEntry as TensorEntry
@@ -21,12 +21,12 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "AdapterWriter": ".adapters",
             "Manifest": ".manifest",
             "TensorEntry": ".manifest",
             "VersionsWriter": ".versions",
             "WeightStoreReader": ".reader",
             "WeightStoreWriter": ".slots",
+            "adapter_tensors": ".adapters",
             "check_tensors": ".manifest",
             "copy_adapter": ".adapters",
         },

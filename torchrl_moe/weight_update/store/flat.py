@@ -1,4 +1,4 @@
-"""Flat bytes: tensors cut into pieces that are hashed and copied while in cache, and files mapped without a copy.
+"""Bytes: tensors cut into pieces that are hashed and copied while in cache, and files mapped without a copy.
 
 Hashing a piece brings it into the cache, from where it is copied: together they cost what the copy alone does. numpy
 copies, since torch's threads on a busy host cost a hundred times what they gain.
@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -22,13 +22,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrl_moe._errors import DigestMismatch, ManifestMismatch
-from torchrl_moe.weight_update.store.manifest import ALIGNMENT, Manifest, TensorEntry, TensorKind
+from torchrl_moe.weight_update.store.manifest import Manifest, TensorEntry, TensorKind, in_lines
 
-__all__ = ["Bytes", "CheckedTensors", "MappedFile", "check_digest", "lay_out", "pieces_of", "send", "verify_entries"]
+__all__ = [
+    "ALIGNMENT",
+    "LENGTH_BYTES",
+    "PIECE_BYTES",
+    "SAFETENSORS",
+    "Bytes",
+    "CheckedTensors",
+    "MappedFile",
+    "check_digest",
+    "header_end",
+    "lay_out",
+    "pieces_of",
+    "read_header",
+    "send",
+    "verify_entries",
+    "write_header",
+]
 
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview
 PIECE_BYTES = 4 << 20
+ALIGNMENT = 64
+SAFETENSORS, LENGTH_BYTES, MOST_HEADER_BYTES = ".safetensors", 8, 100_000_000  # as its own readers have it
 CAST_ELEMENTS = 1 << 15  # at most so many: torch uses more than one thread above
 
 
@@ -78,13 +96,16 @@ def lay_out(kinds: Iterable[TensorKind]) -> tuple[list[int], int]:
 
 
 class MappedFile:
-    """A file's bytes, mapped to be read: what its writer changes is seen here, and a write here ends the process.
+    """A file's tensors, mapped to be read: what its writer changes is seen here, and a write here ends the process.
 
     Args:
-        path: the file.
+        path: the file; one of safetensors has its tensors after a header.
+
+    Attributes:
+        view: the bytes that offsets count in.
 
     Raises:
-        ManifestMismatch: it is not there.
+        ManifestMismatch: it is not there, or has no whole header.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,15 +115,16 @@ class MappedFile:
             raise ManifestMismatch(f"{path.name} of the weight store cannot be opened: {error.strerror}") from None
         try:
             status = os.fstat(descriptor)
+            start = header_end(descriptor, path) if path.suffix == SAFETENSORS else 0
             self.identity = (status.st_dev, status.st_ino, status.st_size)
-            self.path, self.size = path, status.st_size
-            size = max(status.st_size, 1)
-            self.view = memoryview(mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ) if self.size else b"\0")
+            self.path, self.size = path, max(status.st_size - start, 0)
+            whole = mmap.mmap(descriptor, status.st_size, mmap.MAP_SHARED, mmap.PROT_READ) if self.size else b"\0"
+            self.view = memoryview(whole)[start if self.size else 0 :]
         finally:
             os.close(descriptor)
         address = np.frombuffer(self.view, np.uint8).ctypes.data
         # torch warns of read-only memory; this does not say that it is. The mapping lives as long as a tensor does.
-        buffer: Any = (ctypes.c_uint8 * size).from_address(address)
+        buffer: Any = (ctypes.c_uint8 * len(self.view)).from_address(address)
         buffer.owner = self.view
         self._buffer = buffer
 
@@ -123,7 +145,8 @@ class MappedFile:
         for entry in entries:
             if entry.end > self.size:
                 raise ManifestMismatch(
-                    f"{self.path.name} has {self.size} bytes, {entry.name} ends at {entry.end}: the file was cut short"
+                    f"{self.path.name} has {self.size} bytes of tensors, {entry.name} ends at {entry.end}: the file "
+                    "was cut short"
                 )
 
     def tensor(self, entry: TensorEntry) -> Tensor:
@@ -175,29 +198,55 @@ def verify_entries(manifest: Manifest, view_of: Callable[[TensorEntry], memoryvi
     Args:
         manifest: what was published.
         view_of: gives the bytes of the file that a tensor lies in.
-        threads: that read and hash, each a share of the tensors of about the same size.
+        threads: that read and hash, each every so many-th tensor.
 
     Raises:
         DigestMismatch: bytes differ; the first such tensor that was met is named.
     """
 
     def verify(share: Sequence[TensorEntry]) -> None:
-        for entry in share:
-            check_digest(manifest.version, entry, view_of(entry)[entry.offset : entry.end])
+        for some in in_lines(share):
+            for entry in some:
+                check_digest(manifest.version, entry, view_of(entry)[entry.offset : entry.end])
 
     if threads <= 1:
         verify(manifest.entries)
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="weight-reader") as pool:
-        list(pool.map(verify, _shares(manifest.entries, threads)))
+        list(pool.map(verify, (manifest.entries[first::threads] for first in range(threads))))
 
 
-def _shares(entries: Sequence[TensorEntry], count: int) -> list[list[TensorEntry]]:
-    """Deal entries out, the largest first, each to the one with the fewest bytes."""
-    shares: list[list[TensorEntry]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for entry in sorted(entries, key=lambda entry: -entry.nbytes):
-        least = loads.index(min(loads))
-        shares[least].append(entry)
-        loads[least] += entry.nbytes
-    return shares
+# -- files of safetensors ---------------------------------------------------------------------------------------------
+
+
+def header_end(descriptor: int, path: Path) -> int:
+    """Return where the tensors of an open file begin.
+
+    Raises:
+        ManifestMismatch: its header is not whole.
+    """
+    end = LENGTH_BYTES + int.from_bytes(os.pread(descriptor, LENGTH_BYTES, 0), "little")
+    if end > min(os.fstat(descriptor).st_size, MOST_HEADER_BYTES) or end % ALIGNMENT:
+        raise ManifestMismatch(f"the header of {path.name} is damaged: the file was cut short, or is not a store's")
+    return end
+
+
+def read_header(path: Path) -> Manifest:
+    """Return the manifest that is the header of a file.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ManifestMismatch: it is damaged.
+    """
+    with path.open("rb") as file:
+        end = header_end(file.fileno(), path)
+        file.seek(LENGTH_BYTES)
+        return Manifest.from_json(file.read(end - LENGTH_BYTES).rstrip(b" ").decode(errors="replace"))
+
+
+def write_header(file: IO[bytes], manifest: Manifest, end: int) -> None:
+    """Write a manifest as the header of a file that was left room for it, up to ``end``."""
+    header = manifest.to_json().encode().ljust(end - LENGTH_BYTES)
+    assert len(header) == end - LENGTH_BYTES, "the tensors begin inside of the header"
+    file.seek(0)
+    file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)

@@ -1,43 +1,59 @@
-"""What a version holds: names, dtypes, shapes, places and digests of its tensors, as JSON that is checked when read.
+"""What a version holds: names, dtypes, shapes, places and digests of its tensors, and the text that says so.
 
-A manifest names no path: a slot and a version are numbers, and an offset is looked up only within its file.
+The text is the header of a safetensors file, with the rest in its ``__metadata__``: a directory of versions puts it
+before the tensors, and any tool reads both. It is written and read a few hundred tensors at a time, each a line, so
+that an event loop beside does not wait; a process reads a text once. A manifest names no path: a slot and a version
+are numbers, and an offset is looked up only within its file.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import torch
 import xxhash
 
 from torchrl_moe._errors import ManifestMismatch
 
-__all__ = ["ALIGNMENT", "Manifest", "TensorEntry", "TensorKind", "check_tensors"]
+__all__ = ["Manifest", "TensorEntry", "TensorKind", "check_tensors", "dtype_name", "give_way"]
 
 TensorKind = tuple[torch.dtype, torch.Size]
-ALIGNMENT = 64
-FORMAT = 2
+FORMAT = "3"
 SHOWN_NAMES = 4
-DTYPES: Mapping[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
-        *(torch.int64, torch.int32, torch.int16, torch.int8),
-        *(torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool),
-    )
+KEPT_MANIFESTS = 4
+LINE_TENSORS = 256
+GIVE_WAY_SECONDS = 2e-5
+NAMES: Mapping[str, str] = {
+    **{f"F{bits}": f"float{bits}" for bits in (64, 32, 16)},
+    **{"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
+    **{f"I{bits}": f"int{bits}" for bits in (64, 32, 16, 8)},
+    **{f"U{bits}": f"uint{bits}" for bits in (64, 32, 16, 8)},
+    "BOOL": "bool",
 }
-"""All that a manifest may name."""
+"""All dtypes that a manifest may name: safetensors' name -> torch's."""
+SHORT = {name: short for short, name in NAMES.items()}
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in SHORT}
+T = TypeVar("T")
+OPENING = '{"__metadata__":'
+START = OPENING + '{"xxh3":"'
+CHECKSUM_DIGITS, DIGEST_DIGITS = 32, 16
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Digest = Annotated[str, msgspec.Meta(min_length=DIGEST_DIGITS, max_length=DIGEST_DIGITS)]
 
 
-class TensorEntry(NamedTuple):
+class TensorEntry(msgspec.Struct, frozen=True, gc=False):
     """One tensor: checkpoint name, dtype (torch's name), shape, place in its file, and the xxh3 digest of its bytes.
 
-    ``base`` is the version whose file holds the bytes, if that is an older one.
+    ``base`` is the version whose file holds the bytes, if that is an older one. Python's garbage collector does not
+    count entries: many thousand would make it look through the whole process, which takes it a second beside vLLM.
     """
 
     name: str
@@ -63,9 +79,9 @@ class TensorEntry(NamedTuple):
         return self.offset + self.nbytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Manifest:
-    """One version, and its tensors in the order of publication.
+    """One version, and its tensors in the order of publication. What follows from these is computed once.
 
     Attributes:
         version: its number.
@@ -77,90 +93,233 @@ class Manifest:
     slot: int | None
     entries: tuple[TensorEntry, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(entry.nbytes for entry in self.entries)
+        return sum(entry.nbytes for some in in_lines(self.entries) for entry in some)
 
     @property
     def extent(self) -> int:
         """Bytes of the version's own file that its tensors reach into, gaps for alignment included."""
         return max((entry.end for entry in self.entries if entry.base is None), default=0)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """One digest of all names, dtypes, shapes and bytes, wherever the bytes lie."""
-        text = json.dumps([(e.name, e.dtype, e.shape, e.digest) for e in self.entries])
-        return xxhash.xxh3_128_hexdigest(text.encode())
+        found = xxhash.xxh3_128()
+        for some in in_lines(self.entries):
+            found.update(msgspec.json.encode([(e.name, e.dtype, e.shape, e.digest) for e in some]))
+        return str(found.hexdigest())
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, TensorKind]:
         """Name -> (dtype, shape)."""
-        return {entry.name: (entry.torch_dtype, torch.Size(entry.shape)) for entry in self.entries}
+        kinds: dict[str, TensorKind] = {}
+        for some in in_lines(self.entries):
+            kinds.update((entry.name, _kind(entry.dtype, entry.shape)) for entry in some)
+        return kinds
+
+    @cached_property
+    def _text(self) -> str:
+        return _text_of(self)
 
     def to_json(self) -> str:
-        """Return the manifest's file: one list per field, which is small and fast for many thousand tensors."""
-        rows = zip(*self.entries, strict=True) if self.entries else ([] for _ in COLUMNS)
-        columns = dict(zip(COLUMNS, map(list, rows), strict=True))
-        return json.dumps({"format": FORMAT, "version": self.version, "slot": self.slot, **columns})
+        """Return the text.
+
+        Raises:
+            ManifestMismatch: a tensor has a name that safetensors keeps for itself.
+        """
+        return self._text
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Undo :meth:`to_json`.
+        """Undo :meth:`to_json`; the same text gives the same object, as long as it is one of the last few.
 
         Raises:
             ManifestMismatch: the text is not a manifest of this format.
         """
-        try:
-            raw = json.loads(text)
-        except ValueError as error:
-            raise ManifestMismatch(f"the manifest is not JSON ({error}): cut short, or not a weight store's") from None
-        wrong = _first_fault(raw)
-        if wrong is not None:
-            raise ManifestMismatch(f"the manifest is not one of this format: {wrong}")
-        columns = (raw[field] if field != "shape" else map(tuple, raw["shape"]) for field in COLUMNS)
-        return cls(raw["version"], raw["slot"], tuple(map(TensorEntry._make, zip(*columns, strict=True))))
+        checksum, rest = text[len(START) :][:CHECKSUM_DIGITS], text[len(START) + CHECKSUM_DIGITS :]
+        if not text.startswith(START) or checksum != _checksum(rest):
+            raise ManifestMismatch("the manifest is damaged: cut short, written over, or not a weight store's")
+        with _reading:
+            known = _read.pop(checksum, None)
+            if known is None:
+                known = _parsed(text)
+                known.__dict__["_text"] = text
+            _read[checksum] = known
+            while len(_read) > KEPT_MANIFESTS:
+                del _read[next(iter(_read))]
+        return known
 
 
-COLUMNS = TensorEntry._fields
+_read: dict[str, Manifest] = {}  # checksum -> what was read, the last one last
+_reading = threading.Lock()
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
+def give_way() -> None:
+    """Let another thread run: it would wait for Python's switch interval, 5 ms, which is long for an event loop."""
+    time.sleep(GIVE_WAY_SECONDS)
 
 
-def _is_shape(value: Any) -> bool:
-    return type(value) is list and all(map(_is_count, value))
+def in_lines(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Give as many at a time as a line of the text has, and give way between two."""
+    for start in range(0, len(items), LINE_TENSORS):
+        if start:
+            give_way()
+        yield items[start : start + LINE_TENSORS]
 
 
-def _is_digest(value: Any) -> bool:
-    return type(value) is str and len(value) == 16 and not value.strip("0123456789abcdef")
+@lru_cache(maxsize=4096)
+def _kind(dtype: str, shape: tuple[int, ...]) -> TensorKind:
+    return DTYPES[dtype], torch.Size(shape)
 
 
-def _first_fault(raw: Any) -> str | None:
-    """Return what is wrong with a manifest's JSON, if anything is."""
-    if not isinstance(raw, dict) or set(raw) != {"format", "version", "slot", *COLUMNS}:
-        return f"its fields are not format, version, slot, {', '.join(COLUMNS)}"
-    version, slot, names = raw["version"], raw["slot"], raw["name"]
-    if raw["format"] != FORMAT:
-        return f"format {raw['format']!r}, this release reads {FORMAT}"
-    if not _is_count(version) or not (slot is None or _is_count(slot)):
-        return f"version {version!r} or slot {slot!r} is not a count"
-    if not all(type(raw[field]) is list and len(raw[field]) == len(names) for field in COLUMNS):
-        return "its lists differ in length"
-    checks: Mapping[str, Callable[[Any], bool]] = {
-        "name": lambda name: type(name) is str,
-        "dtype": lambda dtype: type(dtype) is str and dtype in DTYPES,
-        "shape": _is_shape,
-        "offset": lambda offset: _is_count(offset) and offset % ALIGNMENT == 0,
-        "digest": _is_digest,
-        "base": lambda base: base is None or (slot is None and _is_count(base) and base < version),
-    }
-    for field, is_right in checks.items():
-        if not all(map(is_right, raw[field])):
-            wrong: Iterable[Any] = (value for value in raw[field] if not is_right(value))
-            return f"{field} {next(iter(wrong))!r}"
-    return "a name comes twice" if len(set(names)) != len(names) else None
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype.
+
+    Raises:
+        ManifestMismatch: no manifest may name it.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ManifestMismatch(f"tensors of {dtype} cannot be sent; only {', '.join(DTYPES)}")
+    return name
+
+
+# -- the text ---------------------------------------------------------------------------------------------------------
+
+
+class _Here(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """A tensor in the version's own file, as safetensors has it."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    data_offsets: tuple[Count, Count]
+
+
+class _Elsewhere(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+    """A tensor in an older version's file; ``position`` is its place among all."""
+
+    position: Count
+    base: Count
+    dtype: str
+    shape: tuple[Count, ...]
+    offset: Count
+    digest: Digest
+
+
+def _text_of(manifest: Manifest) -> str:
+    digests: list[str] = []
+    here, there = [], []
+    for start, some in enumerate(in_lines(manifest.entries)):
+        own = {e.name: _Here(SHORT[e.dtype], e.shape, (e.offset, e.end)) for e in some if e.base is None}
+        others = {
+            e.name: _json(_Elsewhere(place, e.base, SHORT[e.dtype], e.shape, e.offset, e.digest))
+            for place, e in enumerate(some, start * LINE_TENSORS)
+            if e.base is not None
+        }
+        if bad := next((e.name for e in some if e.name == "__metadata__" or not _is_text(e.name)), None):
+            raise ManifestMismatch(f"no tensor may be named {bad!r}: a file of safetensors cannot have that name")
+        digests += (e.digest for e in some if e.base is None)
+        here += [_json(own)[1:-1]] if own else []
+        there += [_json(others)[1:-1]] if others else []
+    slot = {} if manifest.slot is None else {"slot": str(manifest.slot)}
+    numbers = {"format": "pt", "manifest": FORMAT, "version": str(manifest.version), **slot}
+    lines = [_json({**numbers, "digests": "".join(digests)})[1:-1], *there]
+    rest = '",' + "\n,".join(lines) + "\n}" + "".join(f"\n,{line}" for line in here) + "\n}"
+    return START + _checksum(rest) + rest
+
+
+def _is_text(name: str) -> bool:
+    return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _checksum(rest: str) -> str:
+    return str(xxhash.xxh3_128_hexdigest(rest.encode(errors="replace")))
+
+
+def _parsed(text: str) -> Manifest:
+    """Return the manifest that a text is; nothing in it is taken on trust."""
+    try:
+        metadata, tensors, nothing = text.removeprefix(OPENING).split("\n}")
+        first, *others = metadata.split("\n")
+        fields = msgspec.json.decode(first + "}", type=dict[str, str])
+        number, slot = _count(fields["version"]), _count(fields["slot"]) if "slot" in fields else None
+        if nothing or fields["manifest"] != FORMAT:
+            raise ValueError(f"format {fields['manifest']!r}, this release reads {FORMAT!r}")
+        here = _entries_here(tensors.split("\n"), fields["digests"])
+        entries = _with_those_elsewhere(here, others, number if slot is None else 0)
+    except (ValueError, KeyError, msgspec.MsgspecError) as error:
+        words = f"{type(error).__name__}: {error}"
+        raise ManifestMismatch(f"the manifest is not one of this format: {words}") from None
+    return Manifest(number, slot, tuple(entries))
+
+
+def _count(text: str) -> int:
+    return msgspec.json.decode(text, type=Count)
+
+
+def _objects(lines: Iterable[str], kind: Any) -> Iterator[tuple[str, Any]]:
+    """Give the names and values of lines of JSON.
+
+    Raises:
+        ValueError: a line is none, or a name comes twice.
+    """
+    decoder = msgspec.json.Decoder(dict[str, kind])
+    names: set[str] = set()
+    for line in lines:
+        if not line.startswith(","):
+            raise ValueError(f"a line begins with {line[:9]!r}")
+        values = decoder.decode(f"{{{line[1:]}}}")
+        if not names.isdisjoint(values):
+            raise ValueError("a name comes twice")
+        names.update(values)
+        yield from values.items()
+        give_way()
+
+
+def _entries_here(lines: Sequence[str], digests: str) -> list[TensorEntry]:
+    entries: list[TensorEntry] = []
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # each once: the rest need not live
+    for name, found in _objects(lines[1:], _Here):
+        digest = digests[len(entries) * DIGEST_DIGITS :][:DIGEST_DIGITS]
+        shape = shapes.setdefault(found.shape, found.shape)
+        entries.append(entry := TensorEntry(name, NAMES[found.dtype], shape, found.data_offsets[0], digest))
+        if found.data_offsets[1] != entry.end:
+            raise ValueError(f"{name} ends at {found.data_offsets[1]}, by its shape at {entry.end}")
+        _check(entry)
+    if lines[0] or len(digests) != DIGEST_DIGITS * len(entries):
+        raise ValueError(f"{len(entries)} tensors, and {len(digests)} digits of digests")
+    return entries
+
+
+def _with_those_elsewhere(here: list[TensorEntry], lines: Sequence[str], version: int) -> list[TensorEntry]:
+    there: dict[int, TensorEntry] = {}
+    decoder = msgspec.json.Decoder(_Elsewhere)
+    for name, text in _objects(lines, str):
+        e = decoder.decode(text)
+        if e.base >= version or e.position in there:
+            raise ValueError(f"{name} lies in version {e.base}, at position {e.position}, of version {version}")
+        there[e.position] = entry = TensorEntry(name, NAMES[e.dtype], e.shape, e.offset, e.digest, e.base)
+        _check(entry)
+    count, rest = len(here) + len(there), iter(here)
+    if max(there, default=-1) >= count or (there and len({e.name for e in (*here, *there.values())}) < count):
+        raise ValueError("a position is too high, or a name comes twice")
+    return [there[position] if position in there else next(rest) for position in range(count)]
+
+
+def _check(entry: TensorEntry) -> None:
+    if entry.offset % entry.torch_dtype.itemsize:
+        raise ValueError(f"{entry.name} is not aligned: it begins at {entry.offset}")
+    if entry.digest.strip("0123456789abcdef"):
+        raise ValueError(f"{entry.name} has digest {entry.digest!r}")
+
+
+# -- what an engine expects -------------------------------------------------------------------------------------------
 
 
 def check_tensors(found: Mapping[str, TensorKind], expected: Mapping[str, TensorKind]) -> None:
@@ -173,7 +332,7 @@ def check_tensors(found: Mapping[str, TensorKind], expected: Mapping[str, Tensor
     Raises:
         ManifestMismatch: names are missing or unknown, or shapes or kinds of dtype differ; some are named.
     """
-    missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or unknown:
         parts = [
             f"{len(names)} {what} ({', '.join(names[:SHOWN_NAMES])}{', ...' if len(names) > SHOWN_NAMES else ''})"
@@ -184,9 +343,10 @@ def check_tensors(found: Mapping[str, TensorKind], expected: Mapping[str, Tensor
             f"the weights are not the engine's tensors: {'; '.join(parts)}. Publish the whole model that the engine "
             "was started from, with checkpoint names."
         )
-    for name, (dtype, shape) in expected.items():
-        got_dtype, got_shape = found[name]
-        if tuple(shape) != tuple(got_shape):
-            raise ManifestMismatch(f"{name} has shape {list(got_shape)}, the engine expects {list(shape)}")
-        if dtype != got_dtype and not (dtype.is_floating_point and got_dtype.is_floating_point):
-            raise ManifestMismatch(f"{name} is {got_dtype}, the engine expects {dtype}")
+    for some in in_lines(list(expected)):
+        for name in some:
+            (dtype, shape), (got_dtype, got_shape) = expected[name], found[name]
+            if tuple(shape) != tuple(got_shape):
+                raise ManifestMismatch(f"{name} has shape {list(got_shape)}, the engine expects {list(shape)}")
+            if dtype != got_dtype and not (dtype.is_floating_point and got_dtype.is_floating_point):
+                raise ManifestMismatch(f"{name} is {got_dtype}, the engine expects {dtype}")

@@ -6,23 +6,29 @@ import fcntl
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
 from torchrl_moe._errors import ManifestMismatch, SyncTimeout
-from torchrl_moe.weight_update.store.flat import Bytes, CheckedTensors, MappedFile, verify_entries
+from torchrl_moe.weight_update.store.flat import (
+    SAFETENSORS,
+    Bytes,
+    CheckedTensors,
+    MappedFile,
+    read_header,
+    verify_entries,
+)
 from torchrl_moe.weight_update.store.manifest import Manifest, TensorEntry
 from torchrl_moe.weight_update.store.slots import lock_slot, manifest_path, manifest_paths, slot_path, unlock
 from torchrl_moe.weight_update.store.versions import (
-    DATA,
-    MANIFEST,
+    bytes_path,
     leased,
     newest_stable,
-    version_folder,
-    version_folders,
+    version_path,
+    version_paths,
 )
 
 __all__ = ["WeightStoreReader"]
@@ -47,13 +53,17 @@ class WeightStoreReader:
         """Return the newest version that is there, if any is."""
         return max(manifest_paths(self.folder), default=newest_stable(self.folder))
 
+    def versions(self) -> list[int]:
+        """Return the versions that are there, in ascending order."""
+        return sorted({*manifest_paths(self.folder), *version_paths(self.folder)})
+
     def manifest(self, version: int) -> Manifest:
         """Return the manifest of a version.
 
         Raises:
             ManifestMismatch: it was not published, is gone again, or its file is damaged.
         """
-        for path in (manifest_path(self.folder, version), version_folder(self.folder, version) / MANIFEST):
+        for path in (manifest_path(self.folder, version), version_path(self.folder, version)):
             try:
                 found = self._read(path)
             except FileNotFoundError:
@@ -61,16 +71,18 @@ class WeightStoreReader:
             if found.version != version:
                 raise ManifestMismatch(f"{path.name} is the manifest of version {found.version}, not {version}")
             return found
-        whole = (v for v, path in version_folders(self.folder).items() if (path / MANIFEST).exists())
-        there = sorted([*manifest_paths(self.folder), *whole])
-        raise ManifestMismatch(f"version {version} is not in the store, which holds {there}")
+        raise ManifestMismatch(
+            f"version {version} is not in the store, which holds {self.versions()}: it was collected, or "
+            f"{str(self.folder)!r} is not shared"
+        )
 
     def _read(self, path: Path) -> Manifest:
         status = path.stat()
         identity = (status.st_ino, status.st_mtime_ns, status.st_size)
         known = self._known
         if known is None or known[0] != identity:
-            known = self._known = identity, Manifest.from_json(path.read_text())
+            read = read_header(path) if path.suffix == SAFETENSORS else Manifest.from_json(path.read_text())
+            known = self._known = identity, read
         return known[1]
 
     @contextmanager
@@ -147,17 +159,23 @@ class WeightStoreReader:
         groups: dict[int | None, list[TensorEntry]] = {None: []}
         for entry in manifest.entries:
             groups.setdefault(entry.base, []).append(entry)
-        files = {base: self._map(self._path(manifest, base)) for base in groups}
+        files = {base: self._file(manifest, base) for base in groups}
         for base, entries in groups.items():
             files[base].check(entries)
         with self._lock:  # versions go; the mappings of their files with them
             self._mapped = {path: file for path, file in self._mapped.items() if file.is_current()}
         return files
 
-    def _path(self, manifest: Manifest, base: int | None) -> Path:
+    def _file(self, manifest: Manifest, base: int | None) -> MappedFile:
         if manifest.slot is not None:
-            return slot_path(self.folder, manifest.slot)
-        return version_folder(self.folder, manifest.version if base is None else base) / DATA
+            return self._map(slot_path(self.folder, manifest.slot))
+        if base is None:
+            return self._map(version_path(self.folder, manifest.version))
+        with suppress(ManifestMismatch):
+            return self._map(version_path(self.folder, base))
+        with suppress(ManifestMismatch):
+            return self._map(bytes_path(self.folder, base))
+        return self._map(version_path(self.folder, base))  # its writer took it away, and put it back
 
     def _map(self, path: Path) -> MappedFile:
         with self._lock:

@@ -1,7 +1,8 @@
 """The weight store of one host: a few slots in shared memory that stay allocated and mapped.
 
-New files cost page allocation, so version v is written over version v - n in slot v % n. Its manifest is renamed into
-place last. A reader takes a shared lock on the slot while it reads, which the writer's exclusive lock waits for: a slot
+New files cost page allocation, so a version is written over the one that was published longest ago: version v over
+version v - n in slot v % n, unless an older one was published again. Its manifest is renamed into place last. A reader
+takes a shared lock on the slot while it reads, which the writer's exclusive lock waits for: a slot
 is never overwritten under a reader, and its old manifest is gone before the first byte is.
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from torchrl_moe._errors import ManifestMismatch, SyncTimeout
 from torchrl_moe.weight_update.store.flat import Bytes, lay_out, send
-from torchrl_moe.weight_update.store.manifest import Manifest, TensorEntry, TensorKind
+from torchrl_moe.weight_update.store.manifest import Manifest, TensorEntry, TensorKind, dtype_name
 from torchrl_moe.weight_update.store.writing import (
     WriterLock,
     in_order,
@@ -79,6 +80,9 @@ class WeightStoreWriter:
         lock_seconds: how long to wait for readers of the slot that is next.
         slots: how many versions are there at the same time.
 
+    Attributes:
+        protected: a version that is not written over; ``None`` for none.
+
     Raises:
         WeightSyncError: the folder has a writer, or belongs to someone else.
     """
@@ -87,11 +91,13 @@ class WeightStoreWriter:
         self.folder = own_folder(Path(folder))
         self._lock_seconds = lock_seconds
         self._slots = slots
+        self.protected: int | None = None
         self._maps: dict[int, tuple[int, Bytes]] = {}  # slot -> inode, its bytes
         self._writing = WriterLock(self.folder)
         for draft in self.folder.glob(".manifest-*"):  # of a writer that was killed
             draft.unlink()
-        self._slot_of = {version: self._find_slot(path) for version, path in manifest_paths(self.folder).items()}
+        paths = sorted(manifest_paths(self.folder).items(), key=lambda item: item[1].stat().st_mtime_ns)
+        self._slot_of = {version: self._find_slot(path) for version, path in paths}  # the version shown last is last
 
     def _find_slot(self, path: Path) -> int | None:
         try:
@@ -120,7 +126,8 @@ class WeightStoreWriter:
         if kinds is None:
             named, kinds = kinds_of(tensors, version)
             tensors = named.items()
-        slot = version % self._slots
+        slot = self._next_slot(version)
+        names = {name: dtype_name(dtype) for name, (dtype, _) in kinds.items()}
         offsets, size = lay_out(kinds.values())
         with self._holding(slot) as descriptor:
             target = self._map(slot, descriptor, max(size, 1))
@@ -130,13 +137,41 @@ class WeightStoreWriter:
                 name: _write(tensor, kinds[name], target, places[name]) for name, tensor in in_order(tensors, kinds)
             }
             entries = tuple(
-                TensorEntry(name, str(dtype).removeprefix("torch."), tuple(shape), places[name], digests[name])
-                for name, (dtype, shape) in kinds.items()
+                TensorEntry(name, names[name], tuple(shape), places[name], digests[name])
+                for name, (_, shape) in kinds.items()
             )
-            manifest = Manifest(version, slot, entries)
-            with naming_full_disks(self.folder, size):
-                replace_text(manifest_path(self.folder, version), manifest.to_json())
-            self._slot_of[version] = slot
+            return self._show(Manifest(version, slot, entries))
+
+    def republish(self, old: int, new: int) -> Manifest:
+        """Publish what an older version holds under a new number. Its bytes stay where they are, in the same slot,
+        which will be the last to be written over.
+
+        Raises:
+            ManifestMismatch: the older version is not there any more.
+            ValueError: the new number is not higher.
+            WeightSyncError: the folder has no room.
+        """
+        if new <= old:
+            raise ValueError(f"version {old} can be published again under a higher number only, got {new}")
+        if self._slot_of.get(old) is None:
+            raise ManifestMismatch(f"version {old} is not there, only {sorted(self._slot_of)}")
+        manifest = Manifest.from_json(manifest_path(self.folder, old).read_text())
+        return self._show(Manifest(new, manifest.slot, manifest.entries))
+
+    def _next_slot(self, version: int) -> int:
+        """Return the slot whose newest version was published longest ago; of empty ones that of the number."""
+        used = list(self._slot_of.values())[::-1]
+        kept = None if self.protected is None else self._slot_of.get(self.protected)
+        free = [slot for slot in range(self._slots) if slot != kept]
+        ages = {slot: used.index(slot) if slot in used else len(used) for slot in free}
+        return min(ages, key=lambda slot: (-ages[slot], (slot - version) % self._slots))
+
+    def _show(self, manifest: Manifest) -> Manifest:
+        path = manifest_path(self.folder, manifest.version)
+        with naming_full_disks(self.folder, manifest.extent):
+            replace_text(path, manifest.to_json())
+        self._slot_of.pop(manifest.version, None)  # the version shown last is last
+        self._slot_of[manifest.version] = manifest.slot
         return manifest
 
     @contextmanager

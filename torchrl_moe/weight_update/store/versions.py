@@ -1,8 +1,16 @@
-"""The weight store of several hosts: one folder per version, in a directory on a file system that all of them mount.
+"""The weight store of several hosts: a file of safetensors per version, on a file system that all of them mount.
 
-A version is written under a temporary name, its manifest last, and renamed into place whole; then ``STABLE`` names it.
-With ``delta`` only tensors that changed are written, and the manifest says which older version's file holds each of the
-others. Old versions are collected, but none that a reader has leased, and no file that a manifest refers to.
+A file is written under a temporary name and renamed into place whole; then ``STABLE`` names it. With ``delta`` only
+tensors that changed are written, and the header's ``__metadata__`` says which older version's file holds each of the
+others. Old versions are collected, but none that a reader has leased; a file that a newer one refers to stays, under
+another name.
+
+The header comes first, and what it says is known last: so room for the longest that may come is left, and filled up
+with spaces. Tensors follow each other without a gap, as safetensors wants it, and each is aligned to its dtype: those
+whose bytes are a multiple of eight go to the file as they come, since what follows them is aligned whatever it is. The
+few others wait, in memory and beyond 4 MB in a temporary file, and come last: multiples of four bytes first, then of
+two, then the rest. To sort by dtype, as safetensors does, all tensors that will be written must be known before the
+first one is.
 
 A lease is a file that its reader removes; one that is older than :data:`LEASE_SECONDS` is a dead reader's. Times are
 the file system's own. NFS may show a client an old state of a directory for as long as it caches attributes (seconds,
@@ -12,19 +20,32 @@ by ``acregmax`` and ``acdirmax``): keep one version more than is in use there.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+import msgspec
 from torch import Tensor
 
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
-from torchrl_moe.weight_update.store.flat import lay_out, send
-from torchrl_moe.weight_update.store.manifest import ALIGNMENT, Manifest, TensorEntry, TensorKind
+from torchrl_moe.weight_update.store.flat import (
+    ALIGNMENT,
+    LENGTH_BYTES,
+    PIECE_BYTES,
+    SAFETENSORS,
+    lay_out,
+    read_header,
+    send,
+    write_header,
+)
+from torchrl_moe.weight_update.store.manifest import Manifest, TensorEntry, TensorKind, dtype_name
 from torchrl_moe.weight_update.store.writing import (
     WriterLock,
     in_order,
@@ -34,20 +55,28 @@ from torchrl_moe.weight_update.store.writing import (
     replace_text,
 )
 
-__all__ = ["LEASE_SECONDS", "VersionsWriter", "leased", "newest_stable", "version_folder", "version_folders"]
+__all__ = ["LEASE_SECONDS", "VersionsWriter", "bytes_path", "leased", "newest_stable", "version_path", "version_paths"]
 
 LEASE_SECONDS = 900.0
-DATA, MANIFEST, STABLE, LEASES = "weights", "manifest.json", "STABLE", "leases"
+STABLE, LEASES = "STABLE", "leases"
+VERSION, BYTES = "v", "bytes-of-v"  # files of versions, and of those kept for the sake of others
+WIDTHS = (8, 4, 2, 1)
+MOST, NO_DIGEST = (1 << 63) - 1, "0" * 16
 
 
-def version_folder(folder: Path, version: int) -> Path:
-    """Return a version's folder."""
-    return folder / f"v{version}"
+def version_path(folder: Path, version: int) -> Path:
+    """Return a version's file."""
+    return folder / f"{VERSION}{version}{SAFETENSORS}"
 
 
-def version_folders(folder: Path) -> dict[int, Path]:
-    """Return version -> folder, those too that are kept for their bytes only."""
-    paths = {path.name.removeprefix("v"): path for path in folder.glob("v*")}
+def bytes_path(folder: Path, version: int) -> Path:
+    """Return the file of a version that is gone, whose bytes a newer one needs."""
+    return folder / f"{BYTES}{version}{SAFETENSORS}"
+
+
+def version_paths(folder: Path, prefix: str = VERSION) -> dict[int, Path]:
+    """Return version -> file."""
+    paths = {path.stem.removeprefix(prefix): path for path in folder.glob(f"{prefix}*{SAFETENSORS}")}
     return {int(number): path for number, path in paths.items() if number.isdecimal()}
 
 
@@ -80,6 +109,9 @@ class VersionsWriter:
         delta: whether to write only what changed.
         fsync: whether a version must be on the disk before it is named: it then outlives a crash of the machine.
 
+    Attributes:
+        protected: a version that is not collected; ``None`` for none.
+
     Raises:
         WeightSyncError: the folder has a writer, or belongs to someone else.
     """
@@ -88,9 +120,10 @@ class VersionsWriter:
         self.folder = own_folder(Path(folder))
         self._keep, self._delta, self._fsync = keep_versions, delta, fsync
         self._writing = WriterLock(self.folder)
+        self.protected: int | None = None
         self._last: Manifest | None = None
-        for left in (*self.folder.glob("v*.tmp-*"), *self.folder.glob("v*.gone")):  # of a writer that was killed
-            shutil.rmtree(left)
+        for left in self.folder.glob(f"{VERSION}*.tmp-*"):  # of a writer that was killed
+            left.unlink()
 
     def publish(
         self,
@@ -104,73 +137,90 @@ class VersionsWriter:
         if kinds is None:
             named, kinds = kinds_of(tensors, version)
             tensors = named.items()
+        before = self._base(version)
         _, size = lay_out(kinds.values())
-        draft = self.folder / f"v{version}.tmp-{uuid.uuid4().hex[:8]}"
-        draft.mkdir(mode=0o700)
-        try:
-            with naming_full_disks(self.folder, size):
-                manifest = self._write(draft, tensors, version, kinds)
-                replace_text(draft / MANIFEST, manifest.to_json(), self._fsync)
-                self._show(draft, manifest)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
+        with self._showing(version, size) as file:
+            with contextlib.closing(_Body(file, _room(kinds, before, size), self.folder)) as body:
+                for name, tensor in in_order(tensors, kinds):
+                    if not _is_unchanged(tensor, before.get(name), kinds[name]):
+                        body.add(name, tensor, kinds[name])
+                entries = before | body.finish()
+            manifest = Manifest(version, None, tuple(entries[name] for name in kinds))
+            write_header(file, manifest, body.start)
         self._last = manifest
         self._collect()
         return manifest
 
-    def _write(
-        self, draft: Path, tensors: Iterable[tuple[str, Tensor]], version: int, kinds: Mapping[str, TensorKind]
-    ) -> Manifest:
-        before = self._base(version)
-        entries: dict[str, TensorEntry] = {}
-        descriptor = os.open(draft / DATA, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb", buffering=0) as data:
-            for name, tensor in in_order(tensors, kinds):
-                dtype, shape = kinds[name]
-                kind = (str(dtype).removeprefix("torch."), tuple(shape))
-                entries[name] = _unchanged(tensor, before.get(name), kind) or _append(data, name, tensor, kinds[name])
-            if self._fsync:
-                os.fsync(data.fileno())
-        return Manifest(version, None, tuple(entries[name] for name in kinds))
+    def republish(self, old: int, new: int) -> Manifest:
+        """Publish what an older version holds under a new number. Its bytes stay where they are.
+
+        Raises:
+            ManifestMismatch: the older version is not there any more.
+            ValueError: the new number is not higher.
+            WeightSyncError: the folder has no room.
+        """
+        if new <= old:
+            raise ValueError(f"version {old} can be published again under a higher number only, got {new}")
+        try:
+            entries = read_header(version_path(self.folder, old)).entries
+        except FileNotFoundError:
+            raise ManifestMismatch(f"version {old} is not there, only {sorted(version_paths(self.folder))}") from None
+        manifest = Manifest(new, None, tuple(_based_on(old, entry) for entry in entries))
+        with self._showing(new, 0) as file:
+            write_header(file, manifest, _padded(manifest))
+        self._last = manifest
+        self._collect()
+        return manifest
 
     def _base(self, version: int) -> dict[str, TensorEntry]:
         """Return the tensors that need not be written again, each with the version whose file holds it."""
         last = self._last
         if not self._delta or last is None or last.version >= version:
             return {}
-        return {e.name: e._replace(base=last.version if e.base is None else e.base) for e in last.entries}
+        return {entry.name: _based_on(last.version, entry) for entry in last.entries}
 
-    def _show(self, draft: Path, manifest: Manifest) -> None:
-        place = version_folder(self.folder, manifest.version)
-        if place.exists():  # of a trainer that counted as far before
-            self._make_way(manifest.version, place)
-        if self._fsync:
-            _fsync_folder(draft)
-        os.rename(draft, place)
-        if self._fsync:
-            _fsync_folder(self.folder)
-        replace_text(self.folder / STABLE, f"v{manifest.version}\n", self._fsync)
+    @contextmanager
+    def _showing(self, version: int, size: int) -> Iterator[IO[bytes]]:
+        """Give a file of another name; once it is written, let it take its own."""
+        draft = self.folder / f"{VERSION}{version}.tmp-{uuid.uuid4().hex[:8]}"
+        try:
+            with naming_full_disks(self.folder, size):
+                with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    yield file
+                    if self._fsync:
+                        file.flush()
+                        os.fsync(file.fileno())
+                self._make_way(version)
+                os.rename(draft, version_path(self.folder, version))
+                if self._fsync:
+                    _fsync_folder(self.folder)
+                replace_text(self.folder / STABLE, f"v{version}\n", self._fsync)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
 
     # -- collecting -------------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        there = version_folders(self.folder)
-        live = sorted(version for version, path in there.items() if (path / MANIFEST).exists())
+        live = version_paths(self.folder)
         newest = self._last.version if self._last is not None else -1
         kept = set(sorted(live, key=lambda version: (version != newest, -version))[: self._keep])
+        if self.protected in live:
+            kept.add(self.protected)
         held = self._leased()
         kept |= {version for version in live if version not in kept and (version in held or not self._hide(version))}
         needed = {base for version in kept for base in self._bases(version)}
-        for version in set(there) - kept - needed:
-            shutil.rmtree(there[version])
+        for version, path in version_paths(self.folder, BYTES).items():
+            if version not in needed:
+                path.unlink()
 
     def _bases(self, version: int) -> set[int]:
+        """Return the versions whose bytes a version needs."""
         if self._last is not None and self._last.version == version:
             manifest = self._last
         else:
             try:
-                manifest = Manifest.from_json((version_folder(self.folder, version) / MANIFEST).read_text())
+                manifest = read_header(version_path(self.folder, version))
             except ManifestMismatch:
                 return set()
         return {entry.base for entry in manifest.entries if entry.base is not None}
@@ -192,28 +242,100 @@ class VersionsWriter:
 
     def _hide(self, version: int) -> bool:
         """Hide a version from new readers, unless one leased it in the last moment."""
-        shown = version_folder(self.folder, version) / MANIFEST
-        hidden = shown.with_name("hidden")
+        shown, hidden = version_path(self.folder, version), bytes_path(self.folder, version)
         os.rename(shown, hidden)
         if version in self._leased():
             os.rename(hidden, shown)
             return False
         return True
 
-    def _make_way(self, version: int, place: Path) -> None:
+    def _make_way(self, version: int) -> None:
         """Remove a version whose number is used again, and those that need its bytes."""
-        if version in self._leased():
+        there = [
+            path for path in (version_path(self.folder, version), bytes_path(self.folder, version)) if path.exists()
+        ]
+        if there and version in self._leased():
             raise WeightSyncError(f"version {version} is there already, and a reader holds it: count on from it")
-        for other, folder in version_folders(self.folder).items():
-            if other == version or ((folder / MANIFEST).exists() and version in self._bases(other)):
-                (folder / MANIFEST).unlink(missing_ok=True)
-        gone = place.with_name(f"{place.name}.gone")
-        os.rename(place, gone)
-        shutil.rmtree(gone)
+        if there:
+            there += [path for other, path in version_paths(self.folder).items() if version in self._bases(other)]
+        for path in there:
+            path.unlink()
 
     def close(self) -> None:
         """Let go of the folder; what is published stays. Idempotent."""
         self._writing.close()
+
+
+class _Body:
+    """The tensors of a file on their way there.
+
+    Args:
+        file: gets them.
+        start: where its header will end.
+        folder: for those that wait.
+    """
+
+    def __init__(self, file: IO[bytes], start: int, folder: Path) -> None:
+        self._file, self.start = file, start
+        self._waiting = {width: _waiting_file(folder) for width in WIDTHS[1:]}
+        self._sizes = dict.fromkeys(WIDTHS, 0)
+        self._added: list[tuple[int, TensorEntry]] = []
+        file.seek(start)
+
+    def add(self, name: str, tensor: Tensor, kind: TensorKind) -> None:
+        """Add a tensor, cast to ``kind``."""
+        dtype, shape = kind
+        width = math.gcd(shape.numel() * dtype.itemsize, WIDTHS[0])
+        file: IO[bytes] = self._waiting.get(width, self._file)
+        digest = send(tensor, dtype, lambda piece: file.write(piece.data))
+        entry = TensorEntry(name, dtype_name(dtype), tuple(shape), self._sizes[width], digest)
+        self._added.append((width, entry))
+        self._sizes[width] += entry.nbytes
+
+    def finish(self) -> dict[str, TensorEntry]:
+        """Add those that wait; return all, with their places."""
+        starts = dict(zip(WIDTHS, itertools.accumulate(self._sizes.values(), initial=0), strict=False))
+        for waiting in self._waiting.values():
+            waiting.seek(0)
+            shutil.copyfileobj(waiting, self._file, PIECE_BYTES)
+        return {e.name: msgspec.structs.replace(e, offset=starts[width] + e.offset) for width, e in self._added}
+
+    def close(self) -> None:
+        """Let go of what waits."""
+        for waiting in self._waiting.values():
+            waiting.close()
+
+
+def _waiting_file(folder: Path) -> tempfile.SpooledTemporaryFile[bytes]:
+    return tempfile.SpooledTemporaryFile(PIECE_BYTES, dir=str(folder))
+
+
+def _room(kinds: Mapping[str, TensorKind], before: Mapping[str, TensorEntry], size: int) -> int:
+    """Return where the longest header ends that a version may get: each tensor in its own file, or in an older one."""
+    rows = ((name, dtype_name(dtype), tuple(shape)) for name, (dtype, shape) in kinds.items())
+    here = tuple(TensorEntry(name, dtype, shape, size, NO_DIGEST) for name, dtype, shape in rows)
+    there = tuple(before.values())
+    digits = len(str(len(kinds))) * len(there)  # of positions
+    return _padded(Manifest(MOST, None, here)) + _padded(Manifest(MOST, None, there)) + _aligned(digits)
+
+
+def _padded(manifest: Manifest) -> int:
+    """Return where a manifest ends as a header."""
+    return _aligned(LENGTH_BYTES + len(manifest.to_json().encode()))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _based_on(version: int, entry: TensorEntry) -> TensorEntry:
+    return msgspec.structs.replace(entry, base=version if entry.base is None else entry.base)
+
+
+def _is_unchanged(tensor: Tensor, before: TensorEntry | None, kind: TensorKind) -> bool:
+    if before is None or (before.torch_dtype, before.shape) != (kind[0], tuple(kind[1])):
+        return False
+    return send(tensor, before.torch_dtype, len) == before.digest
 
 
 def _fsync_folder(folder: Path) -> None:
@@ -222,22 +344,3 @@ def _fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _unchanged(tensor: Tensor, before: TensorEntry | None, kind: tuple[str, tuple[int, ...]]) -> TensorEntry | None:
-    if before is None or kind != (before.dtype, before.shape):
-        return None
-    return before if send(tensor, before.torch_dtype, len) == before.digest else None
-
-
-def _append(data: IO[bytes], name: str, tensor: Tensor, kind: TensorKind) -> TensorEntry:
-    offset = -(-data.tell() // ALIGNMENT) * ALIGNMENT
-    data.seek(offset)
-
-    def write(piece: object) -> None:
-        left = memoryview(piece)  # type: ignore[arg-type]
-        while left:
-            left = left[data.write(left) :]
-
-    digest = send(tensor, kind[0], write)
-    return TensorEntry(name, str(kind[0]).removeprefix("torch."), tuple(kind[1]), offset, digest)

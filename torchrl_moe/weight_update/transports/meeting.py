@@ -28,6 +28,7 @@ __all__ = ["LOOPBACK", "Meeting", "MeetingPlace", "board_of", "is_loopback", "ow
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.005
+GONE_SECONDS = 1.0  # that torch's store waits for a file which is removed as it is asked
 
 
 def is_loopback(address: str) -> bool:
@@ -186,4 +187,28 @@ def board_of(where: Mapping[str, Any]) -> Board:
             f"the trainer's {where['file']} is not here, so this is another host: give the scheme a master_address "
             "that is reached from here"
         )
-    return FileStore(where["file"])
+    return _FileBoard(where["file"])
+
+
+class _FileBoard:
+    """A board that is a file. torch's store waits for one that is gone."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._store = path, FileStore(path)
+        self._store.set_timeout(timedelta(seconds=GONE_SECONDS))
+
+    def _check(self) -> None:
+        if not os.path.exists(self._path):
+            raise RuntimeError("the trainer has given the group up")
+
+    def set(self, key: str, value: Any) -> None:
+        self._check()
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self._check()
+        return bytes(self._store.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        self._check()
+        return bool(self._store.check(keys))

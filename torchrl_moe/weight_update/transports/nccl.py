@@ -1,19 +1,24 @@
-"""The nccl transport: one communicator per replica, from GPU to GPU, with vLLM's own NCCL engines at both ends.
+"""The nccl transport: one communicator per replica, from GPU to GPU, over which the store's bytes are broadcast.
 
 The bytes go straight into the replica's model, so they go during its pause: staging only checks names, and leaves a
-thread that sends when the replica's workers say that they wait. Written to the interface of vLLM 0.28 to 0.33; it takes
-two GPUs to run.
+thread that sends when the replica's workers say that they wait. A group in which a transfer broke is given up, and made
+again for the next version: each replica has its own, with a thread and a stream of its own, so the others notice
+nothing. It takes two GPUs to run; nobody has run it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
-import socket
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,32 +26,62 @@ from torch import Tensor
 
 from torchrl_moe._errors import ManifestMismatch, TorchRLMoEError, WeightSyncError
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader
-from torchrl_moe.weight_update.transports.base import Peer, StageOptions, StageReport
+from torchrl_moe.weight_update.transports.base import Peer, StageOptions, StageReport, workers_of
+from torchrl_moe.weight_update.transports.chunks import Chunk, chunks_of
+from torchrl_moe.weight_update.transports.meeting import LOOPBACK, MeetingPlace, board_of
+from torchrl_moe.weight_update.transports.nccl_group import (
+    TRAINER,
+    NcclGroup,
+    Transfer,
+    await_until,
+    in_turn,
+    meet,
+    new_unique_id,
+)
 
-__all__ = ["NcclReceiver", "NcclTrainer", "NcclTransport", "ready_key", "update_info"]
+__all__ = ["NcclReceiver", "NcclTransport"]
 
+RANK_OFFSET = 1  # of a replica's workers, behind the trainer
+BUFFER_BYTES = 256 << 20
+NUM_BUFFERS = 2
 POLL_SECONDS = 0.005
-OURS = {"timeout_seconds"}  # options that vLLM's engine does not know
+CLOSE_SECONDS = 1.0  # that a thread gets to notice
+
+
+def _ready(load: int, rank: int) -> str:
+    """Return the key by which a worker says that it begins its ``load``-th load, and waits for the bytes."""
+    return f"torchrl_moe/ready/{load}/{rank}"
+
+
+def _left(rank: int) -> str:
+    """Return the key by which a rank says that it has left the group."""
+    return f"torchrl_moe/left/{rank}"
+
 
 # -- the trainer's end ------------------------------------------------------------------------------------------------
 
 
 class NcclTransport:
-    """Sends versions by NCCL, with vLLM's engines at both ends.
-
-    NCCL itself has no deadline: a replica that stalls is found by the deadline of the swap, and ended.
+    """Sends versions by NCCL.
 
     Args:
-        folder: of the weight store.
+        folder: of the weight store, whose slots are sent as they lie there.
         address: where to meet; the replicas must reach it. Loopback by default.
         device: the trainer's GPU.
+        buffer_bytes: sent at a time; a larger tensor is sent alone.
+        num_buffers: of that size, at each end.
 
     Raises:
         WeightSyncError: torch sees no GPU.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], address: str = "127.0.0.1", device: torch.device | str = "cuda"
+        self,
+        folder: str | os.PathLike[str],
+        address: str = LOOPBACK,
+        device: torch.device | str | int = "cuda",
+        buffer_bytes: int = BUFFER_BYTES,
+        num_buffers: int = NUM_BUFFERS,
     ) -> None:
         if not torch.cuda.is_available():
             raise WeightSyncError(
@@ -54,7 +89,11 @@ class NcclTransport:
                 "'memmap' on one host"
             )
         self._reader = WeightStoreReader(os.fspath(folder))
-        self._address, self._device = address, torch.device(device)
+        self._address, self._buffers = address, (buffer_bytes, num_buffers)
+        self._place = MeetingPlace(address)
+        self._device = torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
         self._links: weakref.WeakKeyDictionary[Peer, _Link] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -62,206 +101,205 @@ class NcclTransport:
         """Meet a replica's workers; in place of a group from before.
 
         Raises:
+            SyncTimeout: they did not come in time.
             EngineError: the replica does not answer.
+            WeightSyncError: nobody can meet there, or NCCL failed.
         """
         self._drop(replica)
-        world_size = replica.wait_ready(timeout).tensor_parallel_size + 1
-
-        known = weakref.ref(replica)  # what the link keeps must not keep the replica
-
-        def init(options: dict[str, Any]) -> None:
-            if (there := known()) is not None:
-                there.init_weights("nccl", options, timeout)
-
-        trainer = NcclTrainer(init, self._address, _free_port(self._address), world_size, self._device)
-        link = _Link(trainer, self._reader)
-        weakref.finalize(replica, link.close)  # a replica that was restarted leaves a link behind, and its thread
+        workers = workers_of(replica.wait_ready(timeout))
+        try:
+            link = self._meet(replica, workers, timeout)
+        except TorchRLMoEError:  # one of which is an OSError too
+            raise
+        except (RuntimeError, OSError) as error:
+            raise WeightSyncError(f"no NCCL group at {self._address}: {error}") from None
+        link.end = weakref.finalize(replica, link.close)  # a replica that is gone takes its group along
         with self._lock:
             self._links[replica] = link
+
+    def _meet(self, replica: Peer, workers: int, timeout: float) -> _Link:
+        deadline, world_size = time.monotonic() + timeout, workers + RANK_OFFSET
+        where, unique_id = self._place.begin(), new_unique_id()
+        board = self._place.meet(where, timeout)  # it stays until the transport ends: workers look whether we left
+        options = {
+            "meeting": where,
+            "unique_id": unique_id.hex(),
+            "world_size": world_size,
+            "rank_offset": RANK_OFFSET,
+            "timeout_seconds": timeout,
+            "buffer_bytes": self._buffers[0],
+            "num_buffers": self._buffers[1],
+        }
+        caller = ThreadPoolExecutor(1, thread_name_prefix="weight-meeting")
+        answer = caller.submit(replica.init_weights, "nccl", options, timeout)
+        caller.shutdown(wait=False)
+
+        def lost() -> str:
+            if answer.done():
+                answer.result()  # raises what the replica says
+            return ""
+
+        meet(board, TRAINER, world_size, deadline, lost)
+        group = NcclGroup(unique_id, TRAINER, world_size, self._device, deadline, lost)
+        try:
+            answer.result(max(deadline - time.monotonic(), 0.0))
+        except BaseException:
+            group.abort()
+            raise
+        known = weakref.ref(replica)  # what the link keeps must not keep the replica
+        return _Link(group, board, world_size, self._reader, self._buffers, lambda: _lives(known()))
 
     def _drop(self, replica: Peer) -> None:
         with self._lock:
             link = self._links.pop(replica, None)
         if link is not None:
-            link.close()
+            link.end()
 
     def stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
-        """Let a replica check a version, and be ready to send it; they meet again if that broke before."""
+        """Let a replica check a version, and be ready to send it; they meet again if that broke before.
+
+        With ``verify="digest"`` the workers hash what they receive before they load it.
+        """
         link = self._links.get(replica)
         if link is None or link.broken:
             self.open(replica, timeout)
         report = replica.stage_weights(
             manifest.version,
             stage=options.stage,
-            verify="off",  # nothing is there yet that could be hashed
+            verify=options.verify,
             threads=options.threads,
             manifest=manifest.to_json(),
             timeout=timeout,
         )
-        self._links[replica].offer(manifest)
+        self._links[replica].offer(manifest, timeout)
         return report
 
     def close(self) -> None:
         """Leave all groups. Idempotent."""
         for replica in list(self._links):
             self._drop(replica)
+        self._place.close()
 
 
-def _free_port(address: str) -> int:
-    with socket.create_server((address, 0)) as listener:
-        return int(listener.getsockname()[1])
+def _tensor(flat: Any) -> Tensor:
+    """Return bytes as a tensor, without a copy, and without torch's warning that they cannot be written to."""
+    if not len(flat):
+        return torch.empty(0, dtype=torch.uint8)
+    memory = (ctypes.c_uint8 * len(flat)).from_address(flat.ctypes.data)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _lives(replica: Peer | None) -> bool:
+    return replica is not None and replica.is_alive()
 
 
 class _Link:
     """A replica's group, and the thread that sends it what is offered as often as it asks.
 
-    Once it is ``broken`` it sends no more.
+    Once it is ``broken`` its group was aborted, and it sends no more.
 
     Args:
-        trainer: a :class:`NcclTrainer`.
+        group: the communicator.
+        board: where the workers say what they do.
+        world_size: of the group.
         reader: of the weight store.
+        buffers: bytes of one, and how many.
+        is_alive: whether the replica is.
     """
 
-    def __init__(self, trainer: NcclTrainer, reader: WeightStoreReader) -> None:
-        self._trainer, self._reader = trainer, reader
-        self._offered: Manifest | None = None
+    end: Callable[[], Any]  # closes it, once
+
+    def __init__(
+        self,
+        group: NcclGroup,
+        board: Any,
+        world_size: int,
+        reader: WeightStoreReader,
+        buffers: tuple[int, int],
+        is_alive: Callable[[], bool],
+    ) -> None:
+        self._group, self._board, self._reader, self._buffers = group, board, reader, buffers
+        self._workers, self._is_alive = range(RANK_OFFSET, world_size), is_alive
+        self._offered: tuple[Manifest, float] | None = None
         self.broken = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weight-sender", daemon=True)
         self._thread.start()
 
-    def offer(self, manifest: Manifest) -> None:
-        """Send this version from now on."""
-        self._offered = manifest
+    def offer(self, manifest: Manifest, timeout: float) -> None:
+        """Send this version from now on, each time within so many seconds."""
+        self._offered = manifest, timeout
 
     def _run(self) -> None:
         try:
             self._send_when_asked()
         except (RuntimeError, OSError, ValueError, TorchRLMoEError) as error:
-            traceback.print_exception(error)  # nobody waits here; the replica is found by its deadline
+            if not self._lost():
+                traceback.print_exception(error)  # nobody waits here; the workers are told below
+        finally:
             self.broken = True
+            with contextlib.suppress(RuntimeError, OSError):  # of the board
+                self._board.set(_left(TRAINER), b"")
+            self._group.abort()
 
     def _send_when_asked(self) -> None:
         load = 0
-        while not self._closed.wait(POLL_SECONDS):
-            if self._offered is None or not self._trainer.is_ready(load):
-                continue
-            with self._reader.reading(self._offered) as tensors:
-                self._trainer.send(tensors)
-            load += 1
+        while not self._lost():
+            offered = self._offered
+            if offered is not None and self._board.check([_ready(load, rank) for rank in self._workers]):
+                self._send(*offered)
+                load += 1
+            else:
+                self._closed.wait(POLL_SECONDS)
+
+    def _lost(self) -> str:
+        """Return why there is no more to do."""
+        if self._closed.is_set():
+            return "the trainer left"
+        if not self._is_alive():
+            return "the replica died"
+        gone = [rank for rank in self._workers if self._board.check([_left(rank)])]
+        return f"worker {gone[0] - RANK_OFFSET} gave the group up" if gone else ""
+
+    def _send(self, manifest: Manifest, timeout: float) -> None:
+        deadline, (buffer_bytes, num_buffers) = time.monotonic() + timeout, self._buffers
+
+        def wait(transfer: Transfer) -> None:
+            await_until(transfer.is_done, deadline, self._lost, f"version {manifest.version} was not sent")
+
+        with self._reader.flat(manifest) as flat:
+            content = _tensor(flat)
+            starts = [partial(self._group.send, content[chunk.span]) for chunk in chunks_of(manifest, buffer_bytes)]
+            for _ in in_turn(starts, num_buffers, wait):
+                pass
 
     def close(self) -> None:
-        """Stop sending and leave the group."""
+        """Stop sending and leave the group. Idempotent."""
         self._closed.set()
         if threading.current_thread() is not self._thread:  # which may be the one that collects a replica
-            self._thread.join(1.0)
-        self._trainer.close()
-
-
-def ready_key(load: int, rank: int) -> str:
-    """Return the key of the group's store by which a worker says that it begins its ``load``-th load."""
-    return f"torchrl_moe/ready/{load}/{rank}"
-
-
-class NcclTrainer:
-    """Meets a replica's workers, and sends them versions.
-
-    Args:
-        init: has the workers join: takes the fields of vLLM's ``NCCLWeightTransferInitInfo``.
-        address: where to meet.
-        port: a free one there.
-        world_size: the trainer and the replica's workers.
-        device: the trainer's GPU.
-    """
-
-    def __init__(
-        self, init: Callable[[dict[str, Any]], None], address: str, port: int, world_size: int, device: torch.device
-    ) -> None:
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
-
-        self._source, self._device, self._world_size = _Source(device), device, world_size
-        info = NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=world_size, rank=0)
-        with torch.cuda.device(device):
-            self._engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=_Client(init), source=self._source)
-
-    def is_ready(self, load: int) -> bool:
-        """Whether all workers have begun their ``load``-th load, and so wait for the bytes."""
-        communicator: Any = self._engine.model_update_group
-        keys = [ready_key(load, rank) for rank in range(1, self._world_size)]
-        return bool(communicator.group.store.check(keys))
-
-    def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """Broadcast tensors in their order, and wait until they are sent."""
-        self._source.tensors = tensors
-        with torch.cuda.device(self._device):
-            self._engine.send_weights()
-        self._source.tensors = {}
-
-    def close(self) -> None:
-        """Leave the group. Idempotent."""
-        self._engine.shutdown()
-
-
-class _Source:
-    """The tensors of the version that is sent now, as vLLM's ``WeightSource``; they go to the GPU one by one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.tensors: Mapping[str, Tensor] = {}
-        self._device = device
-
-    def metadata(self) -> list[Any]:
-        from vllm.distributed.weight_transfer.base import ParamMeta
-
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.tensors.items():
-            yield name, tensor.to(self._device)
-
-
-class _Client:
-    """What vLLM's engine calls of a replica: only the rendezvous is left to it."""
-
-    def __init__(self, init: Callable[[dict[str, Any]], None]) -> None:
-        self.init_weight_transfer_engine = init
-
-    def start_weight_update(self) -> None:
-        """The replica does that itself."""
-
-    def update_weights(self, update_info: Any) -> None:
-        """The same."""
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """The same."""
+            self._thread.join(CLOSE_SECONDS)
+        self._group.abort()  # the thread may be in a call of NCCL, which returns then
 
 
 # -- a worker's end ---------------------------------------------------------------------------------------------------
 
 
-def update_info(manifest: Manifest) -> dict[str, list[Any]]:
-    """Return the fields of vLLM's ``NCCLWeightTransferUpdateInfo``.
-
-    >>> from torchrl_moe.weight_update.store import Manifest
-    >>> update_info(Manifest(version=1, slot=0, entries=()))
-    {'names': [], 'dtype_names': [], 'shapes': []}
-    """
-    return {
-        "names": [entry.name for entry in manifest.entries],
-        "dtype_names": [entry.dtype for entry in manifest.entries],
-        "shapes": [list(entry.shape) for entry in manifest.entries],
-    }
-
-
 class NcclReceiver:
     """Receives versions and loads them at the same time, by :meth:`load`.
 
+    Making it waits for the trainer, which is at the rendezvous by then: a worker makes no tokens meanwhile, since
+    communicators must not be made while others are in use.
+
     Args:
-        options: the fields of vLLM's ``NCCLWeightTransferInitInfo``.
+        options: what the trainer's end says: ``meeting``, where the ranks meet, ``unique_id`` and ``world_size`` of the
+            group, ``buffer_bytes``, ``num_buffers``, and ``timeout_seconds`` to meet the trainer
+            and for each load.
         rank: of this worker in the group.
-        worker: our weight engine, for what vLLM's engine wants to know.
+        worker: our weight engine, for its device and model.
 
     Raises:
-        WeightSyncError: the worker has no GPU.
+        WeightSyncError: the worker has no GPU, or a rank is lost.
+        SyncTimeout: the others did not come in time.
     """
 
     loads_during_pause = "nccl sends during the pause"
@@ -271,20 +309,31 @@ class NcclReceiver:
             raise WeightSyncError(
                 f"transport='nccl' needs workers with GPUs, this one computes on {worker.device.type}: use 'gloo'"
             )
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferInitInfo
+        self._timeout, world_size = float(options["timeout_seconds"]), options["world_size"]
+        self._buffer_bytes, self._num_buffers = options["buffer_bytes"], options["num_buffers"]
+        self._rank, self._loads, self._verify = rank, 0, False
+        self._model = worker.model
+        deadline = time.monotonic() + self._timeout
+        self._board = board_of(options["meeting"])
+        meet(self._board, rank, world_size, deadline, self._lost)
+        unique_id = bytes.fromhex(options["unique_id"])
+        self._group = NcclGroup(unique_id, rank, world_size, worker.device, deadline, self._lost)
 
-        self._rank, self._loads = rank, 0
-        self._model = _Counting(worker.model)
-        self._engine = NCCLWeightTransferEngine(worker.config, worker.vllm_config, worker.device, self._model)
-        fields = {name: value for name, value in options.items() if name not in OURS}
-        self._engine.init_transfer_engine(NCCLWeightTransferInitInfo(**fields))
+    def _lost(self) -> str:
+        try:
+            left = self._board.check([_left(TRAINER)])
+        except (RuntimeError, OSError) as error:  # the board is the trainer's, and ends with it
+            return f"the trainer left: {error}"
+        return "the trainer left" if left else ""
 
     def manifest(self, version: int) -> Manifest:
         """Refuse: only what was staged has a manifest here."""
         raise ManifestMismatch(f"version {version} was not staged")
 
     def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
-        """Do nothing: the bytes come when :meth:`load` asks for them."""
+        """Note whether to compare digests; the bytes come when :meth:`load` asks for them."""
+        del manifest, threads
+        self._verify = verify
 
     def reading(self, manifest: Manifest, *, verify: bool = False) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Refuse: nothing is held."""
@@ -292,29 +341,56 @@ class NcclReceiver:
         raise WeightSyncError(f"version {manifest.version} is not held here: {self.loads_during_pause}")
 
     def load(self, manifest: Manifest) -> int:
-        """Say that this worker waits, receive a version into the model, and return how many tensors it took."""
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
+        """Say that this worker waits, receive a version into the model, and return how many tensors it took.
 
-        self._model.taken = 0
-        communicator: Any = self._engine.model_update_group
-        communicator.group.store.set(ready_key(self._loads, self._rank), b"")
-        self._loads += 1
-        self._engine.receive_weights(NCCLWeightTransferUpdateInfo(**update_info(manifest)))
-        return self._model.taken
+        What the model refuses, or whose digest is wrong, is received to its end: the group is good for another load.
+
+        Raises:
+            SyncTimeout: it did not come in time.
+            WeightSyncError: the trainer left.
+            DigestMismatch: other bytes arrived than were published; tensors before those are loaded by then.
+        """
+        taken = 0
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            nonlocal taken
+            for chunk, flat in arriving:
+                if self._verify:
+                    chunk.verify(manifest.version, flat)
+                for name, tensor in chunk.tensors(flat):
+                    taken += 1
+                    yield name, tensor
+
+        arriving = self._arriving(manifest)
+        try:
+            self._model.load_weights(tensors())
+        finally:
+            for _ in arriving:
+                pass
+        return taken
+
+    def _arriving(self, manifest: Manifest) -> Iterator[tuple[Chunk, Tensor]]:
+        """Receive a version in chunks; if that fails the group is given up."""
+        deadline = time.monotonic() + self._timeout
+
+        def wait(transfer: Transfer) -> None:
+            await_until(transfer.is_done, deadline, self._lost, f"version {manifest.version} did not arrive")
+
+        chunks = chunks_of(manifest, self._buffer_bytes)
+        try:
+            if reason := self._lost():
+                raise WeightSyncError(f"version {manifest.version} did not arrive: {reason}")
+            self._board.set(_ready(self._loads, self._rank), b"")
+            self._loads += 1
+            starts = [partial(self._group.receive, chunk.size) for chunk in chunks]
+            flats = in_turn(starts, self._num_buffers, wait)
+            yield from zip(chunks, flats, strict=True)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
-        """Leave the group. Idempotent."""
-        self._engine.shutdown()
-
-
-class _Counting:
-    """A model, as far as vLLM's engine loads it, that counts what it takes."""
-
-    def __init__(self, model: Any) -> None:
-        self.taken = 0
-        self._model = model
-
-    def load_weights(self, weights: Any) -> Any:
-        listed = list(weights)
-        self.taken += len(listed)
-        return self._model.load_weights(iter(listed))
+        """Leave the group, and say so. Idempotent."""
+        with contextlib.suppress(RuntimeError, OSError):  # the trainer, and with it the board, may be gone
+            self._board.set(_left(self._rank), b"")
+        self._group.abort()

@@ -23,6 +23,8 @@ def open_transport(
     *,
     address: str | None = None,
     device: torch.device | str | int | None = None,
+    buffer_bytes: int | None = None,
+    num_buffers: int | None = None,
 ) -> Transport:
     """Return the trainer's end of a transport.
 
@@ -32,6 +34,8 @@ def open_transport(
         seen_as: the same, as the replicas see it.
         address: where ranks of a collective transport meet.
         device: the trainer's, for one.
+        buffer_bytes: that one sends at a time.
+        num_buffers: of nccl, each of that size.
 
     Raises:
         ValueError: there is no such transport, or not on that device.
@@ -41,10 +45,13 @@ def open_transport(
         return MemmapTransport(seen_as or folder)
     if name == "adapter":
         return MemmapTransport(seen_as or folder, "adapter")
-    options: dict[str, Any] = {} if device is None else {"device": device}
+    given = {"device": device, "buffer_bytes": buffer_bytes, "num_buffers": num_buffers}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if name == "gloo":
         from torchrl_moe.weight_update.transports.gloo import GlooTransport
 
+        if "buffer_bytes" in options:
+            options["bucket_bytes"] = options.pop("buffer_bytes")
         return GlooTransport(folder, address or LOOPBACK, **options)
     if name == "nccl":
         from torchrl_moe.weight_update.transports.nccl import NcclTransport

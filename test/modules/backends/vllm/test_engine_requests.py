@@ -19,6 +19,7 @@ from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, 
 from torchrl_moe.modules.backends.vllm import engine_requests
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests, Part
 from torchrl_moe.modules.backends.vllm.weights import engine as weights
+from torchrl_moe.modules.backends.vllm.weights.canary import Canary
 from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
 
 PROMPT = [7, 8, 9]
@@ -247,13 +248,18 @@ class Bench:
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Bench], Awaitable[None]]], Bench]:
     monkeypatch.setattr(engine_requests, "SamplingParamsBuilder", lambda names_words: lambda spec, guided_options: spec)
 
-    async def ask_canary(engine: HandEngine, canary: None, name: str, seconds: float) -> str:
+    async def ask(canary: Canary, seconds: float) -> str:
+        engine: HandEngine = canary._engine
         await engine.step()  # what it froze makes tokens meanwhile
         if engine.canary is not None:
             raise engine.canary
         return ""
 
-    monkeypatch.setattr(weights, "ask_canary", ask_canary)
+    async def send(canary: Canary) -> None:
+        pass
+
+    monkeypatch.setattr(weights.Canary, "ask", ask)
+    monkeypatch.setattr(weights.Canary, "send", send)
 
     def play(script: Callable[[Bench], Awaitable[None]]) -> Bench:
         async def main() -> Bench:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from support.engines import EngineShelf
+from support.scheduler import Steps
 from torchrl_moe._compat_routing import SCHEDULERS
 from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach, forced_of
 
@@ -67,7 +70,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(Scheduler, "update_from_output", lambda self, scheduler_output, output: output(self))
     monkeypatch.setattr(Scheduler, "reset_prefix_cache", lambda self, running, connector: True)
     made = MoEScheduler.__new__(MoEScheduler)
-    made._follows, made._leaving, made.requests = True, {}, {}
+    made._follows, made._leaving, made._canary, made.requests = True, {}, "", {}
     made.kv_cache_manager = SimpleNamespace(get_block_ids=lambda name: ([0, 1],))
     made.routed_experts_mgr = SimpleNamespace(
         attn_gid=0, get=lambda blocks, stop, token_start: STORE[token_start:stop].copy()
@@ -167,3 +170,103 @@ def test_a_reset_gives_the_blocks_of_what_is_read_again_other_names(
     assert request.block_hashes == ["old"]
     assert scheduler.reset_prefix_cache(running, False)
     assert request.block_hashes == names
+
+
+# -- the question that tries new weights ------------------------------------------------------------------------------
+
+PLACES = 4
+Make = Callable[..., Steps]
+
+
+@pytest.fixture(params=[False, True], ids=["waits for each step", "begins a step during another"])
+def make(request: pytest.FixtureRequest, shelf: EngineShelf) -> Make:
+    """Make a scheduler with four places that reads up to 64 tokens a step."""
+
+    def make(**arguments: Any) -> Steps:
+        common = {"max_num_seqs": PLACES, "max_num_batched_tokens": 64, "max_model_len": 256}
+        return Steps(shelf.folder("qwen3_moe"), request.param, **{**common, **arguments})
+
+    return make
+
+
+def fill(steps: Steps, requests: int = 20, tokens: int = 30) -> None:
+    """Four requests run, and more wait; none has ended."""
+    for number in range(requests):
+        steps.add(str(number), prompt=10, max_tokens=tokens, priority=number)
+    while min(steps.tokens[str(number)] for number in range(PLACES)) < 3:
+        steps.step()
+    assert len(steps.core.waiting) == requests - PLACES
+    steps.drain()
+
+
+def finish(steps: Steps) -> None:
+    for _ in range(1000):
+        steps.step()
+        if not steps.core.requests:
+            break
+
+
+def test_a_question_is_answered_by_the_first_step_of_a_full_engine_and_takes_nobodys_place(make: Make) -> None:
+    steps = make()
+    fill(steps)
+    running = list(steps.core.running)
+    steps.add("canary", prompt=16, max_tokens=1, canary=True)
+    assert steps.step() == {"canary": 16}
+    assert sorted(steps.step()) == ["0", "1", "2", "3"]
+    assert steps.tokens["canary"] == 1
+    assert steps.core.running == running
+    finish(steps)
+    assert steps.tokens == {**{str(number): 30 for number in range(20)}, "canary": 1}
+    assert steps.most == steps.core.max_num_running_reqs == PLACES
+    assert not any(request.num_preemptions for request in running)
+
+
+def test_a_question_longer_than_a_step_gets_as_many_as_it_needs(make: Make) -> None:
+    steps = make()
+    fill(steps)
+    steps.add("canary", prompt=150, max_tokens=1, canary=True)
+    assert [steps.step() for _ in range(3)] == [{"canary": 64}, {"canary": 64}, {"canary": 22}]
+    steps.step()
+    assert steps.tokens["canary"] == 1
+    finish(steps)
+    assert set(steps.tokens.values()) == {1, 30}
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_question_takes_blocks_from_the_request_that_vllm_would_take_them_from(make: Make, policy: str) -> None:
+    """Here the last: it came last, and is the least urgent. It is read again, and loses no token."""
+    steps = make(blocks=1 + PLACES, scheduling_policy=policy)
+    fill(steps, tokens=5)  # a block each, and none is left
+    first, *others, last = steps.core.running
+    steps.add("canary", prompt=15, max_tokens=1, canary=True, priority=1000)
+    assert steps.step() == {"canary": 15}
+    assert [one.num_preemptions for one in (first, *others, last)] == [0, 0, 0, 1]
+    finish(steps)
+    assert steps.tokens == {**{str(number): 5 for number in range(20)}, "canary": 1}
+
+
+def test_questions_are_forgotten_when_they_are_over_or_given_up(make: Make) -> None:
+    from vllm.v1.request import RequestStatus
+
+    steps = make()
+    fill(steps)
+    steps.add("given up", prompt=16, max_tokens=1, canary=True)
+    steps.core.finish_requests("given up", RequestStatus.FINISHED_ABORTED)
+    assert sorted(steps.step()) == ["0", "1", "2", "3"]
+    steps.drain()
+    for name in ("first", "second"):
+        steps.add(name, prompt=16, max_tokens=1, canary=True)
+        assert steps.step() == {name: 16}
+        steps.drain()
+    finish(steps)
+    assert set(steps.tokens.values()) == {0, 1, 30}
+
+
+def test_a_question_that_comes_in_the_middle_of_a_step_disturbs_no_token(make: Make) -> None:
+    steps = make()
+    fill(steps)
+    steps.step()
+    steps.add("canary", prompt=16, max_tokens=1, canary=True)
+    assert steps.step() == {"canary": 16}
+    finish(steps)
+    assert set(steps.tokens.values()) == {1, 30}

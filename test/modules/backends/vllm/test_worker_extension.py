@@ -58,7 +58,7 @@ def test_the_weight_engine_is_asked_by_name(tmp_path: Path) -> None:
     worker.torchrl_moe_drop_staged()
     assert worker.torchrl_moe_whole() is False
     assert asked == [
-        ("stage", (manifest,), {"shadow": True, "verify": False, "threads": 2}),
+        ("stage", (manifest.to_json(),), {"shadow": True, "verify": False, "threads": 2}),
         ("staged", (), {}),
         ("change_places", (4,), {}),
         ("drop", (), {}),

@@ -1,22 +1,31 @@
-"""vLLM's schedulers, which hand on more: the words that sampling kept, and the experts of a request that is read again.
+"""vLLM's schedulers, which hand on the words that sampling kept, and the experts of a request that is read again.
 
 vLLM preempts a request where others need its blocks, or where a weight swap has its cache recomputed; later it reads
 the request's tokens again, and routes them as its weights of then see fit. Here they go with the experts that their
-answer was sampled with. Read in the engine core only, which makes a scheduler by its name.
+answer was sampled with.
+
+The question that tries new weights overtakes all other requests: it is read in steps of its own, in which those that
+run have no part. So it needs no free place among them, and nobody else's prompt comes before it. Where no blocks of the
+cache are free, the request is preempted that vLLM itself would preempt.
+
+Read in the engine core only, which makes a scheduler by its name.
 
 Letters: P prompt tokens, G tokens delivered, L decoder layers, K experts per token.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from torchrl_moe import _compat_routing, _compat_sampling
 from torchrl_moe.modules.backends.vllm.forced_rows import Forced, forced_of
+from torchrl_moe.modules.backends.vllm.weights.canary import is_canary
 
 __all__ = ["AsyncMoEScheduler", "MoEScheduler"]
 
@@ -24,11 +33,16 @@ __all__ = ["AsyncMoEScheduler", "MoEScheduler"]
 class MoEScheduler(Scheduler):
     """Of an engine that waits for each step."""
 
+    running: list[Any]
+    waiting: RequestQueue
+    skipped_waiting: RequestQueue
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.return_sampling_mask = _compat_sampling.carries_masks(self.vllm_config)
         self._follows = not _compat_routing.why_live(self.vllm_config)
         self._leaving: dict[str, Any] = {}  # preempted with tokens on their way -> the blocks that it had
+        self._canary = ""  # the name of the request that came last to try new weights
         if self._follows:
             _compat_routing.key_blocks_by_rows(lambda request: forced_of(request).rows)
 
@@ -69,11 +83,44 @@ class MoEScheduler(Scheduler):
                 del self._leaving[name]
         return outputs
 
+    def add_request(self, request: Any) -> None:
+        super().add_request(request)
+        if is_canary(request.sampling_params):
+            self._canary = request.request_id
+
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().schedule(*args, **kwargs)
+        canary = self.requests.get(self._canary)
+        if canary is None:
+            output = super().schedule(*args, **kwargs)
+        elif canary.num_computed_tokens < canary.num_tokens:
+            output = self._schedule_alone(canary)
+        else:  # its answer is on its way, and it takes nobody's place
+            self.max_num_running_reqs += 1
+            output = super().schedule(*args, **kwargs)
+            self.max_num_running_reqs -= 1
         if self._follows and (resumed := output.scheduled_cached_reqs.resumed_req_ids):
             rows = {name: forced_of(self.requests[name]).rows for name in resumed}
             setattr(output, _compat_routing.ROWS, {name: one for name, one in rows.items() if one is not None})
+        return output
+
+    def _schedule_alone(self, request: Any) -> Any:
+        """Schedule a step of one request; the others are left out, as those are that vLLM has no tokens left for."""
+        if request not in self.running:
+            while (victim := _compat_routing.victim_for(self, request)) is not None:
+                self.running.remove(victim)
+                self._preempt_request(victim, time.monotonic())
+        others, queues = [other for other in self.running if other is not request], (self.waiting, self.skipped_waiting)
+        self.running = [one for one in self.running if one is request]
+        self.waiting, self.skipped_waiting = create_request_queue(self.policy), create_request_queue(self.policy)
+        for queue in queues:
+            if request in queue:
+                queue.remove_request(request)
+                self.waiting.add_request(request)
+        output = super().schedule()
+        left = [*self.waiting, *self.skipped_waiting]
+        self.running, (self.waiting, self.skipped_waiting) = others + self.running, queues
+        for one in left:
+            self.waiting.prepend_request(one)
         return output
 
 

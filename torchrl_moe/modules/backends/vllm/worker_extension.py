@@ -20,7 +20,6 @@ from torchrl_moe.modules.backends.process.parent_watch import end_with_leader
 from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
 from torchrl_moe.modules.backends.vllm.forced_routing import ForcedRouting, prove
 from torchrl_moe.modules.backends.vllm.prompt_scores import adjusted
-from torchrl_moe.weight_update.store import Manifest
 
 __all__ = ["WorkerExtension"]
 
@@ -87,8 +86,7 @@ class WorkerExtension:
 
     def torchrl_moe_stage(self, manifest: str, shadow: bool, verify: bool, threads: int) -> bool:
         """Begin to stage a version; see ``WeightEngine.stage``."""
-        version = Manifest.from_json(manifest)
-        began: bool = self.weight_transfer_engine.stage(version, shadow=shadow, verify=verify, threads=threads)
+        began: bool = self.weight_transfer_engine.stage(manifest, shadow=shadow, verify=verify, threads=threads)
         return began
 
     def torchrl_moe_pass_on(self, order: dict[str, Any]) -> None:

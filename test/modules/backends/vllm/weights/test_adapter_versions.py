@@ -14,7 +14,7 @@ from torchrl_moe._errors import DigestMismatch, ManifestMismatch, WeightSyncErro
 from torchrl_moe.modules.backends.process.parent_watch import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.vllm.weights import adapter_versions
 from torchrl_moe.modules.backends.vllm.weights.adapter_versions import FIRST_NUMBER, AdapterVersions
-from torchrl_moe.weight_update.store import AdapterWriter
+from torchrl_moe.weight_update.store import VersionsWriter, adapter_tensors
 
 
 class Requests:
@@ -35,13 +35,13 @@ class Requests:
 class Bench:
     def __init__(self, folder: Path, lora: bool = True) -> None:
         self.folder, self.copies = folder / "store", folder / "copies"
-        self.writer = AdapterWriter(self.folder, keep_versions=2)
+        self.writer = VersionsWriter(self.folder, keep_versions=2)
         self.engine, self.requests = FakeLLM(lora=lora), Requests()
         self.versions = AdapterVersions(self.engine, self.requests)  # type: ignore[arg-type]
 
     async def stage(self, version: int) -> Any:
         files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"v%d" % version}
-        manifest = self.writer.publish(files, version)
+        manifest = self.writer.publish(adapter_tensors(files).items(), version)
         report = await self.versions.stage(version)
         assert (report.digest, report.nbytes, report.stage) == (manifest.digest, 4, "adapter")
         return report
@@ -162,7 +162,8 @@ def test_what_cannot_be_loaded_whole_is_refused_and_leaves_nothing(run: Run) -> 
 def test_files_that_are_not_what_was_published_are_not_loaded(run: Run) -> None:
     async def script(bench: Bench) -> None:
         await bench.update(1)
-        (bench.folder / "adapter-v1" / "adapter_model.safetensors").write_text("v9")
+        path = bench.folder / "v1.safetensors"
+        path.write_bytes(path.read_bytes().replace(b"v1", b"v9"))
         with pytest.raises(DigestMismatch):
             await bench.versions.stage(1)
         await bench.until("v1")

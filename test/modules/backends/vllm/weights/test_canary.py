@@ -11,13 +11,13 @@ import pytest
 from support.llm import FakeLLM
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.modules.backends.vllm.weights import canary as canary_module
-from torchrl_moe.modules.backends.vllm.weights.canary import ask_canary, compare_log_probs
+from torchrl_moe.modules.backends.vllm.weights.canary import Canary, compare_log_probs, is_canary
 
 CANARY = {"token_ids": [5, 6, 7], "log_probs": [-1.0, -2.0], "tolerance": 1e-3}
 
 
 def ask(engine: FakeLLM, canary: Any = None, seconds: float = 60.0) -> str:
-    return asyncio.run(ask_canary(engine, canary, "probe-3", seconds))
+    return asyncio.run(Canary(engine, canary, "probe-3").ask(seconds))
 
 
 def test_without_a_canary_one_token_is_asked_for_and_no_log_prob_of_the_prompt() -> None:
@@ -26,6 +26,30 @@ def test_without_a_canary_one_token_is_asked_for_and_no_log_prob_of_the_prompt()
     prompt, params, name = engine.prompts[0]
     assert (prompt, name) == ({"prompt_token_ids": [0], "cache_salt": "probe-3"}, "probe-3")
     assert (params.max_tokens, params.logprobs, params.prompt_logprobs) == (1, 0, None)
+    assert is_canary(params)
+    params.max_tokens = 2  # then it would have steps of its own for as long as it likes
+    assert not is_canary(params)
+
+
+def test_requests_of_users_are_no_canaries() -> None:
+    from vllm import SamplingParams
+
+    assert not is_canary(None)
+    assert not is_canary(SamplingParams(max_tokens=1))
+    assert not is_canary(SamplingParams(max_tokens=1, extra_args={"torchrl_moe": {"live": True}}))
+
+
+def test_what_was_sent_is_not_sent_again() -> None:
+    engine = FakeLLM()
+
+    async def send_and_ask() -> str:
+        canary = Canary(engine, None, "probe-3")
+        await canary.send()
+        assert engine.log == ["probe"]
+        return await canary.ask(60.0)
+
+    assert asyncio.run(send_and_ask()) == ""
+    assert engine.log == ["probe"]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -77,6 +101,7 @@ def test_a_question_behind_a_long_queue_is_let_go_and_proves_nothing(monkeypatch
     assert ask(engine) == "the canary had no turn within 0.01 s"
     assert ask(engine, CANARY) == "the canary had no turn within 0.02 s"
     assert ask(engine, CANARY, seconds=0.005) == "the canary had no turn within 0.005 s"
+    assert engine.log[-2:] == ["probe", ("abort", ["probe-3"])]
 
 
 def test_what_the_engine_refuses_is_raised() -> None:

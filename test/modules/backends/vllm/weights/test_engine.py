@@ -9,7 +9,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ from torchrl.modules.llm.policies import Tokens
 
 from support.engines import EngineShelf, start_engine
 from support.llm import FakeLLM, report
+from support.manifests import note_made
 from support.reference import TOLERANCE, Reference, route_mismatches
 from support.waiting import until
 from torchrl_moe._errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError, WeightSyncError
@@ -49,16 +50,16 @@ GOOD = [
     "start",
     ("update", {"version": 7}),
     ("finish", "7"),
-    "resume",
     "probe",
+    "resume",
 ]
 
 
 SHADOW = [
     ("pause", "keep", False),
     ("change_places", 7),
-    "resume",
     "probe",
+    "resume",
     ("version", "7"),
     "drop_staged",
 ]
@@ -103,17 +104,28 @@ def test_an_engine_that_the_user_paused_stays_paused_also_by_a_second_attempt(wh
 
 def test_a_canary_that_gets_no_turn_before_the_driver_gives_up_proves_nothing() -> None:
     engine = FakeLLM()
-
-    async def full(prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
-        await asyncio.Event().wait()
-        yield
-
-    engine.generate = full  # type: ignore[method-assign]
+    engine.hangs = True
     weights = make(engine)
     report = swap(weights, patience=0.05)
     assert (report.started, report.error, weights.version) == (True, None, 7)
     assert report.unproved.startswith("the canary had no turn within 0.0")
-    assert engine.log == GOOD[:5]
+    assert engine.log == [*GOOD, ("abort", ["weight-probe-1"])]
+
+
+def test_where_all_requests_were_aborted_the_canary_is_asked_afterwards() -> None:
+    """Later releases refuse requests that come in such a pause."""
+    engine = FakeLLM()
+    assert asyncio.run(make(engine).swap(7, "abort", False)).error is None
+    assert engine.log == [("pause", "abort", False), *GOOD[1:4], "resume", "probe"]
+
+
+def test_a_canary_that_cannot_even_be_asked_brings_the_old_weights_back() -> None:
+    engine = FakeLLM()
+    engine.fail["probe"] = ValueError("the prompt is too long")
+    report = swap(shadowed(engine))
+    assert (report.started, report.error) == (False, "ValueError: the prompt is too long")
+    assert "resume" not in engine.log[: engine.log.index(("pause", "keep", False), 1)]
+    assert engine.log[-3:] == [("change_places", 7), "resume", "drop_staged"]
 
 
 @pytest.mark.parametrize("step", ["start", "update", "finish", "probe"])
@@ -179,7 +191,7 @@ def swap(weights: EngineWeights, version: int = 7, clear_cache: bool = False, pa
     return asyncio.run(weights.swap(version, "keep", clear_cache, None, patience))
 
 
-def test_a_swap_is_one_transaction_that_ends_with_a_probe() -> None:
+def test_a_swap_is_one_transaction_that_ends_with_a_probe_and_it_is_the_first_to_be_answered() -> None:
     engine = FakeLLM()
     weights = make(engine)
     report = swap(weights)
@@ -310,6 +322,27 @@ def memmap(engine: FakeLLM, folder: Path) -> EngineWeights:
     asyncio.run(weights.init("memmap", {"folder": str(folder)}))
     engine.log.clear()
     return weights
+
+
+@pytest.mark.parametrize(("version", "sent"), [(301, True), (302, False)])  # which no other test reads
+def test_a_manifest_is_read_once_for_all_engines_of_a_process_and_never_in_their_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, sent: bool
+) -> None:
+    published = WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], version)
+    text, made = published.to_json(), note_made(monkeypatch)
+    engines = [FakeLLM() for _ in range(4)]
+    for engine in engines:
+        engine.begins = [[False], [False]]  # asked again
+        engine.reports = [[report(running=True)]] * 5 + [[report()]]
+    every = [memmap(engine, tmp_path) for engine in engines]
+
+    async def main() -> list[Any]:
+        calls = (staged(weights, version, manifest=text if sent else None) for weights in every * 2)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert any(not isinstance(each, Exception) and each.digest == published.digest for each in asyncio.run(main()))
+    assert len(made[version]) == 1
+    assert made[version][0] is not threading.main_thread()
 
 
 def test_staging_needs_the_transport_and_then_checks_everything(tmp_path: Path) -> None:
@@ -493,12 +526,15 @@ def test_nothing_that_new_weights_made_leaves_before_the_canary(good: bool, shad
         weights = shadowed(engine) if shadow else make(engine)
         asked, answer = asyncio.Event(), asyncio.Event()
 
-        async def probe(prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        async def get() -> Any:
             asked.set()
             await answer.wait()
-            yield SimpleNamespace(outputs=[SimpleNamespace(logprobs=[{5: SimpleNamespace(logprob=engine.logprob)}])])
+            return SimpleNamespace(outputs=[SimpleNamespace(logprobs=[{5: SimpleNamespace(logprob=engine.logprob)}])])
 
-        engine.generate = probe  # type: ignore[method-assign]
+        async def add(request_id: str, prompt: Any, params: Any) -> Any:
+            return SimpleNamespace(get=get)
+
+        engine.add_request = add  # type: ignore[method-assign]
         engine.logprob = -1.0 if good else math.nan
         assert await weights.deliver(completion("before", 0, 3)) is not None
         swapping = asyncio.create_task(weights.swap(7, "keep", False))

@@ -80,7 +80,7 @@ class FakeShadow:
 
 
 def run(receiver: FakeReceiver, shadow: FakeShadow | None, reason: str = "") -> Staging:
-    begun: Any = Staging(Manifest(3, 0, ()), receiver, shadow, reason, verify=True, threads=2)  # type: ignore[arg-type]
+    begun: Any = Staging(Manifest(3, 0, ()).to_json(), receiver, shadow, reason, verify=True, threads=2)  # type: ignore[arg-type]
     until(lambda: not begun.running)
     return begun  # type: ignore[no-any-return]
 
@@ -129,7 +129,7 @@ def test_what_goes_wrong_in_the_thread_is_reported() -> None:
 def test_it_can_be_told_to_stop_and_then_stops_at_the_next_tensor() -> None:
     receiver, shadow = FakeReceiver(), FakeShadow()
     shadow.hold = threading.Event()
-    begun: Any = Staging(Manifest(3, 0, ()), receiver, shadow, "", verify=False, threads=1)  # type: ignore[arg-type]
+    begun: Any = Staging(Manifest(3, 0, ()).to_json(), receiver, shadow, "", verify=False, threads=1)  # type: ignore[arg-type]
     assert begun.report() == {"running": True}
     begun.cancel()
     shadow.hold.set()

@@ -133,7 +133,8 @@ def test_tensors_stay_until_the_update_is_finished(
     worker: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM copies some of them only then."""
-    store.publish(values(1.0).items(), 1)
+    for version in (1, 2):
+        store.publish(values(1.0).items(), version)
     worker.start_weight_update()
     receive(worker, 1)
     monkeypatch.setattr(store, "_lock_seconds", 0.01)
@@ -205,7 +206,7 @@ class Pushing(NcclReceiver):
 def test_a_receiver_that_loads_by_itself_is_let_do_so(worker: Any, model: Model, store: WeightStoreWriter) -> None:
     manifest = store.publish(values(1.0).items(), 1)
     worker._receiver = Pushing(model, values(1.0))
-    assert worker.stage(manifest, shadow=True, verify=False, threads=1)
+    assert worker.stage(manifest.to_json(), shadow=True, verify=False, threads=1)
     report = finished(worker)
     assert (report["stage"], report["reason"]) == ("plain", "nccl sends during the pause")
     load(worker, 1)
@@ -265,7 +266,7 @@ def stage(worker: Any, store: WeightStoreWriter, version: int, shadow: bool = Tr
 
 
 def begin(worker: Any, manifest: Manifest, shadow: bool = True) -> None:
-    until(lambda: worker.stage(manifest, shadow=shadow, verify=False, threads=1))
+    until(lambda: worker.stage(manifest.to_json(), shadow=shadow, verify=False, threads=1))
 
 
 def finished(worker: Any) -> dict[str, Any]:
@@ -318,7 +319,7 @@ def test_memory_is_given_back_beside_the_loop_and_before_the_next_version(
     monkeypatch.setattr(ShadowModel, "release", slow)
     shadowed.drop()  # returns at once
     manifest = store.publish(values(20.0).items(), 2)
-    assert not shadowed.stage(manifest, shadow=True, verify=False, threads=1)
+    assert not shadowed.stage(manifest.to_json(), shadow=True, verify=False, threads=1)
     release.set()
     begin(shadowed, manifest)
     assert finished(shadowed)["stage"] == "shadow"
@@ -407,13 +408,57 @@ def test_an_earlier_staging_that_still_runs_is_stopped_first(
 
     monkeypatch.setattr(MemmapReceiver, "fetch", fetch)
     one, two = (store.publish(values(10.0 * version).items(), version) for version in (1, 2))
-    assert shadowed.stage(one, shadow=True, verify=False, threads=1)
+    assert shadowed.stage(one.to_json(), shadow=True, verify=False, threads=1)
     assert started.wait(60.0)
-    assert not shadowed.stage(two, shadow=True, verify=False, threads=1)
+    assert not shadowed.stage(two.to_json(), shadow=True, verify=False, threads=1)
     release.set()
     assert finished(shadowed)["error"] == "WeightSyncError: another version was staged meanwhile"
-    assert shadowed.stage(two, shadow=True, verify=False, threads=1)
+    assert shadowed.stage(two.to_json(), shadow=True, verify=False, threads=1)
     assert finished(shadowed)["stage"] == "shadow"
+
+
+def test_a_version_that_is_being_staged_goes_on_however_often_it_is_asked_for(
+    shadowed: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As often as another worker of the engine answers that it has to be asked again."""
+    started, release = threading.Event(), threading.Event()
+    fetches: list[int] = []
+
+    def fetch(self: Any, manifest: Any, **_: Any) -> None:
+        fetches.append(manifest.version)
+        started.set()
+        assert release.wait(60.0)
+
+    monkeypatch.setattr(MemmapReceiver, "fetch", fetch)
+    one, again = (store.publish(values(1.0).items(), version) for version in (1, 2))
+    assert one.digest == again.digest
+    for _ in range(3):
+        assert shadowed.stage(one.to_json(), shadow=True, verify=False, threads=1)
+    assert started.wait(60.0)
+    release.set()
+    report = finished(shadowed)
+    assert (report["error"], report["stage"], fetches) == (None, "shadow", [1])
+    release.clear()
+    assert shadowed.stage(one.to_json(), shadow=True, verify=False, threads=1)
+    for wanted, shadow in ((one, False), (again, True), (one, True)):  # another way, another number, one given up
+        assert not shadowed.stage(wanted.to_json(), shadow=shadow, verify=False, threads=1)
+    release.set()
+    assert finished(shadowed)["error"] == "WeightSyncError: another version was staged meanwhile"
+
+
+def test_a_version_is_not_left_to_a_transport_that_was_given_up(
+    shadowed: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchrl_moe.modules.backends.vllm.weights.worker import InitInfo
+
+    release = threading.Event()
+    monkeypatch.setattr(MemmapReceiver, "fetch", lambda *_, **__: release.wait(60.0))
+    version = store.publish(values(1.0).items(), 1)
+    assert shadowed.stage(version.to_json(), shadow=True, verify=False, threads=1)
+    shadowed.init_transfer_engine(InitInfo(transport="memmap", options={"folder": str(store.folder)}))
+    assert not shadowed.stage(version.to_json(), shadow=True, verify=False, threads=1)
+    release.set()
+    finished(shadowed)
 
 
 @pytest.mark.parametrize(

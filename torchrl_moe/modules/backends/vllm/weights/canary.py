@@ -13,65 +13,81 @@ from typing import Any
 
 from torchrl_moe._errors import WeightSyncError
 
-__all__ = ["ask_canary", "compare_log_probs"]
+__all__ = ["Canary", "compare_log_probs", "is_canary"]
 
 PROBE_SECONDS = 10.0
 PROOF_SECONDS = 60.0
+KEY = "torchrl_moe_canary"  # in the request's ``extra_args``
 
 
-async def ask_canary(engine: Any, canary: Mapping[str, Any] | None, name: str, seconds: float) -> str:
-    """Ask a question of an engine that generates.
+class Canary:
+    """A question to an engine that generates, or is about to.
 
-    It waits its turn behind requests that run and wait: vLLM lets nothing overtake them. So no answer in time says
-    that the engine is full, and nothing of its weights.
+    A scheduler of ours lets it overtake all other requests. Another one has it wait behind those that run and wait; so
+    no answer in time says that the engine is full, and nothing of its weights.
 
     Args:
         engine: the ``AsyncLLM``.
-        canary: ``token_ids`` of a prompt, the trainer's ``log_probs`` of its tokens from the second on, and the
+        proof: ``token_ids`` of a prompt, the trainer's ``log_probs`` of its tokens from the second on, and the
             ``tolerance`` between the two; ``None`` asks for one token.
         name: of the request, and of its part of the prefix cache; each asking needs its own.
-        seconds: that it may take, at most.
-
-    Returns:
-        Why nothing is proved, in words; an empty string if the answer is right.
-
-    Raises:
-        WeightSyncError: the answer is wrong.
     """
-    answer = asyncio.ensure_future(_answer(engine, canary, name))
-    seconds = min(seconds, PROBE_SECONDS if canary is None else PROOF_SECONDS)
-    done, _ = await asyncio.wait([answer], timeout=seconds)
-    if not done:
-        answer.cancel()
-        return f"the canary had no turn within {seconds:g} s"
-    final = answer.result()
-    first = final.outputs[0].logprobs[0]
-    if not all(math.isfinite(entry.logprob) for entry in first.values()):
-        raise WeightSyncError("the new weights give a log-prob that is not a number")
-    if canary is not None:
-        tokens = canary["token_ids"][1:]
-        got = [entry[token].logprob for token, entry in zip(tokens, final.prompt_logprobs[1:], strict=True)]
-        compare_log_probs(got, canary["log_probs"], canary["tolerance"])
-    return ""
+
+    def __init__(self, engine: Any, proof: Mapping[str, Any] | None, name: str) -> None:
+        self._engine, self._proof, self._name = engine, proof, name
+        self._sent: Any = None
+
+    async def send(self) -> None:
+        """Put the question; an engine that is paused answers it in its first steps afterwards. Once is enough."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if self._sent is not None:
+            return
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            logprobs=0,
+            prompt_logprobs=None if self._proof is None else 0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={KEY: True},
+        )
+        ids = [0] if self._proof is None else list(self._proof["token_ids"])
+        prompt = {"prompt_token_ids": ids, "cache_salt": self._name}
+        self._sent = await self._engine.add_request(self._name, prompt, params)
+
+    async def ask(self, seconds: float) -> str:
+        """Return why nothing is proved, in words; an empty string if the answer is right.
+
+        Args:
+            seconds: that it may take, at most.
+
+        Raises:
+            WeightSyncError: the answer is wrong.
+        """
+        await self.send()
+        seconds = min(seconds, PROBE_SECONDS if self._proof is None else PROOF_SECONDS)
+        answer = asyncio.ensure_future(self._sent.get())
+        done, _ = await asyncio.wait([answer], timeout=seconds)
+        if not done:
+            answer.cancel()
+            await self._engine.abort([self._name])
+            return f"the canary had no turn within {seconds:g} s"
+        final = answer.result()
+        first = final.outputs[0].logprobs[0]
+        if not all(math.isfinite(entry.logprob) for entry in first.values()):
+            raise WeightSyncError("the new weights give a log-prob that is not a number")
+        if self._proof is not None:
+            tokens = self._proof["token_ids"][1:]
+            got = [entry[token].logprob for token, entry in zip(tokens, final.prompt_logprobs[1:], strict=True)]
+            compare_log_probs(got, self._proof["log_probs"], self._proof["tolerance"])
+        return ""
 
 
-async def _answer(engine: Any, canary: Mapping[str, Any] | None, name: str) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    params = SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        logprobs=0,
-        prompt_logprobs=None if canary is None else 0,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-    prompt = {"prompt_token_ids": [0] if canary is None else list(canary["token_ids"]), "cache_salt": name}
-    final: Any = None
-    async for output in engine.generate(prompt, params, name):
-        final = output
-    return final
+def is_canary(params: Any) -> bool:
+    """Whether ``SamplingParams`` are those of such a question."""
+    return bool(params and params.max_tokens == 1 and (params.extra_args or {}).get(KEY))
 
 
 def compare_log_probs(got: Sequence[float], expected: Sequence[float], tolerance: float) -> None:

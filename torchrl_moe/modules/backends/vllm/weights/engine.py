@@ -19,7 +19,7 @@ from torchrl_moe import _compat
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.modules.backends.replica import Completion, PauseMode
 from torchrl_moe.modules.backends.reports import SwapReport
-from torchrl_moe.modules.backends.vllm.weights.canary import ask_canary
+from torchrl_moe.modules.backends.vllm.weights.canary import Canary
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors
 from torchrl_moe.weight_update.transports.base import StageReport
 
@@ -162,8 +162,7 @@ class EngineWeights:
         if self._expected is None:
             raise WeightSyncError("the weight transport is not initialised: call init_all_workers_group() first")
         started, self._in_shadow = time.perf_counter(), None
-        found = self._find(version, manifest)
-        check_tensors(found.tensors, self._expected)
+        found, nbytes, digest = await asyncio.to_thread(self._find, version, manifest, self._expected)
         reports = await self._stage_in_workers(found, stage != "plain", verify == "digest", threads)
         shadow = all(report["stage"] == "shadow" for report in reports)
         verifying = time.perf_counter()
@@ -173,20 +172,24 @@ class EngineWeights:
         self._in_shadow = version if shadow else None
         return StageReport(
             seconds=time.perf_counter() - started,
-            nbytes=found.nbytes,
-            digest=found.digest,
+            nbytes=nbytes,
+            digest=digest,
             fetched=verified - verifying + max(report["fetched"] for report in reports),
             loaded=max(report["loaded"] for report in reports),
             stage="shadow" if shadow else "plain",
             reason=next((report["reason"] for report in reports if report["reason"]), ""),
         )
 
-    def _find(self, version: int, manifest: str | None) -> Manifest:
+    def _find(self, version: int, manifest: str | None, expected: Mapping[str, Any]) -> tuple[Manifest, int, str]:
+        """Return the manifest of a version that fits, its bytes and digest; takes long if it names many tensors."""
         if manifest is not None:
-            return Manifest.from_json(manifest)
-        if self._reader is None:
+            found = Manifest.from_json(manifest)
+        elif self._reader is not None:
+            found = self._reader.manifest(version)
+        else:
             raise WeightSyncError(f"the transport cannot look version {version} up: give its manifest")
-        return self._reader.manifest(version)
+        check_tensors(found.tensors, expected)
+        return found, found.nbytes, found.digest
 
     async def _stage_in_workers(self, found: Manifest, *options: Any) -> list[dict[str, Any]]:
         """Have all workers stage a version, in threads of theirs, and return what each reports at the end."""
@@ -230,7 +233,7 @@ class EngineWeights:
             version: what was staged.
             pause: what becomes of requests in flight.
             clear_cache: drop cached prefixes.
-            canary: of :func:`ask_canary`.
+            canary: the proof that :class:`Canary` asks for.
             patience: seconds after which the driver gives the engine up; the canary gets half of what is left.
         """
         started = time.perf_counter()
@@ -267,15 +270,12 @@ class EngineWeights:
             before, self.version = self.version, version
             if not was_paused:
                 self._proved.clear()
-                await self.engine.resume_generation()
-                resumed = time.perf_counter()
-                seconds = max(patience - (resumed - started), 0.0) / 2
-                asked = ask_canary(self.engine, canary, f"weight-probe-{self._swaps}", seconds)
-                (said,) = await asyncio.gather(asked, return_exceptions=True)
+                proving = self._prove(canary, before=pause == "keep", deadline=started + patience)
+                (said,) = await asyncio.gather(proving, return_exceptions=True)
                 if isinstance(said, BaseException):
                     error, restored = said, await self._take_back(before)
                 else:
-                    unproved = said
+                    resumed, unproved = said
         await self._settle(error, restored, resume=restored and not was_paused)
         return SwapReport(
             started=not restored,
@@ -320,6 +320,22 @@ class EngineWeights:
         whole: list[bool] | BaseException
         (whole,) = await asyncio.gather(asked, return_exceptions=True)
         return not isinstance(whole, BaseException) and all(whole)
+
+    async def _prove(self, canary: Mapping[str, Any] | None, before: bool, deadline: float) -> tuple[float, str]:
+        """Resume, and return when that was, and why the weights are not proved, if they are not.
+
+        Args:
+            canary: the proof that :class:`Canary` asks for.
+            before: ask before resuming, so that the first step answers it. Else nothing is there that would come
+                before it: all requests were aborted (and later releases take none until they are resumed).
+            deadline: when the driver gives up; the canary gets half of what is left.
+        """
+        question = Canary(self.engine, canary, f"weight-probe-{self._swaps}")
+        if before:
+            await question.send()
+        await self.engine.resume_generation()
+        resumed = time.perf_counter()
+        return resumed, await question.ask(max(deadline - resumed, 0.0) / 2)
 
     async def _take_back(self, before: int) -> bool:
         """Pause weights that failed, let go of what they made, and bring the old ones back if they are still there.

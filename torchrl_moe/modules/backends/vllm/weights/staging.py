@@ -60,17 +60,20 @@ class Staging:
     """Fetches one version, and loads it into the shadow.
 
     Args:
-        manifest: the version.
+        manifest: the version's, as JSON.
         receiver: where it comes from.
         shadow: what to load it into.
         reason: why the loading is left to the pause; empty if it is not. A shadow then gives up what it held.
         verify: compare digests, of what arrives or of what is loaded into the shadow.
         threads: that read and hash.
+
+    Attributes:
+        manifest: the version's, once the thread has read it.
     """
 
     def __init__(
         self,
-        manifest: Manifest,
+        manifest: str,
         receiver: Receiver,
         shadow: ShadowModel | None,
         reason: str,
@@ -78,7 +81,8 @@ class Staging:
         verify: bool,
         threads: int,
     ) -> None:
-        self.manifest = manifest
+        self.manifest: Manifest | None = None
+        self._text = manifest
         self._receiver, self._shadow, self._reason = receiver, shadow, reason
         self._verify, self._threads = verify, threads
         self._fetched = self._loaded = 0.0
@@ -115,7 +119,8 @@ class Staging:
 
     def _run(self) -> None:
         started = time.perf_counter()
-        self._receiver.fetch(self.manifest, verify=self._verify, threads=self._threads)
+        self.manifest = manifest = Manifest.from_json(self._text)
+        self._receiver.fetch(manifest, verify=self._verify, threads=self._threads)
         fetched = time.perf_counter()
         self._fetched = fetched - started
         if self._shadow is None:
@@ -123,14 +128,14 @@ class Staging:
         if self._reason:
             self._shadow.release()
             return
-        self._load(self._shadow)
+        self._load(manifest, self._shadow)
         self._loaded = time.perf_counter() - fetched
 
-    def _load(self, shadow: ShadowModel) -> None:
-        with self._receiver.reading(self.manifest, verify=self._verify) as tensors:
+    def _load(self, manifest: Manifest, shadow: ShadowModel) -> None:
+        with self._receiver.reading(manifest, verify=self._verify) as tensors:
             stream = TensorStream(tensors, self._cancelled)
             self._reason = shadow.load(stream)
-        stream.check_taken(self.manifest.version)
+        stream.check_taken(manifest.version)
 
 
 def run_politely(work: Callable[[], None]) -> Future[None]:

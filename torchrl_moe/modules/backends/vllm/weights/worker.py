@@ -70,6 +70,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._shadow: ShadowModel | None = None
         self._reason_against = ""  # a shadow, found when one was built or filled
         self._staging: Staging | None = None
+        self._asked: tuple[Any, ...] | None = None  # what it is of; None once it was told to stop
         self._dropping: Future[None] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -85,17 +86,22 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     # -- while the model generates ----------------------------------------------------------------------------------
 
-    def stage(self, manifest: Manifest, *, shadow: bool, verify: bool, threads: int) -> bool:
+    def stage(self, manifest: str, *, shadow: bool, verify: bool, threads: int) -> bool:
         """Begin to fetch a version, and to load it into the shadow if asked to and possible. Returns at once.
 
-        What was staged before and not used is dropped.
+        The manifest comes as JSON, and is read in the thread. What was staged before and not used is dropped. What is
+        being staged already goes on: of several workers some may have begun when another has still to be asked again.
 
         Returns:
             False if an earlier version is still in the way: ask again.
         """
         receiver = self._open()
+        asked = (manifest, receiver, shadow, verify)
+        if self._staging is not None and self._staging.running and self._asked == asked:
+            return True
         if self._is_busy():
             return False
+        self._asked = asked
         reason = receiver.loads_during_pause
         if not reason:
             reason = self._find_reason() if shadow else "plain was asked for"
@@ -113,6 +119,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Whether a thread is at the shadow still; it is told to stop."""
         if self._staging is not None and self._staging.running:
             self._staging.cancel()
+            self._asked = None
             return True
         if self._dropping is not None and not self._dropping.done():
             return True
@@ -151,8 +158,8 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         staging = self._staging
         if staging is None or self._shadow is None or staging.running or staging.stage != "shadow":
             raise RuntimeError(f"version {version} is not in the shadow")
-        if staging.manifest.version != version:
-            raise RuntimeError(f"version {staging.manifest.version} is in the shadow, and not {version}")
+        if (held := staging.manifest and staging.manifest.version) != version:
+            raise RuntimeError(f"version {held} is in the shadow, and not {version}")
         self._shadow.swap()
 
     # -- under the pause: plain -------------------------------------------------------------------------------------
