@@ -48,9 +48,12 @@ class Tree:
         """Give a replica a place under the trainer, if one is free; whether it has one."""
         with self._lock:
             place = self._places.get(replica)
-            if place is None and (place := self._find(replica, "")).parent is None and place.number < self._fan_out:
+            if place is None:
+                place = self._find(replica, "")
+                if place.parent is not None or place.number >= self._fan_out:
+                    return False
                 self._places[replica] = place
-            return self._places.get(replica) == place and place.parent is None
+            return place.parent is None
 
     def join(self, replica: Any, digest: str) -> Place:
         """Note that a replica takes a version from now on, and return its place.
