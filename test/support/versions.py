@@ -40,7 +40,11 @@ class Versions:
         self.replicas = [entry.replica for entry in engine.replica_table]
         self.reference = Reference(shelf.folder(family))
         self.store = WeightStoreWriter(folder)
-        kinds: dict[str, Callable[[Path], Transport]] = {"memmap": MemmapTransport, "gloo": GlooTransport}
+        kinds: dict[str, Callable[[Path], Transport]] = {
+            "memmap": MemmapTransport,
+            "gloo": GlooTransport,
+            "gloo, passed on": lambda folder: GlooTransport(folder, fan_out=1),
+        }
         self.transport = kinds[transport](folder)
         for replica in self.replicas:
             self.transport.open(replica, SECONDS)

@@ -81,6 +81,9 @@ def test_what_is_no_number_is_refused(choices: dict[str, Any]) -> None:
         ("nccl", {"num_buffers": -1}, "num_buffers must be at least 1, got -1"),
         ("nccl", {"device": "cpu"}, "device='cpu': transport='nccl' sends from a GPU"),
         ("gloo", {"num_buffers": 2}, "num_buffers=2 belongs to transport='nccl'"),
+        ("gloo", {"fan_out": 0}, "fan_out must be at least 1, got 0"),
+        ("nccl", {"fan_out": 2}, "fan_out=2 belongs to transport='gloo'"),
+        ("memmap", {"fan_out": 2}, "fan_out belongs to a collective transport"),
         ("memmap", {"buffer_bytes": 1}, "buffer_bytes belongs to a collective transport"),
     ],
 )

@@ -27,7 +27,7 @@ from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.fake_engine import FakeAsyncVLLM, FakeReplica
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors, copy_adapter
 from torchrl_moe.weight_update.store.adapters import ADAPTER_FILES
-from torchrl_moe.weight_update.transports.base import Receiver, StageReport
+from torchrl_moe.weight_update.transports.base import PassesOn, Receiver, StageReport
 from torchrl_moe.weight_update.transports.registry import open_receiver
 
 __all__ = ["FakeFleet", "FakeWeightReplica", "SoftError", "Stall"]
@@ -164,6 +164,15 @@ class FakeWeightReplica(FakeReplica):
     def _receiver(self, options: Mapping[str, Any], rank: int) -> Receiver:
         place = SimpleNamespace(data_parallel_index=0, world_size=self._workers, rank=rank)
         return open_receiver("gloo", options, SimpleNamespace(parallel_config=place))
+
+    def command_collective_rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[None]:
+        """Have the workers pass a version on."""
+        if method != "torchrl_moe_pass_on" or kwargs:
+            raise EngineError(f"the fake engine's workers have no {method!r}")
+        for receiver in self.receivers:
+            assert isinstance(receiver, PassesOn)
+            receiver.pass_on(args[0])
+        return [None] * len(self.receivers)
 
     def command_stage_weights(
         self, epoch: int, version: int, stage: str, verify: str, threads: int, manifest: str | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,6 +168,7 @@ class CollectiveOptions:
         device: the trainer's.
         buffer_bytes: sent at a time.
         num_buffers: of that size at each end, with nccl.
+        fan_out: how many the trainer, and each replica, sends to, with gloo.
     """
 
     master_address: str | None = None
@@ -176,16 +177,17 @@ class CollectiveOptions:
     device: torch.device | str | int | None = None
     buffer_bytes: int | None = None
     num_buffers: int | None = None
+    fan_out: int | None = None
 
     def where(self) -> dict[str, Any]:
         """Return what :func:`~torchrl_moe.weight_update.transports.registry.open_transport` wants to know of it."""
-        names = ("device", "buffer_bytes", "num_buffers")
+        names = ("device", "buffer_bytes", "num_buffers", "fan_out")
         return {"address": self.master_address, **{name: getattr(self, name) for name in names}}
 
     def check(self, transport: str) -> None:
         """Raise ``ValueError`` for what has no meaning for a transport."""
         if transport == "memmap":
-            for name in ("master_address", "master_port", "gpus_per_replica", "device", "buffer_bytes", "num_buffers"):
+            for name in (field.name for field in fields(self)):
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"{name} belongs to a collective transport; transport='memmap' has no process group"
@@ -198,7 +200,11 @@ class CollectiveOptions:
             raise ValueError(f"device={self.device!r}: transport='nccl' sends from a GPU")
         if transport == "gloo" and self.num_buffers is not None:
             raise ValueError(f"num_buffers={self.num_buffers} belongs to transport='nccl'; gloo sends from the store")
-        for name in ("gpus_per_replica", "buffer_bytes", "num_buffers"):
+        if transport == "nccl" and self.fan_out is not None:
+            raise ValueError(
+                f"fan_out={self.fan_out} belongs to transport='gloo'; nccl sends to each replica by itself"
+            )
+        for name in ("gpus_per_replica", "buffer_bytes", "num_buffers", "fan_out"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
 

@@ -75,6 +75,7 @@ class VLLMWeightSyncScheme:
         device: the trainer's, for ``"nccl"``; default: the current one.
         buffer_bytes: that a collective transport sends at a time; default: 64 MiB, with nccl 256 MiB.
         num_buffers: of that size, with nccl, in the memory of the trainer's GPU and of each worker's; default: 2.
+        fan_out: how many replicas the trainer sends to with gloo, and each of them to others; default: 4.
 
     Raises:
         ValueError: an unknown choice, or an argument without a meaning for the transport.
@@ -113,6 +114,7 @@ class VLLMWeightSyncScheme:
         device: torch.device | str | int | None = None,
         buffer_bytes: int | None = None,
         num_buffers: int | None = None,
+        fan_out: int | None = None,
         **refused: Any,
     ) -> None:
         _refuse(refused)
@@ -129,12 +131,11 @@ class VLLMWeightSyncScheme:
             device=device,
             buffer_bytes=buffer_bytes,
             num_buffers=num_buffers,
+            fan_out=fan_out,
         )
         collective.check(transport)
-        _check_layout(layout, folder, transport)
-        known = Path("." if folder is None else folder)
         choices: dict[str, Any] = {"layout": layout, "keep_versions": keep_versions, "fsync": fsync, "delta": delta}
-        StoreOptions(folder=known, seen_as=known, **choices)  # refuses before a folder is made
+        _check_store(folder, transport, choices)
         self.folder = _store_folder() if folder is None else Path(folder)
         self.options = SyncOptions(
             transport=transport,
@@ -180,9 +181,12 @@ def _check_choices(transport: str, stage: str, verify: str, prefetch: int) -> No
         raise ValueError(f"prefetch must be at least 1 thread, got {prefetch}")
 
 
-def _check_layout(layout: str, folder: str | os.PathLike[str] | None, transport: str) -> None:
-    if layout == "versions" and (folder is None or transport != "memmap"):
+def _check_store(folder: str | os.PathLike[str] | None, transport: str, choices: dict[str, Any]) -> None:
+    """Refuse what a store cannot be, before a folder is made."""
+    if choices["layout"] == "versions" and (folder is None or transport != "memmap"):
         raise ValueError("layout='versions' needs transport='memmap' and folder=, on a file system that hosts share")
+    known = Path("." if folder is None else folder)
+    StoreOptions(folder=known, seen_as=known, **choices)
 
 
 def _store_folder() -> Path:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from torchrl_moe.weight_update.transports.base import StageOptions, rank_of, workers_of
+from torchrl_moe.weight_update.store import Manifest
+from torchrl_moe.weight_update.transports.base import StageOptions, asked, rank_of, workers_of
 
 
 def test_a_version_is_verified_and_staged_as_the_machine_allows_by_default() -> None:
@@ -28,3 +31,17 @@ def test_workers_are_counted_over_all_kinds_of_ranks() -> None:
     assert workers_of(info) == 24
     last = SimpleNamespace(data_parallel_index=3, world_size=6, rank=5)  # the last of them is the last rank
     assert rank_of(last, 1) == 24
+
+
+def test_a_replica_is_asked_in_a_thread_with_all_that_it_must_know() -> None:
+    manifest, told = Manifest(version=3, slot=0, entries=()), []
+
+    def stage_weights(version: int, **how: Any) -> str:
+        told.append((version, how, threading.current_thread().name))
+        return "prepared"
+
+    replica: Any = SimpleNamespace(stage_weights=stage_weights)
+    with asked(replica, manifest, StageOptions(stage="plain", threads=2), 9.0) as answer:
+        assert answer.result(20.0) == "prepared"
+    how = {"stage": "plain", "verify": "digest", "threads": 2, "manifest": manifest.to_json(), "timeout": 9.0}
+    assert told == [(3, how, "weight-stage_0")]

@@ -46,18 +46,26 @@ def test_a_collective_meets_on_loopback_by_default(
 @pytest.mark.parametrize(
     ("name", "kind", "given"),
     [
-        ("gloo", "GlooTransport", {"bucket_bytes": 9}),
+        ("gloo", "GlooTransport", {"buffer_bytes": 9, "fan_out": 2}),
         ("nccl", "NcclTransport", {"buffer_bytes": 9, "num_buffers": 3}),
     ],
 )
-def test_buffers_are_those_of_the_scheme(
+def test_buffers_and_fan_out_are_those_of_the_scheme(
     name: str, kind: str, given: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
     module = f"torchrl_moe.weight_update.transports.{name}.{kind}"
     monkeypatch.setattr(module, lambda *given, **options: made.append(options))
-    open_transport(name, tmp_path, buffer_bytes=9, num_buffers=3 if name == "nccl" else None)
+    open_transport(name, tmp_path, **given)
     assert made == [given]
+
+
+def test_gloo_takes_what_the_scheme_gives(tmp_path: Path) -> None:
+    transport = open_transport("gloo", tmp_path, device="cpu", buffer_bytes=9, fan_out=2)
+    assert (transport._buffer_bytes, transport._tree._fan_out) == (9, 2)
+    transport.close()
+    with pytest.raises(ValueError, match="buffer_bytes must be at least 1, got 0"):
+        open_transport("gloo", tmp_path, buffer_bytes=0)
 
 
 def test_an_unknown_transport_is_refused_at_the_trainers_end(tmp_path: Path) -> None:

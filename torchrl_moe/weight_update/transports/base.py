@@ -6,16 +6,17 @@ too, and a collective transport sends the store's flat bytes as they lie there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from torchrl_moe.weight_update.store import Manifest
 
-__all__ = ["Peer", "Receiver", "StageOptions", "StageReport", "Transport", "rank_of", "workers_of"]
+__all__ = ["PassesOn", "Peer", "Receiver", "StageOptions", "StageReport", "Transport", "asked", "rank_of", "workers_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,29 @@ class Peer(Protocol):
     ) -> StageReport:
         """Fetch a version and check it, while requests run."""
 
+    def collective_rpc(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float
+    ) -> list[Any]:
+        """Call a method of every worker; one result for each. Plain data only."""
+
+
+@contextmanager
+def asked(replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> Iterator[Future[StageReport]]:
+    """Ask a replica to prepare a version, in a thread; the answer is a future inside the context."""
+    caller = ThreadPoolExecutor(1, thread_name_prefix="weight-stage")
+    try:
+        yield caller.submit(
+            replica.stage_weights,
+            manifest.version,
+            stage=options.stage,
+            verify=options.verify,
+            threads=options.threads,
+            manifest=manifest.to_json(),
+            timeout=timeout,
+        )
+    finally:
+        caller.shutdown(wait=False)  # the thread ends with its job
+
 
 class Transport(Protocol):
     """One way from the trainer to replicas. Its methods may be called for several replicas at the same time."""
@@ -123,6 +147,14 @@ class Receiver(Protocol):
 
     def close(self) -> None:
         """Let go of the sender. Idempotent."""
+
+
+@runtime_checkable
+class PassesOn(Protocol):
+    """A receiver that can send what it has received."""
+
+    def pass_on(self, order: Mapping[str, Any]) -> None:
+        """Send a version to the workers of another replica, in a thread."""
 
 
 def workers_of(info: Any) -> int:

@@ -1,5 +1,9 @@
 """The gloo transport: one communicator per replica, over which the store's bytes are broadcast while it generates.
 
+The trainer sends to a few replicas, and these pass on what they have received and checked, so that the trainer's own
+link carries a few copies, however many replicas there are. Who gets nothing from another replica gets it from the
+trainer.
+
 A replica announces that it will read before anything is sent, so that one that refuses a version costs nobody a
 deadline. A group in which anything failed is given up, and made again for the next version: the other replicas have
 their own, and notice nothing. At the worker's end the bytes come into one buffer that is kept from version to version;
@@ -9,15 +13,16 @@ tensors are views of it, and never copied before they are loaded.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -30,33 +35,39 @@ from torchrl_moe._errors import (
     TorchRLMoEError,
     WeightSyncError,
 )
-from torchrl_moe.weight_update.store import Manifest, TensorEntry, WeightStoreReader
-from torchrl_moe.weight_update.store.flat import check_digest
-from torchrl_moe.weight_update.transports.base import Peer, StageOptions, StageReport, workers_of
+from torchrl_moe.weight_update.store import Manifest, WeightStoreReader
+from torchrl_moe.weight_update.transports.arriving import Digests, as_tensor, tensor_in
+from torchrl_moe.weight_update.transports.base import Peer, StageOptions, StageReport, asked, workers_of
 from torchrl_moe.weight_update.transports.gloo_group import BUFFER_BYTES, SENDER, GlooGroup
 from torchrl_moe.weight_update.transports.meeting import LOOPBACK, Meeting, MeetingPlace, board_of, own_address
+from torchrl_moe.weight_update.transports.relay import Relay
+from torchrl_moe.weight_update.transports.tree import FAN_OUT, Place, Tree
 
 __all__ = ["GlooReceiver", "GlooTransport"]
 
+LOG = logging.getLogger(__name__)
 RANK_OFFSET = 1  # of a replica's workers, behind the trainer
 POLL_SECONDS = 0.002
 LEAST_SECONDS = 0.001
+LOOK_SECONDS = 0.25  # between two looks at a replica that shall pass a version on
+LATE_SECONDS = 1.0  # that it may be asked to take the version after those it sends to
 GRACE_SECONDS = 5.0  # that a replica gets to say why a transfer failed
 
 # -- the trainer's end ------------------------------------------------------------------------------------------------
 
 
 class GlooTransport:
-    """Sends versions by broadcast, each replica's by itself.
+    """Sends versions by broadcast, to each replica by itself, from the trainer or from another replica.
 
     Args:
         folder: of the weight store, whose slots are sent as they lie there.
         address: where to meet; the replicas must reach it. Loopback by default, where they meet without a port.
         device: of the trainer; only the CPU has a meaning here.
         buffer_bytes: sent at a time; 64 MiB by default.
+        fan_out: how many replicas the trainer sends to, and each replica at most; 4 by default.
 
     Raises:
-        ValueError: another device than the CPU, or no byte in a buffer.
+        ValueError: another device than the CPU, no byte in a buffer, or nobody to send to.
     """
 
     def __init__(
@@ -65,6 +76,7 @@ class GlooTransport:
         address: str = LOOPBACK,
         device: torch.device | str | int = "cpu",
         buffer_bytes: int | None = None,
+        fan_out: int | None = None,
     ) -> None:
         if torch.device(device).type != "cpu":
             raise ValueError(f"device={str(device)!r}: transport='gloo' sends from the CPU; 'nccl' sends from a GPU")
@@ -74,10 +86,12 @@ class GlooTransport:
             raise ValueError(f"buffer_bytes must be at least 1, got {buffer_bytes}")
         self._place = MeetingPlace(address)
         self._groups: weakref.WeakKeyDictionary[Peer, GlooGroup] = weakref.WeakKeyDictionary()
+        self._tree = Tree(FAN_OUT if fan_out is None else fan_out)
+        self._edges: weakref.WeakKeyDictionary[Peer, _Edge] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def open(self, replica: Peer, timeout: float) -> None:
-        """Meet a replica's workers; in place of a group from before.
+        """Meet a replica's workers, in place of a group from before; those that others send to meet these later.
 
         Raises:
             SyncTimeout: they did not come in time.
@@ -86,9 +100,28 @@ class GlooTransport:
             WeightSyncError: nobody can meet there: the address is not this host's, or the interface does not exist.
         """
         self._drop(replica)
-        workers = workers_of(replica.wait_ready(timeout))
+        if not self._tree.at_the_top(replica):
+            replica.wait_ready(timeout)
+            return
         try:
-            group = self._meet(replica, workers, timeout)
+            self._open(replica, timeout)
+        except BaseException:
+            self._tree.leave(replica)
+            raise
+
+    def _open(self, replica: Peer, timeout: float) -> None:
+        self._drop(replica)
+        options, deadline = self._init(replica, timeout), time.monotonic() + timeout
+        known = weakref.ref(replica)  # what the group keeps must not keep the replica
+
+        def check() -> None:
+            if (there := known()) is not None and not there.is_alive():
+                raise ReplicaDiedError("the replica ended before its workers came")
+
+        where, left = options["meeting"], max(deadline - time.monotonic(), LEAST_SECONDS)
+        try:
+            meeting = self._place.meet(where, left, check)
+            group = GlooGroup(meeting, SENDER, options["world_size"], left, self._buffer_bytes, own_address(where))
         except TorchRLMoEError:  # one of which is an OSError too
             raise
         except (RuntimeError, OSError) as error:
@@ -96,8 +129,13 @@ class GlooTransport:
         with self._lock:
             self._groups[replica] = group
 
-    def _meet(self, replica: Peer, workers: int, timeout: float) -> GlooGroup:
-        where, deadline = self._place.begin(), time.monotonic() + timeout
+    def _init(self, replica: Peer, timeout: float) -> dict[str, Any]:
+        """Have a replica's workers come to a meeting; return what they were told."""
+        workers = workers_of(replica.wait_ready(timeout))
+        try:
+            where = self._place.begin()
+        except OSError as error:
+            raise WeightSyncError(f"no gloo group at {self._address}: {error}") from None
         options = {
             "meeting": where,
             "world_size": workers + RANK_OFFSET,
@@ -105,63 +143,102 @@ class GlooTransport:
             "timeout_seconds": timeout,
             "buffer_bytes": self._buffer_bytes,
         }
-
-        known = weakref.ref(replica)  # what the group keeps must not keep the replica
-
-        def check() -> None:
-            if (there := known()) is not None and not there.is_alive():
-                raise ReplicaDiedError("the replica ended before its workers came")
-
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._place.end, where)
+        try:
             replica.init_weights("gloo", options, timeout)
-            left = max(deadline - time.monotonic(), LEAST_SECONDS)
-            meeting, size = self._place.meet(where, left, check), workers + RANK_OFFSET
-            group = GlooGroup(meeting, SENDER, size, left, self._buffer_bytes, own_address(where))
-            on_failure.pop_all()
-        return group
+        except BaseException:
+            self._place.end(where)
+            raise
+        return options
 
     def _drop(self, replica: Peer) -> None:
+        """Give up all groups that a replica is in: it will have new workers' ends, or none."""
         with self._lock:
-            group = self._groups.pop(replica, None)
+            group, edge = self._groups.pop(replica, None), self._edges.pop(replica, None)
+            lost = [edge] if edge is not None else []
+            for child in [child for child, edge in self._edges.items() if edge.sender() is replica]:
+                lost.append(self._edges.pop(child))
         if group is not None:
             group.close()
+        for edge in lost:
+            self._place.end(edge.options["meeting"])
 
     def stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
-        """Send a version to a replica, which generates meanwhile.
+        """Bring a version to a replica, which generates meanwhile: from the replica whose turn that is, if it can.
 
         Raises:
             SyncTimeout: it was not done in time.
             ReplicaDiedError: the replica ended meanwhile.
             WeightSyncError: the replica refused the version, or the connection broke.
         """
+        digest = manifest.digest
+        place = self._tree.join(replica, digest)
+        try:
+            if place.parent is not None:
+                try:
+                    return self._stage_from_replica(replica, place, manifest, options, timeout)
+                except (RuntimeError, OSError, ValueError, TorchRLMoEError) as error:
+                    if not replica.is_alive():
+                        raise
+                    LOG.warning("version %s comes from the trainer, and not by a replica: %s", manifest.version, error)
+                    self._drop(replica)  # whoever is to blame, the trainer can send it too, and says what is wrong
+            return self._stage_from_trainer(replica, manifest, options, timeout)
+        except BaseException:
+            self._drop(replica)
+            self._tree.leave(replica)
+            raise
+
+    def _stage_from_replica(
+        self, replica: Peer, place: Place, manifest: Manifest, options: StageOptions, timeout: float
+    ) -> StageReport:
+        sender = place.sender()
+        edge = self._edges.get(replica)
+        if sender is None:
+            raise WeightSyncError("who was to send the version is gone")
+        if edge is None or edge.place != place:
+            self._drop(replica)
+            edge = self._edges[replica] = _Edge(place, self._init(replica, timeout))
+        digest = manifest.digest
+        order = {"place": place.number, "digest": digest, **edge.options}
         deadline = time.monotonic() + timeout
-        if replica not in self._groups:
-            self.open(replica, timeout)
-        caller = ThreadPoolExecutor(1, thread_name_prefix="weight-stage")
-        answer = caller.submit(
-            replica.stage_weights,
-            manifest.version,
-            stage=options.stage,
-            verify=options.verify,
-            threads=options.threads,
-            manifest=manifest.to_json(),
-            timeout=timeout,
-        )
+        sender.collective_rpc("torchrl_moe_pass_on", (order,), None, timeout)
         arrived = False
         try:
-            self._send(self._groups[replica], manifest, answer, deadline)
-            report: StageReport = answer.result(max(deadline - time.monotonic(), 0))
-            arrived = True
-        except TimeoutError as error:
-            raise SyncTimeout(f"version {manifest.version} was not there within {timeout:g} s: {error}") from None
-        except RuntimeError as error:  # of gloo, which knows only that a connection broke
-            self._drop(replica)
-            raise _own_words(answer) or WeightSyncError(f"version {manifest.version} was not sent: {error}") from None
+            with asked(replica, manifest, options, timeout) as answer:
+                while not answer.done():
+                    takes, left = self._tree.takes(sender, digest), deadline - time.monotonic()
+                    late = takes is None and timeout - left > LATE_SECONDS
+                    if takes is False or late or not sender.is_alive() or self._edges.get(replica) is not edge:
+                        raise WeightSyncError("who was to send the version has none")
+                    if left < 0:
+                        raise SyncTimeout(f"version {manifest.version} was not there within {timeout:g} s")
+                    wait([answer], LOOK_SECONDS)
+                report: StageReport = answer.result()
+                arrived = True
         finally:
-            if not arrived:
-                self._drop(replica)  # what still waits in it is woken by that
-            caller.shutdown(wait=False)
+            if not arrived and sender.is_alive():
+                with contextlib.suppress(
+                    RuntimeError, OSError, TorchRLMoEError
+                ):  # it gives it up by itself, only later
+                    sender.collective_rpc("torchrl_moe_pass_on", ({**order, "meeting": None},), None, GRACE_SECONDS)
+        return report
+
+    def _stage_from_trainer(
+        self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float
+    ) -> StageReport:
+        deadline = time.monotonic() + timeout
+        if replica not in self._groups:
+            self._open(replica, timeout)
+        with asked(replica, manifest, options, timeout) as answer:
+            try:
+                self._send(self._groups[replica], manifest, answer, deadline)
+                report: StageReport = answer.result(max(deadline - time.monotonic(), 0))
+            except TimeoutError as error:
+                raise SyncTimeout(f"version {manifest.version} was not there within {timeout:g} s: {error}") from None
+            except RuntimeError as error:  # of gloo, which knows only that a connection broke
+                self._drop(replica)
+                raise (
+                    _own_words(answer) or WeightSyncError(f"version {manifest.version} was not sent: {error}")
+                ) from None
         return report
 
     def _send(self, group: GlooGroup, manifest: Manifest, answer: Future[Any], deadline: float) -> None:
@@ -178,13 +255,24 @@ class GlooTransport:
                 answer.result()
 
         with self._reader.flat(manifest) as flat:
-            group.broadcast(_tensor(flat), deadline, check)
+            group.broadcast(as_tensor(flat), deadline, check)
 
     def close(self) -> None:
         """Leave all groups. Idempotent."""
-        for replica in list(self._groups):
+        for replica in [*self._groups, *self._edges]:
             self._drop(replica)
         self._place.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Edge:
+    """Where the workers of a replica meet those of the one that sends to it, and what both were told."""
+
+    place: Place
+    options: dict[str, Any]
+
+    def sender(self) -> Any:
+        return self.place.sender()
 
 
 def _own_words(answer: Future[Any]) -> BaseException | None:
@@ -192,14 +280,6 @@ def _own_words(answer: Future[Any]) -> BaseException | None:
     with contextlib.suppress(FutureTimeout):
         return answer.exception(GRACE_SECONDS)
     return None
-
-
-def _tensor(flat: Any) -> Tensor:
-    """Return bytes as a tensor, without a copy, and without torch's warning that they cannot be written to."""
-    if not len(flat):
-        return torch.empty(0, dtype=torch.uint8)
-    memory = (ctypes.c_uint8 * len(flat)).from_address(flat.ctypes.data)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 # -- a worker's end ---------------------------------------------------------------------------------------------------
@@ -224,6 +304,7 @@ class GlooReceiver:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._held: Manifest | None = None
         self._lock = threading.Lock()  # of the buffer
+        self._rank, self._relay = rank, Relay()
         self._meeting = Meeting(board_of(options["meeting"]), self._timeout)
         joining = ThreadPoolExecutor(1, thread_name_prefix="weight-meeting")
         self._group = joining.submit(_join, self._meeting, dict(options), rank)
@@ -245,22 +326,33 @@ class GlooReceiver:
         deadline, size = time.monotonic() + self._timeout, manifest.extent
         if not self._lock.acquire(timeout=self._timeout):
             raise SyncTimeout(f"the version before was still read after {self._timeout:g} s")
-        arrived = False
+        arrived, digest = False, manifest.digest
         try:
             self._held = None
+            self._relay.release(self._timeout)
             if len(self._buffer) < size:
                 self._buffer = torch.empty(size, dtype=torch.uint8)
             group, flat = self._group.result(), self._buffer[:size]
             with ThreadPoolExecutor(threads, thread_name_prefix="weight-digest") as pool:
-                digests = _Digests(manifest, flat, pool if verify else None)
+                digests = Digests(manifest, flat, pool if verify else None)
                 group.announce()
                 group.broadcast(flat, deadline, digests.arrived)
             digests.result()
             self._held, arrived = manifest, True
+            self._relay.hold(digest, flat)
         finally:
             if not arrived:
+                self._relay.lose(digest)
                 self._leave()  # the trainer makes a new group
             self._lock.release()
+
+    def pass_on(self, order: Mapping[str, Any]) -> None:
+        """Pass a version on, as :meth:`~torchrl_moe.weight_update.transports.relay.Relay.pass_on` does.
+
+        One worker of a replica does it for all.
+        """
+        if self._rank == RANK_OFFSET:
+            self._relay.pass_on(order)
 
     def _leave(self) -> None:
         if self._group.done() and self._group.exception() is None:
@@ -286,7 +378,7 @@ class GlooReceiver:
         with self._lock:
             if self.manifest(manifest.version) != manifest:
                 raise ManifestMismatch(f"version {manifest.version} was received again since its manifest was read")
-            yield {entry.name: _tensor_in(self._buffer, entry) for entry in manifest.entries}
+            yield {entry.name: tensor_in(self._buffer, entry) for entry in manifest.entries}
 
     def load(self, manifest: Manifest) -> NoReturn:
         """Refuse: a version is fetched before the pause."""
@@ -295,6 +387,7 @@ class GlooReceiver:
     def close(self) -> None:
         """Leave the group, or give up meeting it; a receiver that still waits gets an error. Idempotent."""
         self._meeting.close()
+        self._relay.close()
         self._group.add_done_callback(lambda _: self._leave())
         self._held = None
 
@@ -302,36 +395,3 @@ class GlooReceiver:
 def _join(meeting: Meeting, options: Mapping[str, Any], rank: int) -> GlooGroup:
     address = own_address(options["meeting"])
     return GlooGroup(meeting, rank, options["world_size"], options["timeout_seconds"], options["buffer_bytes"], address)
-
-
-def _tensor_in(flat: Tensor, entry: TensorEntry) -> Tensor:
-    if not entry.nbytes:
-        return torch.empty(entry.shape, dtype=entry.torch_dtype)
-    return flat[entry.offset : entry.offset + entry.nbytes].view(entry.torch_dtype).view(entry.shape)
-
-
-class _Digests:
-    """Compares the tensors that have arrived, while others arrive."""
-
-    def __init__(self, manifest: Manifest, flat: Tensor, pool: ThreadPoolExecutor | None) -> None:
-        self._version, self._pool = manifest.version, pool
-        self._left = sorted(manifest.entries, key=lambda entry: entry.offset, reverse=True)
-        self._bytes: Any = flat.numpy()
-        self._jobs: list[Future[None]] = []
-
-    def arrived(self, count: int) -> None:
-        """Take note that the first ``count`` bytes are there."""
-        whole = []
-        while self._left and self._left[-1].end <= count:
-            whole.append(self._left.pop())
-        if self._pool is not None:
-            self._jobs.append(self._pool.submit(self._compare, whole))
-
-    def _compare(self, entries: list[TensorEntry]) -> None:
-        for entry in entries:
-            check_digest(self._version, entry, self._bytes[entry.offset : entry.end].data)
-
-    def result(self) -> None:
-        """Raise what was found."""
-        for job in self._jobs:
-            job.result()

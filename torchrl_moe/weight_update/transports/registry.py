@@ -25,6 +25,7 @@ def open_transport(
     device: torch.device | str | int | None = None,
     buffer_bytes: int | None = None,
     num_buffers: int | None = None,
+    fan_out: int | None = None,
 ) -> Transport:
     """Return the trainer's end of a transport.
 
@@ -36,6 +37,7 @@ def open_transport(
         device: the trainer's, for one.
         buffer_bytes: that one sends at a time.
         num_buffers: of nccl, each of that size.
+        fan_out: of gloo: how many the trainer, and each replica, sends to.
 
     Raises:
         ValueError: there is no such transport, or not on that device.
@@ -45,13 +47,11 @@ def open_transport(
         return MemmapTransport(seen_as or folder)
     if name == "adapter":
         return MemmapTransport(seen_as or folder, "adapter")
-    given = {"device": device, "buffer_bytes": buffer_bytes, "num_buffers": num_buffers}
+    given = {"device": device, "buffer_bytes": buffer_bytes, "num_buffers": num_buffers, "fan_out": fan_out}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if name == "gloo":
         from torchrl_moe.weight_update.transports.gloo import GlooTransport
 
-        if "buffer_bytes" in options:
-            options["bucket_bytes"] = options.pop("buffer_bytes")
         return GlooTransport(folder, address or LOOPBACK, **options)
     if name == "nccl":
         from torchrl_moe.weight_update.transports.nccl import NcclTransport

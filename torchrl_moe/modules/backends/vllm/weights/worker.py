@@ -27,7 +27,7 @@ from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.modules.backends.vllm.weights.shadow import ShadowModel, reason_against
 from torchrl_moe.modules.backends.vllm.weights.staging import Staging, TensorStream, run_politely
 from torchrl_moe.weight_update.store import Manifest
-from torchrl_moe.weight_update.transports.base import Receiver
+from torchrl_moe.weight_update.transports.base import PassesOn, Receiver
 from torchrl_moe.weight_update.transports.registry import open_receiver
 
 __all__ = ["InitInfo", "UpdateInfo", "WeightEngine"]
@@ -107,6 +107,13 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             reason = self._find_reason() if shadow else "plain was asked for"
         self._staging = Staging(manifest, receiver, self._shadow, reason, verify=verify, threads=threads)
         return True
+
+    def pass_on(self, order: dict[str, Any]) -> None:
+        """Send a version that was received to another replica; see ``Relay.pass_on``. Returns at once."""
+        receiver = self._open()
+        if not isinstance(receiver, PassesOn):
+            raise WeightSyncError("what came by this transport cannot be passed on")
+        receiver.pass_on(order)
 
     def _is_busy(self) -> bool:
         """Whether a thread is at the shadow still; it is told to stop."""
