@@ -63,6 +63,11 @@ def senders() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "weight-sender"]
 
 
+def boards(transport: NcclTransport) -> list[Path]:
+    assert transport._place._folder is not None
+    return list(Path(transport._place._folder.name).iterdir())
+
+
 def same(model: FakeModel, sent: dict[str, Tensor]) -> bool:
     return model.loaded.keys() == sent.keys() and all(
         torch.equal(model.loaded[name], tensor) and model.loaded[name].dtype == tensor.dtype
@@ -232,6 +237,7 @@ def test_workers_that_do_not_come_cost_a_deadline_of_ours(transport: NcclTranspo
     with pytest.raises(SyncTimeout, match="the 3 ranks of a NCCL group did not meet: the time is up"):
         transport.open(replica, 0.1)
     released.set()
+    assert boards(transport) == []
     assert FakeGroup.made == []  # NCCL, which knows no deadline, was not asked
 
 
@@ -250,6 +256,7 @@ def test_nothing_is_left_of_replicas_that_are_restarted(transport: NcclTransport
         transport.open(replica, SECONDS)
     assert len(senders()) == before + 1
     assert [group.aborted.is_set() for group in of_trainer()] == [True] * 4 + [False]
+    assert len(boards(transport)) == 1
     for _ in range(5):
         replica = GpuReplica(workers=1)
         transport.stage(replica, manifest, StageOptions(), SECONDS)
@@ -261,6 +268,9 @@ def test_nothing_is_left_of_replicas_that_are_restarted(transport: NcclTransport
     assert kept() is None
     until(lambda: len(senders()) == before)
     assert all(group.aborted.is_set() for group in of_trainer())
+    assert boards(transport) == []
+    transport.close()
+    assert transport._place._folder is None
 
 
 def test_a_version_that_cannot_be_sent_is_said_aloud_and_the_workers_are_told(

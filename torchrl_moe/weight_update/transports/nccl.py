@@ -54,7 +54,7 @@ def _ready(load: int, rank: int) -> str:
 
 
 def _left(rank: int) -> str:
-    """Return the key by which a rank says that it has left the group."""
+    """Return the key by which a worker says that it has left the group."""
     return f"torchrl_moe/left/{rank}"
 
 
@@ -120,7 +120,7 @@ class NcclTransport:
     def _meet(self, replica: Peer, workers: int, timeout: float) -> _Link:
         deadline, world_size = time.monotonic() + timeout, workers + RANK_OFFSET
         where, unique_id = self._place.begin(), new_unique_id()
-        board = self._place.meet(where, timeout)  # it stays until the transport ends: workers look whether we left
+        board = self._place.meet(where, timeout)  # it is there as long as the group: workers look for that
         options = {
             "meeting": where,
             "unique_id": unique_id.hex(),
@@ -139,13 +139,13 @@ class NcclTransport:
                 answer.result()  # raises what the replica says
             return ""
 
-        meet(board, TRAINER, world_size, deadline, lost)
-        group = NcclGroup(unique_id, TRAINER, world_size, self._device, deadline, lost)
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(board.close)
+            meet(board, TRAINER, world_size, deadline, lost)
+            group = NcclGroup(unique_id, TRAINER, world_size, self._device, deadline, lost)
+            on_failure.callback(group.abort)
             answer.result(max(deadline - time.monotonic(), 0.0))
-        except BaseException:
-            group.abort()
-            raise
+            on_failure.pop_all()
         known = weakref.ref(replica)  # what the link keeps must not keep the replica
         return _Link(group, board, world_size, self._reader, self._buffers, lambda: _lives(known()))
 
@@ -179,6 +179,7 @@ class NcclTransport:
         for replica in list(self._links):
             self._drop(replica)
         self._place.close()
+        self._place.close()
 
 
 def _tensor(flat: Any) -> Tensor:
@@ -200,7 +201,7 @@ class _Link:
 
     Args:
         group: the communicator.
-        board: where the workers say what they do.
+        board: where the workers say what they do; closed with the group.
         world_size: of the group.
         reader: of the weight store.
         buffers: bytes of one, and how many.
@@ -235,12 +236,14 @@ class _Link:
             self._send_when_asked()
         except (RuntimeError, OSError, ValueError, TorchRLMoEError) as error:
             if not self._lost():
-                traceback.print_exception(error)  # nobody waits here; the workers are told below
+                traceback.print_exception(error)  # nobody waits here
         finally:
             self.broken = True
-            with contextlib.suppress(RuntimeError, OSError):  # of the board
-                self._board.set(_left(TRAINER), b"")
-            self._group.abort()
+            self._end()
+
+    def _end(self) -> None:
+        self._board.close()  # by which the workers know
+        self._group.abort()
 
     def _send_when_asked(self) -> None:
         load = 0
@@ -278,7 +281,7 @@ class _Link:
         self._closed.set()
         if threading.current_thread() is not self._thread:  # which may be the one that collects a replica
             self._thread.join(CLOSE_SECONDS)
-        self._group.abort()  # the thread may be in a call of NCCL, which returns then
+        self._end()  # the thread may be in a call of NCCL, which returns then
 
 
 # -- a worker's end ---------------------------------------------------------------------------------------------------
@@ -321,10 +324,10 @@ class NcclReceiver:
 
     def _lost(self) -> str:
         try:
-            left = self._board.check([_left(TRAINER)])
+            self._board.check([_left(self._rank)])
         except (RuntimeError, OSError) as error:  # the board is the trainer's, and ends with it
             return f"the trainer left: {error}"
-        return "the trainer left" if left else ""
+        return ""
 
     def manifest(self, version: int) -> Manifest:
         """Refuse: only what was staged has a manifest here."""

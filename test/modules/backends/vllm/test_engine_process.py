@@ -243,6 +243,20 @@ def test_a_request_that_comes_while_the_engine_sleeps_is_answered_when_it_is_awa
     ]
 
 
+def test_an_engine_that_gets_adapters_alone_may_not_sleep(serve: Serve) -> None:
+    async def script(bench: Bench) -> None:
+        bench.process._sends_adapters = True
+        bench.call(1, "sleep", level=1, mode="wait")
+        await bench.until_sent(1)
+
+    bench = serve(script)
+    assert bench.sent[0][2:] == (
+        "value",
+        "sleep: lora='adapter' loads into memory that would be gone: use lora='merged'",
+    )
+    assert bench.engine.calls == []
+
+
 def test_a_driver_that_has_left_has_no_claim_to_the_weights(serve: Serve) -> None:
     ask = {"takeover": False}
 

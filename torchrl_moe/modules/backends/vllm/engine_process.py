@@ -106,7 +106,8 @@ class EngineProcess(WeightCommands):
         )
         weights.in_flight = requests
         self.sleeping = EngineSleep(engine, weights)
-        super().__init__(weights, requests, AdapterVersions(engine, requests), self.sleeping.swap)
+        adapters = AdapterVersions(engine, requests, self.sleeping.check_awake)
+        super().__init__(weights, requests, adapters, self.sleeping.swap)
         self._inbox = inbox
         self._send = send
         self._death_reported = False
@@ -168,6 +169,8 @@ class EngineProcess(WeightCommands):
         await self.sleeping.resume()
 
     async def command_sleep(self, level: int, mode: PauseMode) -> None:
+        if self._sends_adapters:
+            raise ValueError("sleep: lora='adapter' loads into memory that would be gone: use lora='merged'")
         await self.sleeping.sleep(level, mode)
 
     async def command_wake_up(self, tags: list[str] | None) -> None:

@@ -39,18 +39,19 @@ class EngineSleep:
         self._asked = 0  # the last word counts
         self._turn = asyncio.Lock()  # nobody sleeps in a swap
 
-    def _check_awake(self, what: str) -> None:
+    def check_awake(self, what: str) -> None:
+        """Raise an ``EngineError`` if it sleeps, or a part of it does."""
         if self._asleep:
             raise EngineError(f"{what}: the engine sleeps; wake_up() first")
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """Pause the engine for the user; ``EngineError`` if it sleeps."""
-        self._check_awake("pause")
+        self.check_awake("pause")
         await self._weights.pause(mode, clear_cache)
 
     async def resume(self) -> None:
         """Resume the engine for the user; ``EngineError`` if it sleeps."""
-        self._check_awake("resume")
+        self.check_awake("resume")
         await self._weights.resume()
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
@@ -70,7 +71,7 @@ class EngineSleep:
             raise ValueError("sleep: start the engine with enable_sleep_mode=True; vLLM has it on GPUs only")
         if self._asleep == {WEIGHTS, REST} and level == self._level:
             return
-        self._check_awake("sleep")
+        self.check_awake("sleep")
         self._asked = mine = self._asked + 1
         self._was_paused = await self._engine.is_paused()
         self._weights.awake.clear()

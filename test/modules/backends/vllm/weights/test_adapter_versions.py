@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support.llm import FakeLLM
-from torchrl_moe._errors import DigestMismatch, ManifestMismatch, WeightSyncError
+from torchrl_moe._errors import DigestMismatch, EngineError, ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.backends.process.parent_watch import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.vllm.weights import adapter_versions
 from torchrl_moe.modules.backends.vllm.weights.adapter_versions import FIRST_NUMBER, AdapterVersions
@@ -183,3 +183,17 @@ def test_an_engine_without_lora_says_what_to_pass(tmp_path: Path) -> None:
         bench.versions.init({"folder": str(bench.folder)}, False)
     with pytest.raises(WeightSyncError, match="not initialised"):
         asyncio.run(bench.versions.stage(1))
+
+
+def test_none_is_loaded_into_an_engine_that_sleeps(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        def refuse(what: str) -> None:
+            raise EngineError(f"{what}: the engine sleeps")
+
+        bench.versions = AdapterVersions(bench.engine, bench.requests, refuse)  # type: ignore[arg-type]
+        bench.versions.init({"folder": str(bench.folder)}, False)
+        with pytest.raises(EngineError, match="the update of an adapter: the engine sleeps"):
+            await bench.stage(1)
+        assert bench.engine.adapters == {}
+
+    run(script)

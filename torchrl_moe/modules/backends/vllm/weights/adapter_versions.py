@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,11 @@ class AdapterVersions:
     Args:
         engine: the ``AsyncLLM``.
         requests: of the engine; those without an adapter of their own get ours.
+        check: of what is about to be done to the engine: raises if that cannot be now.
     """
 
-    def __init__(self, engine: Any, requests: EngineRequests) -> None:
-        self._engine, self._requests = engine, requests
+    def __init__(self, engine: Any, requests: EngineRequests, check: Callable[[str], None] = lambda _: None) -> None:
+        self._engine, self._requests, self._check = engine, requests, check
         self._store: Path | None = None
         self._numbers = itertools.count(FIRST_NUMBER)
         self._staged: _Loaded | None = None
@@ -87,7 +88,9 @@ class AdapterVersions:
         Raises:
             WeightSyncError: the store does not have it whole, or :meth:`init` was not called.
             ManifestMismatch: the engine cannot load it, or would leave a part of it out.
+            EngineError: the engine sleeps.
         """
+        self._check("the update of an adapter")
         if self._store is None:
             raise WeightSyncError("the weight transport is not initialised: call init_all_workers_group() first")
         started = time.perf_counter()
