@@ -19,7 +19,7 @@ from benchmarks.report import finish
 from benchmarks.syncing import gloo, load, pause, store
 
 PARTS = {
-    "store": (store.against_copies, store.by_tensor_count, store.torn_reads),
+    "store": (store.against_copies, store.by_tensor_count, store.torn_reads, store.versions, store.manifests),
     "gloo": (gloo.against_bare,),
     "pause": (pause.pauses,),
     "load": (load.under_load,),

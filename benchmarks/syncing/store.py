@@ -1,5 +1,6 @@
 """One host: publish a version, and copy it verified into another process's memory; what a plain memory copy takes; and
-what TorchRL's double buffer takes for the same tensors.
+what TorchRL's double buffer takes for the same tensors. Versions that are files, whole and as deltas. What the manifest
+of a large model costs, and how long it keeps an engine's event loop waiting.
 
 vLLM's own reload is not part of this. Everything lies in shared memory; the reader's destination is allocated and
 touched before. Copies run in one thread.
@@ -7,6 +8,7 @@ touched before. Copies run in one thread.
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import shutil
 import statistics
@@ -24,13 +26,16 @@ from torch import Tensor
 
 from benchmarks.report import Row, median_range
 from torchrl_moe._errors import ManifestMismatch
-from torchrl_moe.weight_update.store import WeightStoreReader, WeightStoreWriter
+from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
+from torchrl_moe.weight_update.store import Manifest, VersionsWriter, WeightStoreReader, WeightStoreWriter
 
 SIZES = {"400 MB": 400_000_000, "2 GB": 2_000_000_000}
 TENSORS = 738  # of a MoE of 48 experts in 4 layers, one by one
 COUNTS = (231, 2_000, 10_000, 40_000)
 ROUNDS, WARM_UP = 7, 2
 LIMIT = 3.0  # times a plain memory copy
+LARGE_MODEL = 36_096  # tensors of a MoE of 94 layers and 128 experts
+TICK_SECONDS, LOOP_LIMIT_MS = 0.001, 5.0
 TORN_READS, TORN_TENSORS, TORN_BYTES = 40, 64, 32_000_000
 
 
@@ -127,23 +132,25 @@ class Contest:
 
     def by_ours(self) -> float:
         """Publish, and have it read."""
-        self._change()
+        self.change()
         self.version += 1
         published = timed(lambda: self.writer.publish(self.tensors.items(), self.version))
-        return published + self._checked(self.reading.read(self.ours, self.version))
+        return published + self.checked(self.reading.read(self.ours, self.version))
 
     def by_theirs(self) -> float:
         """The same by TorchRL's transport."""
         from torchrl.weight_update.llm.vllm_double_buffer import VLLMDoubleBufferTransport
 
-        self._change()
+        self.change()
         published = timed(lambda: VLLMDoubleBufferTransport(self.theirs).send_weights("model", self.tensors))
-        return published + self._checked(self.reading.read(self.theirs, None))
+        return published + self.checked(self.reading.read(self.theirs, None))
 
-    def _change(self) -> None:
+    def change(self) -> None:
+        """Change the first tensor."""
         next(iter(self.tensors.values())).add_(1.0)
 
-    def _checked(self, answer: tuple[float, int]) -> float:
+    def checked(self, answer: tuple[float, int]) -> float:
+        """Return a reader's seconds, if it has the right bytes."""
         seconds, total = answer
         sums = [
             tensor.view(torch.int32).numpy().view(np.uint32).sum(dtype=np.uint64) for tensor in self.tensors.values()
@@ -270,4 +277,87 @@ def torn_reads() -> list[Row]:
             met=own == 0,
         ),
         Row(claim=f"reads that mix two versions while a writer goes on, of {TORN_READS}: TorchRL's", value=str(other)),
+    ]
+
+
+def versions() -> list[Row]:
+    """Return the time to publish files and to copy them verified, in plain copies: whole, and one tensor in deltas."""
+    return [versions_by(delta) for delta in (False, True)]
+
+
+def versions_by(delta: bool) -> Row:
+    """Return one of these times."""
+    contest = Contest(SIZES["400 MB"], TENSORS)
+    folder = tempfile.mkdtemp(prefix="torchrl_moe-bench-", dir="/dev/shm")
+    writer, copies = VersionsWriter(folder, delta=delta), []
+    for version in range(1, 1 + WARM_UP + ROUNDS):
+        contest.change()
+        published = timed(lambda number=version: writer.publish(contest.tensors.items(), number))
+        copies.append((published + contest.checked(contest.reading.read(folder, version))) / contest.plain())
+    contest.end()
+    shutil.rmtree(folder)
+    what = "1 of 738 tensors changed" if delta else "whole"
+    return Row(
+        claim=f"400 MB in files, {what}: publish + verified copy, in plain memory copies",
+        value=median_range(copies[WARM_UP:]),
+    )
+
+
+class NoWorkers:
+    """The engine of workers that stage at once, after they have been busy for two questions."""
+
+    def __init__(self) -> None:
+        self._answers = iter([[False], [False], [True]])
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        """Do nothing."""
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Answer as workers do that have no shadow."""
+        del args
+        if method == "torchrl_moe_stage":
+            return next(self._answers)
+        return [{"running": False, "stage": "plain", "reason": "", "fetched": 0.0, "loaded": 0.0, "error": None}]
+
+
+async def longest_wait(work: Any) -> float:
+    """Return for how many ms an event loop was late at worst while something ran in it."""
+    task, late = asyncio.ensure_future(work), 0.0
+    while not task.done():
+        before = time.perf_counter()
+        await asyncio.sleep(TICK_SECONDS)
+        late = max(late, time.perf_counter() - before - TICK_SECONDS)
+    await task
+    return 1000 * late
+
+
+def manifests() -> list[Row]:
+    """Return what a large model's manifest costs to read, and how it holds up the event loop of a staging engine."""
+    tensors = {f"model.layers.{i // 384}.mlp.experts.{i % 384}.weight": torch.ones(16) for i in range(LARGE_MODEL)}
+    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    reads, waits, idle = [], [], []
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        writer = WeightStoreWriter(folder)
+        for version in range(1, 1 + WARM_UP + ROUNDS):
+            text = writer.publish(tensors.items(), 2 * version).to_json()
+            reads.append(1000 * timed(lambda text=text: Manifest.from_json(text)))
+
+            async def stage(number: int) -> None:
+                weights = EngineWeights(NoWorkers(), lambda: kinds)
+                await weights.init("memmap", {"folder": folder})
+                waits.append(await longest_wait(weights.stage(number, "auto", "digest", 1, None)))
+                idle.append(await longest_wait(asyncio.sleep(0.3)))
+
+            writer.publish(tensors.items(), 2 * version + 1)
+            asyncio.run(stage(2 * version + 1))
+    longest = statistics.median(waits[WARM_UP:])
+    return [
+        Row(claim=f"a manifest of {LARGE_MODEL} tensors is read, ms", value=median_range(reads[WARM_UP:])),
+        Row(
+            claim=f"{LARGE_MODEL} tensors staged: the engine's event loop waits at worst, ms (nothing staged: "
+            f"{median_range(idle[WARM_UP:])})",
+            value=median_range(waits[WARM_UP:]),
+            target=f"<= {LOOP_LIMIT_MS:g}",
+            met=longest <= LOOP_LIMIT_MS,
+        ),
     ]

@@ -33,6 +33,7 @@ class FakeLLM:
         self.reports: list[list[dict[str, Any]]] = [[report()]]  # of staging, one per look; the last stays
         self.whole: Any = [True]
         self.on_resume: Callable[[], None] = lambda: None
+        self.model_config = SimpleNamespace(enable_sleep_mode=True)
         self.vllm_config = SimpleNamespace(lora_config=SimpleNamespace() if lora else None)
         self.adapters: dict[int, str] = {}  # number -> the file, of those that are loaded
         self.unused: list[list[str]] = [[]]  # what each worker does not take of the next
@@ -70,6 +71,12 @@ class FakeLLM:
     async def resume_generation(self) -> None:
         await self._step("resume")
         self.on_resume()
+
+    async def sleep(self, level: int, mode: str) -> None:
+        await self._step("sleep", level, mode)
+
+    async def wake_up(self, tags: list[str]) -> None:
+        await self._step("wake_up", tags)
 
     async def abort(self, request_ids: list[str]) -> None:
         await self._step("abort", sorted(request_ids))

@@ -57,7 +57,10 @@ class ToyEngine:
     def __init__(self) -> None:
         self.errored = False
         self.model_config = SimpleNamespace(
-            trust_remote_code=False, logprobs_mode="processed_logprobs", get_vocab_size=lambda: 259
+            enable_sleep_mode=True,
+            trust_remote_code=False,
+            logprobs_mode="processed_logprobs",
+            get_vocab_size=lambda: 259,
         )
         self.vllm_config = SimpleNamespace(
             model_config=self.model_config,
@@ -131,7 +134,13 @@ class ToyEngine:
         self.going.set()
 
     async def is_paused(self) -> bool:
-        return False
+        return not self.going.is_set()
+
+    async def sleep(self, level: int, mode: str) -> None:
+        self.calls.append(("sleep", level, mode))
+
+    async def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(("wake_up", tags))
 
     async def reset_prefix_cache(self) -> int:
         return 1

@@ -19,7 +19,7 @@ from torch import nn
 from support.engines import EngineShelf
 from support.reference import TOLERANCE, Reference
 from support.services import RestartingService
-from support.waiting import until
+from support.waiting import in_thread, until
 from support.weights import Connect, always, soft, value_in, weights
 from torchrl_moe._errors import EngineError, ManifestMismatch, NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM
@@ -62,6 +62,20 @@ def test_all_check_first_then_one_after_another_is_swapped(connect: Connect) -> 
     assert [(command, index) for command, index, _ in swaps] == [("swap_weights", i) for i in range(3)]
     for _, index, states in swaps:  # at most one is away, and it is this one
         assert states == ["SYNCING" if i == index else "SERVING" for i in range(3)]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_sleeps_is_updated_and_answers_once_it_is_awake(connect: Connect, level: int) -> None:
+    engine = FakeFleet(2)
+    sender = connect(engine)
+    engine.sleep(level)
+    asked = in_thread(lambda: engine.generate([1], {"max_tokens": 2}, use_tqdm=False, timeout_seconds=60.0))
+    report = sender.update_weights(weights(10))
+    assert (report.failed, engine.versions) == ({}, [1, 1])
+    assert [fake._asleep for fake in engine.fakes] == [{"kv_cache"}] * 2
+    assert not asked.done()
+    engine.wake_up()
+    assert asked.result(60.0).outputs[0].policy_versions.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(("kv", "clear_cache"), [("salt", False), ("recompute", True)])

@@ -91,6 +91,8 @@ class FakeReplica(Commands):
         self._running: dict[str, _Running] = {}
         self._changed = threading.Condition()
         self._paused = False
+        self._asleep: set[str] = set()  # vLLM's tags of what sleeps
+        self._weights_lost = False
         self._finishing: set[str] = set()  # what a pause lets finish
         self._stalled = False
         self._dead: str | None = None
@@ -167,7 +169,7 @@ class FakeReplica(Commands):
         with self._changed:
             self.submitted.append(request)
             taken = request.request_id in self._running
-            at_once = not seconds and not self._paused and not self._stalled
+            at_once = not (seconds or self._paused or self._asleep or self._stalled)
             dies = self._dead is None and self.die_under is not None and self.die_under(request)
             dead = self._dead
             if dead is None and not dies and reason is None and not taken and not at_once:
@@ -187,7 +189,8 @@ class FakeReplica(Commands):
         return future
 
     def _holds(self, entry: _Running) -> bool:
-        return self._stalled or (self._paused and entry.request.request_id not in self._finishing)
+        waits = self._paused or bool(self._asleep)
+        return self._stalled or (waits and entry.request.request_id not in self._finishing)
 
     def _generate(self, entry: _Running, seconds: float) -> None:
         def is_disturbed() -> bool:
@@ -235,6 +238,10 @@ class FakeReplica(Commands):
             return self._pause(**arguments, timeout=timeout)
         if name == "resume":
             return self._resume()
+        if name == "sleep":
+            return self._sleep(**arguments, timeout=timeout)
+        if name == "wake_up":
+            return self._wake_up(**arguments)
         answers: dict[str, Callable[[], Any]] = {
             "set_seed": lambda: setattr(self, "seed", arguments["seed"]),
             "reset_prefix_cache": lambda: not self._running,
@@ -261,6 +268,24 @@ class FakeReplica(Commands):
     def _resume(self) -> None:
         with self._changed:
             self._paused = False
+            self._changed.notify_all()
+
+    def _sleep(self, level: int, mode: PauseMode, timeout: float) -> None:
+        """Hold what comes, as a pause does; one that was before holds afterwards too."""
+        was_paused = self._paused
+        try:
+            self._pause(mode, True, timeout)
+            self._asleep, self._weights_lost = {"weights", "kv_cache"}, level == 2
+        finally:
+            if not was_paused:
+                self._resume()
+
+    def _wake_up(self, tags: Sequence[str] | None) -> None:
+        wanted = {"weights", "kv_cache"} if tags is None else set(tags)
+        if self._weights_lost and "kv_cache" in wanted:
+            raise EngineError("wake_up: sleep of level 2 has dropped the weights; update them first")
+        with self._changed:
+            self._asleep -= wanted
             self._changed.notify_all()
 
     @property

@@ -220,6 +220,8 @@ class FakeWeightReplica(FakeReplica):
         if digest != self._staged_digest:
             return SwapReport(started=False, error=f"version {version} is not what was staged last")
         del pause, clear_cache, canary, patience
+        self._wake_up(["weights"])
+        self._weights_lost = False
         if self._adapters is not None:
             self.weights, self.version = self._adapter, version
             return SwapReport()

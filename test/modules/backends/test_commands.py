@@ -38,6 +38,8 @@ COMMANDS: dict[str, tuple[Callable[[Commands], Any], Any, Any, dict[str, Any]]] 
     # name: how it is called with a limit of 3 s, what comes, what that becomes, what is sent
     "pause": (lambda r: r.pause("keep", True, 3), None, None, {"mode": "keep", "clear_cache": True}),
     "resume": (lambda r: r.resume(3), None, None, {}),
+    "sleep": (lambda r: r.sleep(2, "wait", 3), None, None, {"level": 2, "mode": "wait"}),
+    "wake_up": (lambda r: r.wake_up(("weights",), 3), None, None, {"tags": ["weights"]}),
     "stats": (lambda r: r.stats(3), ReplicaStats(running=1), ReplicaStats(running=1), {}),
     "reset_prefix_cache": (lambda r: r.reset_prefix_cache(3), 1, True, {}),
     "set_seed": (lambda r: r.set_seed(5, 3), None, None, {"seed": 5}),

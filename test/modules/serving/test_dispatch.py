@@ -448,9 +448,9 @@ def test_ctrl_c_while_waiting_for_a_replica_leaves_nothing(serve: Any, interrupt
 def test_late_requests_are_aborted_and_the_finished_ones_are_kept(serve: Any) -> None:
     lb = serve(2, token_seconds=slow_if("b", "e"))
     with pytest.raises(
-        GenerationTimeout, match=r"2 of 5 requests were not finished within 0\.2 s and were ab"
+        GenerationTimeout, match=r"2 of 5 requests were not finished within 1 s and were ab"
     ) as caught:
-        run(lb, "abcde", timeout=0.2)
+        run(lb, "abcde", timeout=1.0)
     assert whole(caught.value) == ["a", None, "c", "d", None]
     assert caught.value.__context__ is None
     assert [replica.asked("abort") for replica in replicas(lb)] == [["e"], ["b"]]
@@ -460,7 +460,7 @@ def test_late_requests_are_aborted_and_the_finished_ones_are_kept(serve: Any) ->
 def test_a_timeout_survives_pickling_with_what_had_finished(serve: Any) -> None:
     lb = serve(1, token_seconds=slow_if("b"))
     with pytest.raises(GenerationTimeout) as caught:
-        run(lb, "ab", timeout=0.1)
+        run(lb, "ab", timeout=1.0)
     copy = pickle.loads(pickle.dumps(caught.value))
     assert str(copy) == str(caught.value)
     assert copy.partial[0].outputs[0].token_ids.tolist() == caught.value.partial[0].outputs[0].token_ids.tolist()
@@ -511,7 +511,7 @@ def test_of_two_refusals_the_first_by_position_is_told(serve: Any) -> None:
 def test_what_late_requests_had_so_far_is_kept_in_input_order(serve: Any) -> None:
     lb = serve(1, token_seconds=lambda r: 0.01 if r.request_id == "b" else 0.0)
     with pytest.raises(GenerationTimeout) as caught:
-        run(lb, "abc", timeout=0.3, max_tokens=100_000 // 25)
+        run(lb, "abc", timeout=1.0, max_tokens=100_000 // 25)
     got = [(c.request_id, c.aborted, len(c.outputs[0].token_ids)) for c in caught.value.partial]
     assert got[0] == ("a", False, 4000) and got[2] == ("c", False, 4000)
     assert got[1][:2] == ("b", True) and 0 < got[1][2] < 4000

@@ -59,6 +59,65 @@ def test_pause_abort_cuts_requests_short(serve: Any) -> None:
     engine.resume()
 
 
+def test_requests_that_come_while_the_engines_sleep_wait_until_they_wake_up(serve: Any) -> None:
+    engine = serve(2, token_seconds=0.01)
+    running = in_thread(lambda: ask(engine, ["a", "b"]))
+    until_running(engine, [1, 1])
+    engine.sleep()
+    assert [completion.outputs[0].finish_reason for completion in running.result(60.0)] == ["length", "length"]
+    call = in_thread(lambda: ask(engine, ["a", "b"]))
+    until_running(engine, [1, 1])
+    for command in (engine.pause, engine.resume):
+        with pytest.raises(RuntimeError, match=r"the engines sleep; wake_up\(\) first"):
+            command()
+    engine.wake_up(["weights"])
+    assert not call.done()
+    engine.wake_up()
+    assert [completion.outputs[0].finish_reason for completion in call.result(60.0)] == ["length", "length"]
+    engine.wake_up()
+
+
+def test_engines_that_were_paused_before_they_slept_are_paused_afterwards(serve: Any) -> None:
+    engine = serve(2)
+    engine.pause()
+    engine.sleep()
+    engine.wake_up()
+    with pytest.raises(GenerationTimeout):
+        ask(engine, timeout_seconds=0.1)
+    engine.resume()
+    ask(engine)
+
+
+def test_a_sleep_that_failed_on_one_replica_is_taken_back_on_the_others(serve: Any) -> None:
+    engine = serve(2)
+    sleep = engine.replicas[1].sleep
+
+    def fail(*arguments: Any) -> None:
+        raise EngineError("memory usage increased")
+
+    engine.replicas[1].sleep = fail
+    with pytest.raises(EngineError, match="memory usage increased"):
+        engine.sleep()
+    assert len(ask(engine, ["a", "b"], timeout_seconds=60.0)) == 2
+    engine.replicas[1].sleep = sleep
+    engine.sleep(2)
+    with pytest.raises(EngineError, match="has dropped the weights; update them first"):
+        engine.wake_up()
+    with pytest.raises(RuntimeError, match="the engines sleep"):
+        engine.resume()
+    with pytest.raises(ValueError, match="mode must be 'keep', 'wait' or 'abort', got 'deep'"):
+        engine.sleep(1, "deep")
+
+
+def test_a_replica_that_is_restarted_meanwhile_sleeps_too(fleet: Any) -> None:
+    service = fleet(2)
+    service.sleep()
+    service.kill(0)
+    until(lambda: service.restarts == [1, 0] and service.replica_table[0].replica._asleep)
+    service.wake_up()
+    assert ask(service, actor_index=0, timeout_seconds=60.0).metrics.replica == 0
+
+
 def test_a_replica_that_is_restarted_meanwhile_comes_back_paused(fleet: Any) -> None:
     service = fleet(2)
     service.pause()

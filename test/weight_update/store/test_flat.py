@@ -75,6 +75,6 @@ def test_an_empty_file_can_be_mapped_and_a_missing_one_cannot(tmp_path: Path) ->
     empty = MappedFile(tmp_path / "empty")
     assert empty.tensor(TensorEntry("a", "float32", (0, 2), 0, "0" * 16)).shape == (0, 2)
     with pytest.raises(ManifestMismatch, match="has 0 bytes of tensors, a ends at 4"):
-        empty.check([TensorEntry("a", "float32", (), 0, "0" * 16)])
+        empty.check(TensorEntry("a", "float32", (), 0, "0" * 16))
     with pytest.raises(ManifestMismatch, match="missing of the weight store cannot be opened: No such file"):
         MappedFile(tmp_path / "missing")

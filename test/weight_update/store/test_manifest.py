@@ -33,6 +33,9 @@ def test_sizes_and_ends_follow_from_shapes() -> None:
     manifest = Manifest(3, 1, ENTRIES)
     assert (manifest.nbytes, manifest.extent) == (26, 128)
     assert Manifest(3, None, elsewhere(2)).extent == 0
+    assert Manifest(3, None, elsewhere(None, 2, 2)).last == {None: ENTRIES[0], 2: elsewhere(None, 2, 2)[2]}
+    over = (TensorEntry("d", "int8", (900,), 0, "0" * 16), *ENTRIES)  # one that others lie in
+    assert Manifest(3, 1, over).last == {None: over[0]}
     assert manifest.tensors["b"] == (torch.bfloat16, torch.Size([]))
 
 
@@ -156,8 +159,8 @@ def edited(*pairs: str) -> str:
         ("", "is damaged"),
         ('{"__metadata__":{"xxh3":"', "is damaged"),
         ("[]", "is damaged"),
-        (sealed('{"__metadata__":{"xxh3":"' + "0" * 32), "not one of this format: ValueError"),
-        (sealed(BASE[:-9]), "not one of this format: ValueError"),
+        (sealed('{"__metadata__":{"xxh3":"' + "0" * 32), "not one of this format: DecodeError"),
+        (sealed(BASE[:-9]), "not one of this format: DecodeError"),
         (edited('"manifest":"3"', '"manifest":"2"'), "format '2', this release reads '3'"),
         (edited('"version":"3"', '"version":"-1"'), "Expected `int` >= 0"),
         (edited('"version":"3"', '"version":"true"'), "Expected `int`, got `bool`"),
@@ -165,26 +168,26 @@ def edited(*pairs: str) -> str:
         (edited('"version":"3"', '"slot":"3"'), "KeyError: 'version'"),
         (edited('"version":"3"', '"version":"3","slot":"../../x"'), "JSON is malformed"),
         (edited('"version":"3"', f'"version":"{1 << 63}"'), "Expected `int` <= "),
-        (edited('"version":"3"', '"version":"3","slot":"1"'), "b lies in version 2, at position 1, of version 0"),
+        (edited('"version":"3"', '"version":"3","slot":"1"'), "b lies in version 2 at 64, as number 1, of 0"),
         (edited('"a":{', '"c":{'), "1 tensors, and 32 digits"),
         (edited("F32", "__class__"), "KeyError: '__class__'"),
         (edited("F32", "C64"), "KeyError: 'C64'"),
         (edited("[2,3]", "[-2,-3]"), "Expected `int` >= 0"),
         (edited("[2,3]", "4"), "Expected `array`, got `int`"),
         (edited("[2,3]", "[2,3.5]"), "Expected `int`, got `float`"),
-        (edited("[2,3]", "[2,4]"), "a ends at 24, by its shape at 32"),
-        (edited("[0,24]", "[2,26]"), "a is not aligned: it begins at 2"),
-        (edited("[0,24]", "[24,0]"), "a ends at 0, by its shape at 48"),
+        (edited("[2,3]", "[2,4]"), "a of 32 bytes begins at 0 and ends at 24"),
+        (edited("[0,24]", "[2,26]"), "a of 24 bytes begins at 2 and ends at 26"),
+        (edited("[0,24]", "[24,0]"), "a of 24 bytes begins at 24 and ends at 0"),
         (edited("[0,24]", "[-24,0]"), "Expected `int` >= 0"),
         (edited("[0,24]", '[0,24],"path":"/etc/passwd"'), "unknown field `path`"),
         (edited("0123456789abcdef", "0123456789abcde"), "2 tensors, and 31 digits of digests"),
-        (edited("0123456789abcdef", "0123456789ABCDEF"), "a has digest '0123456789ABCDEF'"),
-        (edited("f" * 16, "../../../../../x"), "b has digest '../../../../../x'"),
+        (edited("0123456789abcdef", "0123456789ABCDEF"), "digests have b'ABCD' in them"),
+        (edited("f" * 16, "../../../../../x"), "digests have b'../.' in them"),
         (edited("f" * 16, "f" * 15), "Expected `str` of length >= 16"),
-        (edited("[1,2,", "[1,3,"), "b lies in version 3, at position 1, of version 3"),
+        (edited("[1,2,", "[1,3,"), "b lies in version 3 at 64, as number 1, of 3"),
         (edited("[1,2,", "[1,null,"), "Expected `int`, got `null`"),
-        (edited("[1,2,", "[3,2,"), "a position is too high"),
-        (edited(',"b":', ',"a":'), "or a name comes twice"),
+        (edited("[1,2,", "[3,2,"), "a position is 3, of 3 tensors"),
+        (edited(',"b":', ',"a":'), "a name comes twice"),
     ],
 )
 def test_a_text_that_is_no_manifest_is_refused(text: str, words: str) -> None:

@@ -46,6 +46,14 @@ class Commands(abc.ABC):
         """Undo :meth:`pause`."""
         self._command("resume", timeout)
 
+    def sleep(self, level: int, mode: PauseMode, timeout: float) -> None:
+        """Give up the memory of weights and cache; see the protocol."""
+        self._command("sleep", timeout, level=level, mode=mode)
+
+    def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
+        """Undo :meth:`sleep`, or part of it."""
+        self._command("wake_up", timeout, tags=None if tags is None else list(tags))
+
     def stats(self, timeout: float) -> ReplicaStats:
         """Ask for the engine's stats of this moment."""
         return cast(ReplicaStats, self._command("stats", timeout))

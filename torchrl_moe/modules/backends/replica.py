@@ -255,6 +255,15 @@ class Replica(Protocol):
     def resume(self, timeout: float) -> None:
         """Undo :meth:`pause`."""
 
+    def sleep(self, level: int, mode: PauseMode, timeout: float) -> None:
+        """Give up the memory of the cache, and of the weights: 1 keeps them in host memory, 2 drops them.
+
+        Requests that come wait. ``mode`` says what becomes of those in flight; a weight update wakes the weights.
+        """
+
+    def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
+        """Undo :meth:`sleep`; ``tags``: of ``"weights"`` and ``"kv_cache"``, or both."""
+
     def stats(self, timeout: float) -> ReplicaStats:
         """Ask for the engine's stats of this moment."""
 

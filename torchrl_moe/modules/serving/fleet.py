@@ -59,6 +59,7 @@ class Fleet:
         self.bring: Bring | None = None
         self._make_replica = make_replica
         self._paused = False  # by the user
+        self._sleep_level: int | None = None  # the same
         self._pausing = threading.Lock()
         self._adding = threading.Lock()
         self._supervisor = Supervisor(
@@ -245,8 +246,8 @@ class Fleet:
         Raises:
             EngineError: a replica failed, or was not paused in time. Unless all were paused before, all go on.
         """
-        if mode not in ("keep", "wait", "abort"):
-            raise ValueError(f"mode must be 'keep', 'wait' or 'abort', got {mode!r}")
+        _check_mode(mode)
+        self._check_awake("pause")
         before = self._note_pause(True)
         try:
             self.on_all(lambda replica: replica.pause(mode, clear_cache, seconds))
@@ -259,8 +260,46 @@ class Fleet:
 
     def resume(self, seconds: float) -> None:
         """Go on scheduling on all."""
+        self._check_awake("resume")
         self._note_pause(False)
         self.on_all(lambda replica: replica.resume(seconds))
+
+    def sleep(self, level: int, mode: PauseMode, seconds: float) -> None:
+        """Have all give up their memory; one that is restarted meanwhile does too, once it has come up.
+
+        Raises:
+            EngineError: a replica failed, or did not sleep in time. Unless all slept before, all are woken.
+        """
+        _check_mode(mode)
+        before = self._note_sleep(level)
+        try:
+            self.on_all(lambda replica: replica.sleep(level, mode, seconds))
+        except BaseException:
+            self._note_sleep(before)
+            if before is None:
+                with contextlib.suppress(EngineError, RuntimeError):
+                    self.on_all(lambda replica: replica.wake_up(None, seconds))
+            raise
+        self._forget_prefixes()
+
+    def wake_up(self, tags: Sequence[str] | None, seconds: float) -> None:
+        """Undo :meth:`sleep` on all, or part of it."""
+        before = self._note_sleep(None) if tags is None or "kv_cache" in tags else self._sleep_level
+        try:
+            self.on_all(lambda replica: replica.wake_up(tags, seconds))
+        except BaseException:
+            self._note_sleep(before)
+            raise
+
+    def _note_sleep(self, level: int | None) -> int | None:
+        """Note how deep the user wants replicas to sleep, before they are told, and return what it was before."""
+        with self._pausing:
+            before, self._sleep_level = self._sleep_level, level
+            return before
+
+    def _check_awake(self, what: str) -> None:
+        if self._sleep_level is not None:
+            raise RuntimeError(f"{what}: the engines sleep; wake_up() first")
 
     def _take_back_pause(self, seconds: float) -> None:
         """Resume the replicas that a pause has reached: also one that it waits for takes nothing new."""
@@ -274,10 +313,15 @@ class Fleet:
             return before
 
     def _pause_as_the_others(self, replica: Replica, serve: Callable[[], bool]) -> bool:
-        """Pause a replica if all are, then have it serve. Under the lock: a resume comes before this, or reaches it."""
+        """Pause a replica if all are, then have it serve. Under the lock: a resume comes before this, or reaches it.
+
+        The same holds for sleep.
+        """
         with self._pausing:
             if self._paused:
                 replica.pause("keep", False, CALL_SECONDS)
+            if self._sleep_level is not None:
+                replica.sleep(self._sleep_level, "keep", CALL_SECONDS)
             return serve()
 
     def reset_prefix_cache(self) -> bool:
@@ -289,6 +333,11 @@ class Fleet:
     def _forget_prefixes(self) -> None:
         for entry in self.table:
             self.table.forget_prefixes(entry.index)
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in ("keep", "wait", "abort"):
+        raise ValueError(f"mode must be 'keep', 'wait' or 'abort', got {mode!r}")
 
 
 def _last_words(replica: Any) -> str | None:

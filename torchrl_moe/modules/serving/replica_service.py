@@ -168,6 +168,39 @@ class ReplicaService:
         self._check_running("resume")
         self._fleet.resume(timeout_seconds)
 
+    def sleep(self, level: int = 1, mode: PauseMode = "wait", *, timeout_seconds: float = CALL_SECONDS) -> None:
+        """Have all replicas give their GPU's memory to others, to the trainer on the same card, say.
+
+        Requests that come wait for :meth:`wake_up`. An update of the weights wakes the weights, and not the rest. The
+        engines need ``enable_sleep_mode=True``, and GPUs. Nothing to do if they sleep.
+
+        Args:
+            level: 1 drops the KV cache and keeps the weights in host memory, 2 drops both: then the weights must be
+                updated before :meth:`wake_up`.
+            mode: of requests in flight, as in :meth:`pause`; by default they finish first.
+            timeout_seconds: deadline per replica.
+
+        Raises:
+            ValueError: another level, or an engine without sleep mode.
+            EngineError: a replica failed, or did not sleep in time. Unless all slept before, all are woken.
+        """
+        self._check_running("sleep")
+        self._fleet.sleep(level, mode, timeout_seconds)
+
+    def wake_up(self, tags: Sequence[str] | None = None, *, timeout_seconds: float = CALL_SECONDS) -> None:
+        """Take the memory back, and once it is all there go on. Idempotent.
+
+        Args:
+            tags: ``["weights"]``, or ``["kv_cache"]`` for the rest; by default both.
+            timeout_seconds: deadline per replica.
+
+        Raises:
+            ValueError: another tag.
+            EngineError: a replica failed, or its weights were dropped and not updated since.
+        """
+        self._check_running("wake_up")
+        self._fleet.wake_up(tags, timeout_seconds)
+
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; false if some replica could not, because requests are running."""
         self._check_running("reset_prefix_cache")

@@ -136,18 +136,17 @@ class MappedFile:
             return False
         return self.identity == (status.st_dev, status.st_ino, status.st_size)
 
-    def check(self, entries: Iterable[TensorEntry]) -> None:
-        """Refuse tensors that lie past the end; to read there would end the process.
+    def check(self, entry: TensorEntry) -> None:
+        """Refuse a tensor that lies past the end; to read there would end the process.
 
         Raises:
-            ManifestMismatch: one does.
+            ManifestMismatch: it does.
         """
-        for entry in entries:
-            if entry.end > self.size:
-                raise ManifestMismatch(
-                    f"{self.path.name} has {self.size} bytes of tensors, {entry.name} ends at {entry.end}: the file "
-                    "was cut short"
-                )
+        if entry.end > self.size:
+            raise ManifestMismatch(
+                f"{self.path.name} has {self.size} bytes of tensors, {entry.name} ends at {entry.end}: the file was "
+                "cut short"
+            )
 
     def tensor(self, entry: TensorEntry) -> Tensor:
         """Return a tensor as it lies there."""

@@ -8,13 +8,14 @@ are numbers, and an offset is looked up only within its file.
 
 from __future__ import annotations
 
+import io
 import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Annotated, Any, TypeVar
+from typing import IO, Annotated, Any, TypeVar
 
 import msgspec
 import torch
@@ -28,7 +29,7 @@ TensorKind = tuple[torch.dtype, torch.Size]
 FORMAT = "3"
 SHOWN_NAMES = 4
 KEPT_MANIFESTS = 4
-LINE_TENSORS = 256
+LINE_TENSORS = 512
 GIVE_WAY_SECONDS = 2e-5
 NAMES: Mapping[str, str] = {
     **{f"F{bits}": f"float{bits}" for bits in (64, 32, 16)},
@@ -43,7 +44,8 @@ DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in SHOR
 T = TypeVar("T")
 OPENING = '{"__metadata__":'
 START = OPENING + '{"xxh3":"'
-CHECKSUM_DIGITS, DIGEST_DIGITS = 32, 16
+DIGEST_DIGITS = 16
+CHECKED = len(START) + 32  # where that begins which the checksum is of
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Digest = Annotated[str, msgspec.Meta(min_length=DIGEST_DIGITS, max_length=DIGEST_DIGITS)]
@@ -101,7 +103,17 @@ class Manifest:
     @property
     def extent(self) -> int:
         """Bytes of the version's own file that its tensors reach into, gaps for alignment included."""
-        return max((entry.end for entry in self.entries if entry.base is None), default=0)
+        return self.last[None].end if None in self.last else 0
+
+    @cached_property
+    def last(self) -> dict[int | None, TensorEntry]:
+        """The tensor that ends last in each file that has tensors of the version, by their ``base``."""
+        found: dict[int | None, TensorEntry] = {}
+        for some in in_lines(self.entries):
+            for entry in some:
+                if entry.base not in found or entry.end > found[entry.base].end:
+                    found[entry.base] = entry
+        return found
 
     @cached_property
     def digest(self) -> str:
@@ -138,13 +150,14 @@ class Manifest:
         Raises:
             ManifestMismatch: the text is not a manifest of this format.
         """
-        checksum, rest = text[len(START) :][:CHECKSUM_DIGITS], text[len(START) + CHECKSUM_DIGITS :]
-        if not text.startswith(START) or checksum != _checksum(rest):
+        raw = text.encode(errors="replace")
+        checksum = text[len(START) : CHECKED]
+        if not text.startswith(START) or checksum != xxhash.xxh3_128_hexdigest(memoryview(raw)[CHECKED:]):
             raise ManifestMismatch("the manifest is damaged: cut short, written over, or not a weight store's")
         with _reading:
             known = _read.pop(checksum, None)
             if known is None:
-                known = _parsed(text)
+                known = _parsed(raw)
                 known.__dict__["_text"] = text
             _read[checksum] = known
             while len(_read) > KEPT_MANIFESTS:
@@ -221,13 +234,16 @@ def _text_of(manifest: Manifest) -> str:
         if bad := next((e.name for e in some if e.name == "__metadata__" or not _is_text(e.name)), None):
             raise ManifestMismatch(f"no tensor may be named {bad!r}: a file of safetensors cannot have that name")
         digests += (e.digest for e in some if e.base is None)
-        here += [_json(own)[1:-1]] if own else []
-        there += [_json(others)[1:-1]] if others else []
+        here += [f"\n,{_json(own)[1:-1]}"] if own else []
+        there += [f"\n,{_json(others)[1:-1]}"] if others else []
     slot = {} if manifest.slot is None else {"slot": str(manifest.slot)}
     numbers = {"format": "pt", "manifest": FORMAT, "version": str(manifest.version), **slot}
-    lines = [_json({**numbers, "digests": "".join(digests)})[1:-1], *there]
-    rest = '",' + "\n,".join(lines) + "\n}" + "".join(f"\n,{line}" for line in here) + "\n}"
-    return START + _checksum(rest) + rest
+    fields = _json({**numbers, "digests": "".join(digests)})[1:-1]
+    parts = ['",', fields, *there, "\n}", *here, "\n}"]
+    checksum = xxhash.xxh3_128()
+    for part in parts:
+        checksum.update(part.encode())
+    return "".join([START, checksum.hexdigest(), *parts])
 
 
 def _is_text(name: str) -> bool:
@@ -238,85 +254,104 @@ def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _checksum(rest: str) -> str:
-    return str(xxhash.xxh3_128_hexdigest(rest.encode(errors="replace")))
-
-
-def _parsed(text: str) -> Manifest:
+def _parsed(text: bytes) -> Manifest:
     """Return the manifest that a text is; nothing in it is taken on trust."""
+    lines = io.BytesIO(text)
+    lines.seek(len(OPENING))
     try:
-        metadata, tensors, nothing = text.removeprefix(OPENING).split("\n}")
-        first, *others = metadata.split("\n")
-        fields = msgspec.json.decode(first + "}", type=dict[str, str])
-        number, slot = _count(fields["version"]), _count(fields["slot"]) if "slot" in fields else None
-        if nothing or fields["manifest"] != FORMAT:
+        fields = msgspec.json.decode(lines.readline() + b"}", type=dict[str, str])
+        if fields["manifest"] != FORMAT:
             raise ValueError(f"format {fields['manifest']!r}, this release reads {FORMAT!r}")
-        here = _entries_here(tensors.split("\n"), fields["digests"])
-        entries = _with_those_elsewhere(here, others, number if slot is None else 0)
+        version, slot = _count(fields["version"]), _count(fields["slot"]) if "slot" in fields else None
+        there = _entries_there(_objects(lines, str), version if slot is None else 0)
+        entries = _entries_here(_objects(lines, _Here), fields["digests"])
+        if there:
+            entries = _merged(entries, there)
+        if lines.read():
+            raise ValueError("it goes on after its end")
     except (ValueError, KeyError, msgspec.MsgspecError) as error:
         words = f"{type(error).__name__}: {error}"
         raise ManifestMismatch(f"the manifest is not one of this format: {words}") from None
-    return Manifest(number, slot, tuple(entries))
+    return Manifest(version, slot, tuple(entries))
 
 
 def _count(text: str) -> int:
     return msgspec.json.decode(text, type=Count)
 
 
-def _objects(lines: Iterable[str], kind: Any) -> Iterator[tuple[str, Any]]:
-    """Give the names and values of lines of JSON.
+def _objects(lines: IO[bytes], kind: Any) -> Iterator[tuple[str, Any]]:
+    """Give the names and values of an object, up to the line that closes it.
 
     Raises:
-        ValueError: a line is none, or a name comes twice.
+        ValueError: a line is none of an object's, or a name comes twice.
     """
     decoder = msgspec.json.Decoder(dict[str, kind])
     names: set[str] = set()
-    for line in lines:
-        if not line.startswith(","):
-            raise ValueError(f"a line begins with {line[:9]!r}")
-        values = decoder.decode(f"{{{line[1:]}}}")
+    while (line := lines.readline()).startswith(b","):
+        if names:
+            give_way()
+        values = decoder.decode(b"{%b}" % line[1:])
         if not names.isdisjoint(values):
             raise ValueError("a name comes twice")
         names.update(values)
         yield from values.items()
-        give_way()
+    if line.strip() != b"}":
+        raise ValueError(f"a line begins with {line[:9]!r}")
 
 
-def _entries_here(lines: Sequence[str], digests: str) -> list[TensorEntry]:
+@lru_cache(maxsize=4096)
+def _facts(short: str, shape: tuple[int, ...]) -> tuple[str, torch.Size, int, int]:
+    """Return torch's name of a dtype, the shape, and the bytes of an element and of all."""
+    dtype, size = DTYPES[NAMES[short]], torch.Size(shape)
+    return NAMES[short], size, dtype.itemsize, math.prod(shape) * dtype.itemsize
+
+
+def _entries_here(objects: Iterable[tuple[str, _Here]], digests: str) -> list[TensorEntry]:
     entries: list[TensorEntry] = []
-    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # each once: the rest need not live
-    for name, found in _objects(lines[1:], _Here):
-        digest = digests[len(entries) * DIGEST_DIGITS :][:DIGEST_DIGITS]
-        shape = shapes.setdefault(found.shape, found.shape)
-        entries.append(entry := TensorEntry(name, NAMES[found.dtype], shape, found.data_offsets[0], digest))
-        if found.data_offsets[1] != entry.end:
-            raise ValueError(f"{name} ends at {found.data_offsets[1]}, by its shape at {entry.end}")
-        _check(entry)
-    if lines[0] or len(digests) != DIGEST_DIGITS * len(entries):
+    place = 0
+    for name, found in objects:
+        dtype, shape, width, nbytes = _facts(found.dtype, found.shape)
+        begin, end = found.data_offsets
+        if begin % width or end - begin != nbytes:
+            raise ValueError(f"{name} of {nbytes} bytes begins at {begin} and ends at {end}")
+        entries.append(TensorEntry(name, dtype, shape, begin, digests[place : place + DIGEST_DIGITS]))
+        place += DIGEST_DIGITS
+    if len(digests) != place:
         raise ValueError(f"{len(entries)} tensors, and {len(digests)} digits of digests")
+    _check_digits(digests)
     return entries
 
 
-def _with_those_elsewhere(here: list[TensorEntry], lines: Sequence[str], version: int) -> list[TensorEntry]:
-    there: dict[int, TensorEntry] = {}
+def _entries_there(objects: Iterable[tuple[str, str]], version: int) -> dict[int, TensorEntry]:
+    """Return entries by their place among all."""
+    entries: dict[int, TensorEntry] = {}
     decoder = msgspec.json.Decoder(_Elsewhere)
-    for name, text in _objects(lines, str):
+    for name, text in objects:
         e = decoder.decode(text)
-        if e.base >= version or e.position in there:
-            raise ValueError(f"{name} lies in version {e.base}, at position {e.position}, of version {version}")
-        there[e.position] = entry = TensorEntry(name, NAMES[e.dtype], e.shape, e.offset, e.digest, e.base)
-        _check(entry)
+        dtype, shape, width, _ = _facts(e.dtype, e.shape)
+        if e.base >= version or e.position in entries or e.offset % width:
+            raise ValueError(f"{name} lies in version {e.base} at {e.offset}, as number {e.position}, of {version}")
+        _check_digits(e.digest)
+        entries[e.position] = TensorEntry(name, dtype, shape, e.offset, e.digest, e.base)
+    return entries
+
+
+def _check_digits(digests: str) -> None:
+    if wrong := digests.encode().translate(None, b"0123456789abcdef"):
+        raise ValueError(f"digests have {wrong[:SHOWN_NAMES]!r} in them")
+
+
+def _merged(here: Sequence[TensorEntry], there: Mapping[int, TensorEntry]) -> list[TensorEntry]:
     count, rest = len(here) + len(there), iter(here)
-    if max(there, default=-1) >= count or (there and len({e.name for e in (*here, *there.values())}) < count):
-        raise ValueError("a position is too high, or a name comes twice")
-    return [there[position] if position in there else next(rest) for position in range(count)]
-
-
-def _check(entry: TensorEntry) -> None:
-    if entry.offset % entry.torch_dtype.itemsize:
-        raise ValueError(f"{entry.name} is not aligned: it begins at {entry.offset}")
-    if entry.digest.strip("0123456789abcdef"):
-        raise ValueError(f"{entry.name} has digest {entry.digest!r}")
+    if max(there) >= count:
+        raise ValueError(f"a position is {max(there)}, of {count} tensors")
+    merged: dict[str, TensorEntry] = {}
+    for positions in in_lines(range(count)):
+        entries = (there[position] if position in there else next(rest) for position in positions)
+        merged.update((entry.name, entry) for entry in entries)
+    if len(merged) < count:
+        raise ValueError("a name comes twice")
+    return list(merged.values())
 
 
 # -- what an engine expects -------------------------------------------------------------------------------------------
@@ -332,7 +367,7 @@ def check_tensors(found: Mapping[str, TensorKind], expected: Mapping[str, Tensor
     Raises:
         ManifestMismatch: names are missing or unknown, or shapes or kinds of dtype differ; some are named.
     """
-    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    missing, unknown = _not_in(found, expected), _not_in(expected, found)
     if missing or unknown:
         parts = [
             f"{len(names)} {what} ({', '.join(names[:SHOWN_NAMES])}{', ...' if len(names) > SHOWN_NAMES else ''})"
@@ -346,7 +381,11 @@ def check_tensors(found: Mapping[str, TensorKind], expected: Mapping[str, Tensor
     for some in in_lines(list(expected)):
         for name in some:
             (dtype, shape), (got_dtype, got_shape) = expected[name], found[name]
-            if tuple(shape) != tuple(got_shape):
+            if shape != got_shape:
                 raise ManifestMismatch(f"{name} has shape {list(got_shape)}, the engine expects {list(shape)}")
             if dtype != got_dtype and not (dtype.is_floating_point and got_dtype.is_floating_point):
                 raise ManifestMismatch(f"{name} is {got_dtype}, the engine expects {dtype}")
+
+
+def _not_in(these: Mapping[str, TensorKind], those: Mapping[str, TensorKind]) -> list[str]:
+    return sorted(name for some in in_lines(list(those)) for name in some if name not in these)

@@ -21,7 +21,7 @@ from torchrl_moe.weight_update.store.flat import (
     read_header,
     verify_entries,
 )
-from torchrl_moe.weight_update.store.manifest import Manifest, TensorEntry
+from torchrl_moe.weight_update.store.manifest import Manifest
 from torchrl_moe.weight_update.store.slots import lock_slot, manifest_path, manifest_paths, slot_path, unlock
 from torchrl_moe.weight_update.store.versions import (
     bytes_path,
@@ -156,12 +156,9 @@ class WeightStoreReader:
 
     def _files(self, manifest: Manifest) -> dict[int | None, MappedFile]:
         """Return the files that hold a version, by the ``base`` of their entries."""
-        groups: dict[int | None, list[TensorEntry]] = {None: []}
-        for entry in manifest.entries:
-            groups.setdefault(entry.base, []).append(entry)
-        files = {base: self._file(manifest, base) for base in groups}
-        for base, entries in groups.items():
-            files[base].check(entries)
+        files = {base: self._file(manifest, base) for base in (None, *manifest.last)}
+        for base, entry in manifest.last.items():
+            files[base].check(entry)
         with self._lock:  # versions go; the mappings of their files with them
             self._mapped = {path: file for path, file in self._mapped.items() if file.is_current()}
         return files

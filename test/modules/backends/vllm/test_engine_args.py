@@ -161,6 +161,25 @@ def test_lora_of_experts_is_refused_on_cpu_and_that_of_others_is_not(
     assert build_engine_args({"model": moe, "enable_lora": True}).enable_lora
 
 
+def test_ranks_among_which_vllm_cannot_spread_experts_are_refused_on_cpu(
+    moe: str, dense: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.30 starts with them, and its first step ends the engine."""
+    from vllm.platforms import current_platform
+
+    split: dict[str, Any] = {"enable_expert_parallel": True, "tensor_parallel_size": 2}
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: True)
+    with pytest.raises(ValueError, match=r"enable_expert_parallel=True over 2 workers.*SIGSEGV.*Leave it out"):
+        build_engine_args({"model": moe, **split})
+    with pytest.raises(ValueError, match=r"data_parallel_size=2.*all_gatherv.*Use num_replicas="):
+        build_engine_args({"model": moe, "data_parallel_size": 2})
+    for arguments in ({"enable_expert_parallel": True}, {"tensor_parallel_size": 2}):
+        assert build_engine_args({"model": moe, **arguments}).enable_return_routed_experts
+    assert build_engine_args({"model": dense, **split, "data_parallel_size": 2}).data_parallel_size == 2
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert build_engine_args({"model": moe, **split, "data_parallel_size": 2}).enable_expert_parallel
+
+
 def test_a_float32_head_is_what_vllm_makes_of_our_override(moe: str) -> None:
     arguments = {"model": moe, "dtype": "bfloat16"}
     config = build_engine_args({**arguments, "hf_overrides": {"head_dtype": "float32"}}).create_model_config()
@@ -171,6 +190,12 @@ def test_a_float32_head_is_what_vllm_makes_of_our_override(moe: str) -> None:
 def test_vllms_own_sampling_masks_are_refused(moe: str) -> None:
     with pytest.raises(ValueError, match="return_sampling_mask: completions say by themselves"):
         build_engine_args({"model": moe, "return_sampling_mask": True})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a CUDA device")
+def test_vllm_has_no_sleep_mode_on_cpu(moe: str) -> None:
+    with pytest.raises(ValueError, match="Sleep mode is not supported on current platform"):
+        build_engine_args({"model": moe, "enable_sleep_mode": True})
 
 
 def test_a_foreign_worker_extension_is_refused_and_ours_is_not(moe: str) -> None:

@@ -222,6 +222,27 @@ def test_commands_reach_the_engine_and_their_values_come_back_in_parcels(serve: 
     assert values == {1: None, 2: None, 3: True, 4: [["name", [1], {"a": 2}]], 6: 0}
 
 
+def test_a_request_that_comes_while_the_engine_sleeps_is_answered_when_it_is_awake(serve: Serve) -> None:
+    async def script(bench: Bench) -> None:
+        bench.call(1, "sleep", level=1, mode="wait")
+        await bench.until_sent(1)
+        bench.generate(ids_request("a", [1, 2]))
+        bench.call(2, "resume")
+        await bench.until_sent(2)
+        bench.call(3, "wake_up", tags=None)
+        await bench.until_sent(4)
+
+    bench = serve(script)
+    assert [message[0] for message in bench.sent] == ["result", "error", "result", "completion"]
+    assert bench.sent[1][2:] == ("engine", "EngineError: resume: the engine sleeps; wake_up() first")
+    assert bench.engine.calls == [
+        ("pause", "wait", True),
+        ("sleep", 1, "keep"),
+        ("wake_up", ["kv_cache", "weights"]),
+        ("resume",),
+    ]
+
+
 def test_a_driver_that_has_left_has_no_claim_to_the_weights(serve: Serve) -> None:
     ask = {"takeover": False}
 

@@ -76,8 +76,8 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
     Route capture is switched on if and only if the model has experts.
 
     Raises:
-        ValueError: capture asked of a dense model, capture with pipeline parallelism, LoRA of experts on CPU, or a
-            foreign worker extension or weight-transfer backend.
+        ValueError: capture asked of a dense model, capture with pipeline parallelism, a foreign worker extension or
+            weight-transfer backend; on CPU LoRA of experts, expert parallelism, or data parallelism of experts.
     """
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -104,19 +104,35 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
             f"pipeline_parallel_size={engine_args.pipeline_parallel_size} with route capture: vLLM captures routes on "
             "one pipeline stage only. Use tensor_parallel_size, or enable_return_routed_experts=False."
         )
-    if is_moe and engine_args.enable_lora:
-        _check_lora_of_experts(engine_args.lora_target_modules)
+    if is_moe:
+        _check_experts_on_cpu(engine_args)
     engine_args.enable_return_routed_experts = bool(capture)
     # read by vLLM at start-up, long before a transport is chosen: ours dispatches
     engine_args.weight_transfer_config = WeightTransferConfig(backend=_compat.WEIGHT_BACKEND)
     return engine_args
 
 
-def _check_lora_of_experts(target_modules: list[str] | None) -> None:
+def _check_experts_on_cpu(engine_args: Any) -> None:
+    """Refuse what vLLM 0.30 starts with and dies of in its first step."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and (target_modules is None or "experts" in target_modules):
+    if not current_platform.is_cpu():
+        return
+    data, ranks = engine_args.data_parallel_size, engine_args.data_parallel_size * engine_args.tensor_parallel_size
+    if data > 1:
         raise ValueError(
-            f"enable_lora=True with lora_target_modules={target_modules}: vLLM has no LoRA kernel for experts on CPU. "
+            f"data_parallel_size={data}: vLLM has no all_gatherv between CPU workers, by which the ranks of a model "
+            "with experts exchange tokens, and its first step raises NotImplementedError. Use num_replicas=."
+        )
+    if engine_args.enable_expert_parallel and ranks > 1:
+        raise ValueError(
+            f"enable_expert_parallel=True over {ranks} workers: vLLM's CPU kernel looks a worker's own experts up by "
+            "their numbers in the whole model, and its first step reads beyond them (SIGSEGV). Leave it out: "
+            "tensor_parallel_size alone cuts each expert."
+        )
+    modules = engine_args.lora_target_modules
+    if engine_args.enable_lora and (modules is None or "experts" in modules):
+        raise ValueError(
+            f"enable_lora=True with lora_target_modules={modules}: vLLM has no LoRA kernel for experts on CPU. "
             "Name the other modules, for example lora_target_modules=['qkv_proj', 'o_proj']."
         )

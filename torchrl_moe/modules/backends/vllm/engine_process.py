@@ -37,9 +37,10 @@ from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 from torchrl_moe.modules.backends.vllm.probe import EngineProbe
 from torchrl_moe.modules.backends.vllm.request_routes import RequestRoutes
+from torchrl_moe.modules.backends.vllm.sleeping import EngineSleep
 from torchrl_moe.modules.backends.vllm.stats_feed import Load, StatsFeed
 from torchrl_moe.modules.backends.vllm.weights.adapter_versions import AdapterVersions
-from torchrl_moe.modules.backends.vllm.weights.checkpoint import checkpoint_metadata
+from torchrl_moe.modules.backends.vllm.weights.checkpoint import checkpoint_folder, checkpoint_metadata
 from torchrl_moe.modules.backends.vllm.weights.commands import WeightCommands
 from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
 
@@ -89,7 +90,7 @@ class EngineProcess(WeightCommands):
         self.info = info
         self.load = load
         self.probe = EngineProbe(engine)
-        weights = EngineWeights(engine, lambda: checkpoint_metadata(_checkpoint_folder(info.model)))
+        weights = EngineWeights(engine, lambda: checkpoint_metadata(checkpoint_folder(info.model)))
         requests = EngineRequests(
             engine,
             weights,
@@ -104,7 +105,8 @@ class EngineProcess(WeightCommands):
             ),
         )
         weights.in_flight = requests
-        super().__init__(weights, requests, AdapterVersions(engine, requests))
+        self.sleeping = EngineSleep(engine, weights)
+        super().__init__(weights, requests, AdapterVersions(engine, requests), self.sleeping.swap)
         self._inbox = inbox
         self._send = send
         self._death_reported = False
@@ -160,10 +162,16 @@ class EngineProcess(WeightCommands):
             self._send(("error", number, *self._described(error)))
 
     async def command_pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        await self.weights.pause(mode, clear_cache)
+        await self.sleeping.pause(mode, clear_cache)
 
     async def command_resume(self) -> None:
-        await self.weights.resume()
+        await self.sleeping.resume()
+
+    async def command_sleep(self, level: int, mode: PauseMode) -> None:
+        await self.sleeping.sleep(level, mode)
+
+    async def command_wake_up(self, tags: list[str] | None) -> None:
+        await self.sleeping.wake_up(tags)
 
     async def command_reset_prefix_cache(self) -> bool:
         return bool(await self.engine.reset_prefix_cache())
@@ -179,7 +187,7 @@ class EngineProcess(WeightCommands):
         return tokenizer_files(tokenizer, self.engine.model_config.trust_remote_code)
 
     async def command_metadata(self) -> Any:
-        return checkpoint_metadata(_checkpoint_folder(self.info.model))
+        return checkpoint_metadata(checkpoint_folder(self.info.model))
 
     async def command_snapshot(self) -> Packed:
         return packing.pack_completions(await self.requests.snapshot())
@@ -239,14 +247,6 @@ class EngineProcess(WeightCommands):
             self._send(("died", f"vLLM's engine core died: {self.engine.dead_error}"))
             self._inbox.put("shutdown")
         return self._death_reported
-
-
-def _checkpoint_folder(model: str) -> str:
-    if os.path.isdir(model):
-        return model
-    from huggingface_hub import snapshot_download
-
-    return str(snapshot_download(model, local_files_only=True))
 
 
 async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Load]:

@@ -10,13 +10,28 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from torchrl_moe._errors import EngineError
-from torchrl_moe.modules.backends.vllm.weights.checkpoint import DTYPES, checkpoint_metadata
+from torchrl_moe.modules.backends.vllm.weights.checkpoint import DTYPES, checkpoint_folder, checkpoint_metadata
 from torchrl_moe.testing.tiny_moe import make_tiny_moe, save_tiny_moe
 
 
 def loaded(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
     tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+def test_a_folder_is_its_own_and_a_hub_name_is_where_the_hub_put_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def fetched(name: str, local_files_only: bool) -> Path:
+        asked.append((name, local_files_only))
+        return tmp_path
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetched)
+    assert checkpoint_folder(str(tmp_path / "..")) == str(tmp_path / "..")
+    assert checkpoint_folder("Qwen/Qwen3-30B-A3B") == str(tmp_path)
+    assert asked == [("Qwen/Qwen3-30B-A3B", True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

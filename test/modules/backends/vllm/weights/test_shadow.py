@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from support.processes import toy_environment
 from torchrl_moe import _compat
 from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.modules.backends.vllm.weights import shadow as shadow_module
+from torchrl_moe.modules.backends.vllm.weights import memory
+from torchrl_moe.modules.backends.vllm.weights.memory import MemoryReservation
 from torchrl_moe.modules.backends.vllm.weights.shadow import ShadowModel, reason_against
 
 CPU = torch.device("cpu")
@@ -206,12 +208,15 @@ def test_other_modules_are_refused_at_once(make: Any) -> None:
         make(More)
 
 
-def test_memory_is_asked_for_before_it_is_taken(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_asked_for_before_it_is_taken(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, shadow = make()
-    monkeypatch.setattr(shadow_module, "available_memory", lambda: 31)
-    assert shadow.memory_missing() == ""  # 28 bytes and a tenth
-    monkeypatch.setattr(shadow_module, "available_memory", lambda: 29)
-    assert shadow.memory_missing().startswith("0.0 GB are needed beside the model")
+    shadow._reservation = MemoryReservation(tmp_path)
+    monkeypatch.setattr(memory, "available_memory", lambda: 31)
+    assert shadow.reserve_memory() == ""  # 28 bytes and a tenth
+    assert MemoryReservation(tmp_path).reserve(2)
+    shadow.end_reservation()
+    monkeypatch.setattr(memory, "available_memory", lambda: 29)
+    assert shadow.reserve_memory().startswith("0.0 GB are needed beside the model")
 
 
 # -- which models can have one ----------------------------------------------------------------------------------------

@@ -64,7 +64,10 @@ class FakeShadow:
         self.says, self.most = says, most
         self.names: list[str] = []
         self.hold: threading.Event | None = None
-        self.released = 0
+        self.released = self.ended = 0
+
+    def end_reservation(self) -> None:
+        self.ended += 1
 
     def release(self) -> None:
         self.released += 1
@@ -82,6 +85,7 @@ class FakeShadow:
 def run(receiver: FakeReceiver, shadow: FakeShadow | None, reason: str = "") -> Staging:
     begun: Any = Staging(Manifest(3, 0, ()).to_json(), receiver, shadow, reason, verify=True, threads=2)  # type: ignore[arg-type]
     until(lambda: not begun.running)
+    assert shadow is None or shadow.ended == 1  # whatever came of it
     return begun  # type: ignore[no-any-return]
 
 

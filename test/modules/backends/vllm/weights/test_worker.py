@@ -474,7 +474,7 @@ def test_a_version_is_not_left_to_a_transport_that_was_given_up(
     ("change", "reason"),
     [
         (("worker.reason_against", lambda *_: "it is quantised"), "it is quantised"),
-        (("shadow.ShadowModel.memory_missing", lambda _: "9.0 GB are needed"), "9.0 GB are needed"),
+        (("shadow.ShadowModel.reserve_memory", lambda _: "9.0 GB are needed"), "9.0 GB are needed"),
     ],
 )
 def test_where_there_can_be_no_shadow_the_reason_is_told(

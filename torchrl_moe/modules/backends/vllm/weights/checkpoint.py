@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from torchrl_moe._errors import EngineError
 
-__all__ = ["checkpoint_metadata"]
+__all__ = ["checkpoint_folder", "checkpoint_metadata"]
 
 # The names of the safetensors format.
 DTYPES = {
@@ -33,6 +34,15 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 INDEX = "model.safetensors.index.json"
+
+
+def checkpoint_folder(model: str) -> str:
+    """Return the folder of a model that was given as one, or by a hub name: then vLLM has fetched it."""
+    if os.path.isdir(model):
+        return model
+    from huggingface_hub import snapshot_download
+
+    return str(snapshot_download(model, local_files_only=True))
 
 
 def checkpoint_metadata(folder: str | Path) -> dict[str, tuple[torch.dtype, torch.Size]]:

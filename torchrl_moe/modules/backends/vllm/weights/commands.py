@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from torchrl_moe._errors import WeightSyncError
@@ -29,10 +30,18 @@ class WeightCommands:
         weights: of the engine.
         requests: of the engine.
         adapters: of a trainer that sends no weights.
+        swap: replaces weights, in an engine that may sleep; default: that of ``weights``.
     """
 
-    def __init__(self, weights: EngineWeights, requests: EngineRequests, adapters: AdapterVersions) -> None:
+    def __init__(
+        self,
+        weights: EngineWeights,
+        requests: EngineRequests,
+        adapters: AdapterVersions,
+        swap: Callable[..., Awaitable[SwapReport]] | None = None,
+    ) -> None:
         self.weights, self.requests, self.adapters = weights, requests, adapters
+        self._swap_weights = swap or weights.swap
         self.owner = WeightOwner()
         self._sends_adapters = False  # the trainer, and no weights
         self._staged = ""  # the digest of what was staged last, if it is there still
@@ -97,7 +106,7 @@ class WeightCommands:
     async def _swap(self, version: int, *how: Any) -> SwapReport:
         # whole weights have the adapter in them, or none
         adapter, self.requests.adapter = self.requests.adapter, None
-        report = await self.weights.swap(version, *how)
+        report = await self._swap_weights(version, *how)
         if report.started:
             self.adapters.leave()
         else:

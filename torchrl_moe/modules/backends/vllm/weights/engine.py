@@ -60,6 +60,8 @@ class EngineWeights:
         self._swaps = 0
         self._left_paused = False  # by a swap that failed, not by the user
         self._user_paused = False  # as the last swap that worked on sound weights began
+        self.awake = asyncio.Event()  # else requests that come wait; see ``sleeping.py``
+        self.awake.set()
         self._open_gate = asyncio.Event()  # for requests that come
         self._open_gate.set()
         self._proved = asyncio.Event()  # for completions that go
@@ -89,7 +91,9 @@ class EngineWeights:
 
     async def salt(self) -> dict[str, str]:
         """Return the part of a prompt that keeps cached prefixes of different weights apart, once no swap is on."""
-        await self._no_swap()
+        while not (self.awake.is_set() and self._open_gate.is_set()):
+            await self.awake.wait()
+            await self._open_gate.wait()
         # by swap, not by version: another trainer may begin to count at zero
         return {"cache_salt": f"swap-{self._swaps}"} if self._swaps else {}
 

@@ -1,19 +1,104 @@
-"""How much memory a process may still take before somebody ends it: the host's, or what a container's limit leaves."""
+"""How much memory a process may still take before somebody ends it: the host's, or what a container's limit leaves.
+
+Workers that look at the same moment would all see the same bytes. So what one is about to take is reserved: by a file
+in a folder of the user's, with a lock that ends with its process.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import itertools
+import os
+import stat
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-__all__ = ["available_memory"]
+__all__ = ["MemoryReservation", "available_memory"]
 
+LOCK = "lock"
+NUMBERS = itertools.count()
 MEMBERSHIP = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
 # of a control group's folder: its limit, its use, and what begins the names of its statistics
 UNIFIED = ("memory.max", "memory.current", "")
 LEGACY = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+
+class MemoryReservation:
+    """Memory that this process is about to take, and that no other worker of this user on this host counts as free.
+
+    Keep it until the memory is taken: from then on everybody sees that it is gone.
+
+    Args:
+        folder: where reservations lie, which all workers see; by default in shared memory, or in ``/tmp`` (engine
+            processes have temporary folders of their own). Where it cannot be used, each looks for itself.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        place = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path("/tmp")
+        self._folder = folder or place / f"torchrl_moe-memory-{os.getuid()}"
+        self._held: tuple[Path, int] | None = None
+
+    def reserve(self, needed: int) -> str:
+        """Reserve bytes, in place of those reserved before; return why not, in words, or an empty string."""
+        self.end()
+        with self._alone() as shared:
+            promised = sum(self._of_others()) if shared else 0
+            free = available_memory() - promised
+            if free < needed:
+                others = f" besides {promised / 1e9:.1f} GB that others are about to take" if promised else ""
+                return (
+                    f"{needed / 1e9:.1f} GB are needed beside the model, {max(free, 0) / 1e9:.1f} GB are free{others}"
+                )
+            if shared:
+                self._write(needed)
+        return ""
+
+    @contextmanager
+    def _alone(self) -> Iterator[bool]:
+        """Keep the others waiting; give whether they can be seen at all."""
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            status = self._folder.lstat()
+            if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+                raise PermissionError(f"{self._folder} is not this user's folder")
+            lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError:
+            yield False
+            return
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield True
+        finally:
+            os.close(lock)
+
+    def _of_others(self) -> Iterator[int]:
+        """Give what each living process has reserved, and forget the dead ones' files."""
+        for path in self._folder.glob("*.bytes"):
+            with suppress(FileNotFoundError), path.open() as file:  # one that ends now is gone
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    yield int(file.read())
+                else:
+                    path.unlink()
+
+    def _write(self, needed: int) -> None:
+        path = self._folder / f"{os.getpid()}-{next(NUMBERS)}.bytes"
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.write(file, str(needed).encode())
+        self._held = path, file
+
+    def end(self) -> None:
+        """Let others count the memory again, or see that it was taken. Idempotent."""
+        if self._held is not None:
+            (path, file), self._held = self._held, None
+            path.unlink(missing_ok=True)
+            os.close(file)
 
 
 def available_memory(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from torchrl_moe import _compat
 from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.modules.backends.vllm.weights.memory import available_memory
+from torchrl_moe.modules.backends.vllm.weights.memory import MemoryReservation
 
 __all__ = ["ShadowModel", "reason_against"]
 
@@ -100,6 +100,7 @@ class ShadowModel:
         self._blanks = [_Blank(p, p.shape, p.stride(), p.dtype) for p in self.model.parameters()]
         self._exchanges: list[tuple[Tensor, Tensor]] = []
         self._packed: list[tuple[nn.Module, nn.Module]] = []
+        self._reservation = MemoryReservation()
         self.release()
 
     @property
@@ -107,12 +108,16 @@ class ShadowModel:
         """Bytes that a version needs while it waits."""
         return sum(blank.nbytes for blank in self._blanks)
 
-    def memory_missing(self) -> str:
-        """Return why there is no room for a version, in words; an empty string if it has."""
-        free, needed = available_memory(), int(self.nbytes * MEMORY_MARGIN)
-        if free >= needed:
-            return ""
-        return f"{needed / 1e9:.1f} GB are needed beside the model, {free / 1e9:.1f} GB are free"
+    def reserve_memory(self) -> str:
+        """Reserve the memory of a version; return why there is no room, in words, or an empty string.
+
+        To be ended by :meth:`end_reservation` when the version is loaded, or will not be.
+        """
+        return self._reservation.reserve(int(self.nbytes * MEMORY_MARGIN))
+
+    def end_reservation(self) -> None:
+        """Let the memory that was reserved count as taken, or as free. Idempotent."""
+        self._reservation.end()
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -118,6 +118,13 @@ class Staging:
         }
 
     def _run(self) -> None:
+        try:
+            self._fetch_and_load()
+        finally:
+            if self._shadow is not None:
+                self._shadow.end_reservation()
+
+    def _fetch_and_load(self) -> None:
         started = time.perf_counter()
         self.manifest = manifest = Manifest.from_json(self._text)
         self._receiver.fetch(manifest, verify=self._verify, threads=self._threads)

@@ -137,7 +137,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     self._shadow = ShadowModel(self.model, self.vllm_config, self.device)
                 except BUILD_ERRORS as error:
                     self._reason_against = f"no second model can be built: {error}"
-        return self._reason_against or (self._shadow.memory_missing() if self._shadow is not None else "")
+        return self._reason_against or (self._shadow.reserve_memory() if self._shadow is not None else "")
 
     def staged(self) -> dict[str, Any]:
         """Return how far staging is, as :meth:`Staging.report` does."""
