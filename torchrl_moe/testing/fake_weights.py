@@ -169,6 +169,8 @@ class FakeWeightReplica(FakeReplica):
         """Have the workers pass a version on."""
         if method != "torchrl_moe_pass_on" or kwargs:
             raise EngineError(f"the fake engine's workers have no {method!r}")
+        if not self.receivers:
+            raise EngineError("the weight transport is not initialised")
         for receiver in self.receivers:
             assert isinstance(receiver, PassesOn)
             receiver.pass_on(args[0])

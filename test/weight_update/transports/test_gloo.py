@@ -215,7 +215,7 @@ def held_here() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("when", ["between", "meeting", "transfer"])
+@pytest.mark.parametrize("when", ["between", "meeting", "transfer", "below"])
 def test_replicas_that_die_and_are_restarted_twenty_times_leave_nothing_behind(
     store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -224,35 +224,43 @@ def test_replicas_that_die_and_are_restarted_twenty_times_leave_nothing_behind(
         raise ReplicaDiedError("the process ended")
 
     monkeypatch.setattr(HalfReader, "act", staticmethod(act), raising=False)
-    transport, stays = GlooTransport(store.folder, buffer_bytes=1000), FakeWeightReplica(expected=None)
+    transport = GlooTransport(store.folder, buffer_bytes=1000, fan_out=1 if when == "below" else 4)
+    stays, last = (FakeWeightReplica(expected=None) for _ in range(2))
     for version in (1, 2):  # each opens a slot
-        transport.stage(stays, publish(store, version), StageOptions(), TIMEOUT)
+        manifest = publish(store, version)
+        transport.stage(stays, manifest, StageOptions(), TIMEOUT)
+        transport.stage(last, manifest, StageOptions(), TIMEOUT)
     place = Path(stays.told("init_weights")["options"]["meeting"]["file"]).parent
     before = held_here()
     for version in range(3, 23):
-        restarted = FakeWeightReplica(workers=0 if when == "meeting" else 1, expected=None)
+        last.die()
+        last = FakeWeightReplica(workers=0 if when == "meeting" else 1, expected=None)
         if when == "meeting":  # its workers never come, and then its process is gone
-            restarted.wait_ready = lambda timeout: SimpleNamespace(**SIZES)  # type: ignore[method-assign]
-            monkeypatch.setattr(restarted, "is_alive", lambda: False)
+            last.wait_ready = lambda timeout: SimpleNamespace(**SIZES)  # type: ignore[method-assign]
+            monkeypatch.setattr(last, "is_alive", lambda: False)
             with pytest.raises(ReplicaDiedError, match="ended before its workers came"):
-                transport.open(restarted, TIMEOUT)
+                transport.open(last, TIMEOUT)
             continue
-        transport.open(restarted, TIMEOUT)
+        transport.open(last, TIMEOUT)
         manifest = publish(store, version, version)
+        transport.stage(stays, manifest, StageOptions(), TIMEOUT)
         if when == "transfer":
-            restarted.receivers[0].__class__ = HalfReader
+            last.receivers[0].__class__ = HalfReader
             with pytest.raises(ReplicaDiedError):
-                transport.stage(restarted, manifest, StageOptions(), TIMEOUT)
-        restarted.die()
-        del restarted
-    # fewer, where a test before this one left something that has ended meanwhile
+                transport.stage(last, manifest, StageOptions(), TIMEOUT)
+        if when == "below":
+            transport.stage(last, manifest, StageOptions(), TIMEOUT)
+            assert list(transport._edges) == [last]
+            check_held(last, manifest, version)
+    # fewer, where the last one died too, or a test before this one left something that has ended meanwhile
     until(lambda: all(now <= then for now, then in zip(held_here(), before, strict=True)), TIMEOUT)
-    assert len(list(place.iterdir())) == 1
+    assert len(list(place.iterdir())) <= 2
     manifest = publish(store, 30)
     transport.stage(stays, manifest, StageOptions(), TIMEOUT)
     check_held(stays, manifest)
     transport.close()
     stays.shutdown()
+    last.shutdown()
 
 
 def test_what_a_gone_peer_did_not_explain_is_a_sync_error(

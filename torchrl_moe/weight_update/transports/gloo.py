@@ -18,23 +18,16 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from torchrl_moe._errors import (
-    ManifestMismatch,
-    ReplicaDiedError,
-    SyncTimeout,
-    TorchRLMoEError,
-    WeightSyncError,
-)
+from torchrl_moe._errors import ManifestMismatch, ReplicaDiedError, SyncTimeout, TorchRLMoEError, WeightSyncError
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader
 from torchrl_moe.weight_update.transports.arriving import Digests, as_tensor, tensor_in
 from torchrl_moe.weight_update.transports.base import Peer, StageOptions, StageReport, asked, workers_of
@@ -88,7 +81,7 @@ class GlooTransport:
         self._groups: weakref.WeakKeyDictionary[Peer, GlooGroup] = weakref.WeakKeyDictionary()
         self._tree = Tree(FAN_OUT if fan_out is None else fan_out)
         self._edges: weakref.WeakKeyDictionary[Peer, _Edge] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # of groups and edges
 
     def open(self, replica: Peer, timeout: float) -> None:
         """Meet a replica's workers, in place of a group from before; those that others send to meet these later.
@@ -126,8 +119,9 @@ class GlooTransport:
             raise
         except (RuntimeError, OSError) as error:
             raise WeightSyncError(f"no gloo group at {self._address}: {error}") from None
-        with self._lock:
+        with self._changed:
             self._groups[replica] = group
+            self._changed.notify_all()
 
     def _init(self, replica: Peer, timeout: float) -> dict[str, Any]:
         """Have a replica's workers come to a meeting; return what they were told."""
@@ -152,15 +146,15 @@ class GlooTransport:
 
     def _drop(self, replica: Peer) -> None:
         """Give up all groups that a replica is in: it will have new workers' ends, or none."""
-        with self._lock:
+        with self._changed:
             group, edge = self._groups.pop(replica, None), self._edges.pop(replica, None)
             lost = [edge] if edge is not None else []
-            for child in [child for child, edge in self._edges.items() if edge.sender() is replica]:
+            for child in [child for child, edge in self._edges.items() if edge.place.sender() is replica]:
                 lost.append(self._edges.pop(child))
         if group is not None:
             group.close()
         for edge in lost:
-            self._place.end(edge.options["meeting"])
+            edge.end()
 
     def stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
         """Bring a version to a replica, which generates meanwhile: from the replica whose turn that is, if it can.
@@ -190,36 +184,36 @@ class GlooTransport:
     def _stage_from_replica(
         self, replica: Peer, place: Place, manifest: Manifest, options: StageOptions, timeout: float
     ) -> StageReport:
-        sender = place.sender()
-        edge = self._edges.get(replica)
-        if sender is None:
-            raise WeightSyncError("who was to send the version is gone")
+        sender, edge, began = place.sender(), self._edges.get(replica), time.monotonic()
         if edge is None or edge.place != place:
             self._drop(replica)
-            edge = self._edges[replica] = _Edge(place, self._init(replica, timeout))
-        digest = manifest.digest
-        order = {"place": place.number, "digest": digest, **edge.options}
-        deadline = time.monotonic() + timeout
-        sender.collective_rpc("torchrl_moe_pass_on", (order,), None, timeout)
-        arrived = False
-        try:
+            edge = _Edge(place, self._init(replica, timeout), self._place.end)
+            with self._changed:
+                self._edges[replica] = edge
+                self._changed.notify_all()
+
+        def check() -> None:
+            takes, seconds = self._tree.takes(sender, manifest.digest), time.monotonic() - began
+            late = takes is None and seconds > LATE_SECONDS
+            if takes is False or late or not sender.is_alive() or self._edges.get(replica) is not edge:
+                raise WeightSyncError("who was to send the version has none")
+            if seconds > timeout:
+                raise SyncTimeout(f"version {manifest.version} was not there within {timeout:g} s")
+
+        with self._changed:  # its workers must be as they will be when it has the version
+            while sender not in self._groups and sender not in self._edges:
+                check()
+                self._changed.wait(LOOK_SECONDS)
+        order = {"place": place.number, "digest": manifest.digest, **edge.options}
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(_give_up, sender, order)
+            sender.collective_rpc("torchrl_moe_pass_on", (order,), None, timeout)
             with asked(replica, manifest, options, timeout) as answer:
                 while not answer.done():
-                    takes, left = self._tree.takes(sender, digest), deadline - time.monotonic()
-                    late = takes is None and timeout - left > LATE_SECONDS
-                    if takes is False or late or not sender.is_alive() or self._edges.get(replica) is not edge:
-                        raise WeightSyncError("who was to send the version has none")
-                    if left < 0:
-                        raise SyncTimeout(f"version {manifest.version} was not there within {timeout:g} s")
+                    check()
                     wait([answer], LOOK_SECONDS)
-                report: StageReport = answer.result()
-                arrived = True
-        finally:
-            if not arrived and sender.is_alive():
-                with contextlib.suppress(
-                    RuntimeError, OSError, TorchRLMoEError
-                ):  # it gives it up by itself, only later
-                    sender.collective_rpc("torchrl_moe_pass_on", ({**order, "meeting": None},), None, GRACE_SECONDS)
+                report = answer.result()
+            on_failure.pop_all()
         return report
 
     def _stage_from_trainer(
@@ -264,15 +258,19 @@ class GlooTransport:
         self._place.close()
 
 
-@dataclass(frozen=True, slots=True)
 class _Edge:
-    """Where the workers of a replica meet those of the one that sends to it, and what both were told."""
+    """Where a replica's workers meet the one that sends to them, and what they were told. Dropped, it ends."""
 
-    place: Place
-    options: dict[str, Any]
+    def __init__(self, place: Place, options: dict[str, Any], end: Callable[[dict[str, Any]], None]) -> None:
+        self.place, self.options = place, options
+        self.end = weakref.finalize(self, end, options["meeting"])
 
-    def sender(self) -> Any:
-        return self.place.sender()
+
+def _give_up(sender: Peer, order: dict[str, Any]) -> None:
+    """Have a replica send no more to another one; it would find out by itself, only later."""
+    if sender.is_alive():
+        with contextlib.suppress(RuntimeError, OSError, TorchRLMoEError):
+            sender.collective_rpc("torchrl_moe_pass_on", ({**order, "meeting": None},), None, GRACE_SECONDS)
 
 
 def _own_words(answer: Future[Any]) -> BaseException | None:
