@@ -493,15 +493,17 @@ def test_one_that_stands_still_keeps_those_below_from_nothing(store: WeightStore
     awake = threading.Event()
     three.replicas[above].fail["stage_weights"] = lambda _: awake.wait(TIMEOUT) and ReplicaDiedError("too late")
     manifest = publish(store, 2, 2)
-    found = three.stage(manifest, timeout=1.0)
+    found = three.stage(manifest, timeout=0.5)
     awake.set()
     assert [isinstance(one, SyncTimeout) for one in found] == [index == above for index in range(3)]
     check_held(three.replicas[below], manifest, 2)
 
 
 def test_a_replica_that_is_brought_alone_gets_the_version_from_the_trainer(
-    store: WeightStoreWriter, fleet: MakeFleet, sent: list[int]
+    store: WeightStoreWriter, fleet: MakeFleet, sent: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gloo, "LATE_SECONDS", 0.0)
+    monkeypatch.setattr(gloo, "LOOK_SECONDS", 0.01)
     three = fleet(3)
     three.stage(publish(store, 1))
     below = next(index for index in range(3) if three.sender(index) is not None)

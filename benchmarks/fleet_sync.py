@@ -1,0 +1,193 @@
+"""What a weight update costs with 16 to 1024 replicas, and what a tree saves where the trainer's link is the limit.
+
+The sender is the real one, the replicas are fakes in this process that take as long to prepare and to swap a version as
+they are told to. The limit is what these waits alone add up to, with all that may go on at the same time: replicas
+prepare together, and an eighth of them is swapped at a time. CPU is this process's, fakes included.
+
+The links are simulated: gloo moves the bytes for real, and every sender, the trainer or a replica, first waits as long
+as its own link would take, one transfer after another.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from benchmarks.report import Row, finish, median_range
+from torchrl_moe.testing.fake_weights import FakeFleet
+from torchrl_moe.weight_update import VLLMWeightSyncScheme
+from torchrl_moe.weight_update.transports.gloo_group import SENDER, GlooGroup
+from torchrl_moe.weight_update.transports.relay import Relay
+
+FLEETS, ROUNDS = (16, 64, 256, 1024), 3
+STAGE_SECONDS, SWAP_SECONDS, WAVES = 0.5, 0.1, 8
+LINKED, LINK_ROUNDS = (16, 64, 128), 3
+NBYTES, LINK_SECONDS = 1 << 20, 0.05  # of a version, and how long a link takes for it
+TREE_TARGET = 3.0  # times that 64 copies from the trainer take longer
+
+
+class Threads:
+    """The most threads that this process had at a time, looked at whenever a replica is asked for something."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def look(self, *_: Any) -> None:
+        """Count them now."""
+        self.most = max(self.most, threading.active_count())
+
+
+def waiting(seconds: float) -> Any:
+    """Return a hook of a fake's command that lets it take this long."""
+
+    def wait(_: int) -> None:
+        time.sleep(seconds)
+
+    return wait
+
+
+def updates(count: int) -> dict[str, list[float]]:
+    """Return seconds, CPU seconds and threads of some updates of a fleet, round by round."""
+    engine, threads = FakeFleet(count), Threads()
+    for replica in engine.fakes:
+        replica.fail = {"stage_weights": waiting(STAGE_SECONDS), "swap_weights": waiting(SWAP_SECONDS)}
+        replica.note = threads.look
+    sender = VLLMWeightSyncScheme(rolling=1 / WAVES).create_sender()
+    found: dict[str, list[float]] = {"seconds": [], "cpu": [], "threads": []}
+    began = time.perf_counter()
+    sender.init_all_workers_group(vllm_engine=engine)
+    found["opened"] = [time.perf_counter() - began]
+    for round_ in range(ROUNDS + 1):
+        threads.most, began, cpu = 0, time.perf_counter(), time.process_time()
+        report = sender.update_weights({"a": torch.full((2, 2), float(round_)), "b": torch.full((3,), round_)})
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+        assert not report.failed
+        assert all(replica.weights["a"][0, 0] == round_ for replica in engine.fakes)
+        if round_:  # the first one is a warm-up
+            for name, value in (("seconds", seconds), ("cpu", cpu), ("threads", float(threads.most))):
+                found[name].append(value)
+    sender.shutdown()
+    engine.shutdown()
+    return found
+
+
+def growing() -> list[Row]:
+    """Return what updates of fleets of several sizes cost."""
+    rows, least, limit = [], None, STAGE_SECONDS + WAVES * SWAP_SECONDS
+    for count in FLEETS:
+        found = updates(count)
+        middle = statistics.median(found["seconds"])
+        least = least or middle
+        times, bigger = middle / least, count / FLEETS[0]
+        name = f"{count} replicas"
+        rows += [
+            Row(claim=f"{name}: seconds of an update", value=median_range(found["seconds"])),
+            Row(
+                claim=f"{name}: the same / what the replicas alone take ({limit:.1f} s)",
+                value=median_range([seconds / limit for seconds in found["seconds"]]),
+            ),
+            Row(claim=f"{name}: CPU of the driver per replica, ms", value=median_range(_per_replica(found, count))),
+            Row(claim=f"{name}: threads at most", value=f"{max(found['threads']):.0f}"),
+            Row(claim=f"{name}: seconds to open them", value=f"{found['opened'][0]:.2f}"),
+        ]
+        if count > FLEETS[0]:
+            rows.append(
+                Row(
+                    claim=f"{name}: time / that of {FLEETS[0]}, of {bigger:.0f} times as many",
+                    value=f"{times:.2f}",
+                    target=f"< {bigger:.0f}",
+                    met=times < bigger,
+                )
+            )
+    return rows
+
+
+def _per_replica(found: dict[str, list[float]], count: int) -> list[float]:
+    return [1e3 * seconds / count for seconds in found["cpu"]]
+
+
+class Links:
+    """One link for each sender; ``sent`` counts what has left the trainer."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self._trainer = threading.Lock()
+        self._relays: dict[int, threading.Lock] = {}
+        self._here = threading.local()
+
+    @contextmanager
+    def laid(self) -> Iterator[None]:
+        """Let all transfers go over the links."""
+        broadcast, pass_on = GlooGroup.broadcast, Relay._pass_on
+
+        def slow(group: GlooGroup, *args: Any) -> None:
+            if group.rank == SENDER:
+                link = getattr(self._here, "link", self._trainer)
+                with link:
+                    self.sent += link is self._trainer
+                    time.sleep(LINK_SECONDS)
+            broadcast(group, *args)
+
+        def by_own_link(relay: Relay, *args: Any) -> None:
+            self._here.link = self._relays.setdefault(id(relay), threading.Lock())
+            pass_on(relay, *args)
+
+        GlooGroup.broadcast = slow  # type: ignore[method-assign]
+        Relay._pass_on = by_own_link  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            GlooGroup.broadcast = broadcast  # type: ignore[method-assign]
+            Relay._pass_on = pass_on  # type: ignore[method-assign]
+
+
+def over_links(count: int, fan_out: int | None) -> tuple[list[float], int]:
+    """Return seconds of updates over simulated links, round by round, and how many copies left the trainer in each."""
+    kinds = {"w": (torch.uint8, torch.Size([NBYTES]))}
+    engine, links = FakeFleet(count, expected=kinds), Links()
+    sender = VLLMWeightSyncScheme(transport="gloo", fan_out=fan_out, rolling=1.0).create_sender()
+    seconds = []
+    with links.laid():
+        sender.init_all_workers_group(vllm_engine=engine)
+        for round_ in range(LINK_ROUNDS + 1):
+            links.sent, began = 0, time.perf_counter()
+            report = sender.update_weights({"w": torch.full((NBYTES,), round_, dtype=torch.uint8)})
+            assert not report.failed
+            seconds.append(time.perf_counter() - began)
+            assert all(bool((replica.weights["w"] == round_).all()) for replica in engine.fakes)
+        sender.shutdown()
+    engine.shutdown()
+    return seconds[1:], links.sent
+
+
+def trees() -> list[Row]:
+    """Return what passing on saves."""
+    rows = []
+    for count in LINKED:
+        (tree, left), (copies, all_left) = over_links(count, None), over_links(count, count)
+        middle = statistics.median(copies) / statistics.median(tree)
+        promised = count == 64
+        name = f"{count} replicas, links of {LINK_SECONDS * 1e3:.0f} ms per copy"
+        rows += [
+            Row(claim=f"{name}: copies that leave the trainer, in a tree / without", value=f"{left} / {all_left}"),
+            Row(claim=f"{name}: seconds in a tree", value=median_range(tree)),
+            Row(claim=f"{name}: seconds of a copy for each", value=median_range(copies)),
+            Row(
+                claim=f"{name}: a copy for each / a tree",
+                value=f"{middle:.2f}",
+                target=f">= {TREE_TARGET:.0f}" if promised else "",
+                met=middle >= TREE_TARGET if promised else None,
+            ),
+        ]
+    return rows
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    finish("fleet_sync", [*growing(), *trees()])
