@@ -28,7 +28,8 @@ NAMES = {  # of modules, reached as attributes
 MEMBERS = {
     "vllm.distributed.device_communicators.pynccl.PyNcclCommunicator": "disabled",
     "vllm.distributed.device_communicators.pynccl_wrapper.NCCLLibrary": "ncclGetUniqueId",
-    "vllm.v1.engine.async_llm.AsyncLLM": "output_processor from_vllm_config abort engine_core",
+    "vllm.v1.engine.async_llm.AsyncLLM": "output_processor from_vllm_config abort engine_core add_request",
+    "vllm.v1.engine.output_processor.RequestOutputCollector": "get",
     "vllm.v1.engine.output_processor.OutputProcessor": "request_states",
     "vllm.v1.engine.output_processor.RequestState": (
         "detokenizer external_req_id request_index parent_req prompt prompt_token_ids num_cached_tokens stats"
@@ -39,12 +40,17 @@ MEMBERS = {
     "vllm.config.scheduler.SchedulerConfig": "scheduler_cls async_scheduling",
     "vllm.v1.core.sched.scheduler.Scheduler": (
         "return_sampling_mask vllm_config kv_cache_manager requests schedule update_from_output _preempt_request"
+        " add_request running waiting skipped_waiting policy max_num_running_reqs kv_cache_config"
     ),
     "vllm.v1.core.sched.output.SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs finished_req_ids",
     "vllm.v1.core.sched.output.CachedRequestData": "resumed_req_ids",
-    "vllm.v1.core.kv_cache_manager.KVCacheManager": "get_block_ids",
+    "vllm.v1.core.sched.request_queue.RequestQueue": "add_request remove_request prepend_request",
+    "vllm.v1.core.sched.request_queue.SchedulingPolicy": "PRIORITY",
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": "get_block_ids block_pool",
+    "vllm.v1.core.block_pool.BlockPool": "get_num_free_blocks",
     "vllm.v1.request.Request": (
         "num_tokens num_output_tokens num_in_flight_tokens num_stale_output_tokens block_hashes update_block_hashes"
+        " num_computed_tokens priority arrival_time sampling_params"
     ),
     "vllm.model_executor.layers.fused_moe.router.base_router.BaseRouter": "_compute_routing top_k global_num_experts",
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler": "return_sampling_mask",

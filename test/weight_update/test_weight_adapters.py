@@ -127,6 +127,48 @@ def test_an_adapter_that_the_engine_would_not_apply_whole_is_refused(engine: Asy
     assert ask(engine).outputs[0].finish_reason == "length"
 
 
+@pytest.mark.engine("qwen3_moe", **ADAPTED)
+@pytest.mark.usefixtures("one_thread")
+def test_a_request_that_began_with_an_adapter_is_exact_when_merged_weights_come(
+    engine: AsyncVLLM, shelf: EngineShelf
+) -> None:
+    """They have the adapter in them: with it once more, each token would be of a model that nobody has."""
+    reference, model = tune(shelf)
+    sender = connect(engine, model)
+    train(model)
+    before = sender.update_weights().version
+    old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sender.shutdown()
+    train(model)
+    merged = VLLMWeightSyncScheme(mode="hot_swap", kv="recompute").create_sender()
+    merged.register_model(model)
+    merged.init_all_workers_group(None, vllm_engine=engine)
+    after = merged.publish()
+    staged = merged.prefetch(after)
+    answers: list[Completion] = []
+    asking = threading.Thread(target=lambda: answers.append(ask(engine, SHORT, 480)))
+    asking.start()
+    replica = engine.replica_table[0].replica
+    until(lambda: any(len(one.outputs[0].token_ids) >= 20 for one in replica.snapshot(30.0)))
+    assert merged.apply(after, staged).failed == {}
+    asking.join(60.0)
+    (completion,) = answers
+    (output,) = completion.outputs
+    versions = torch.from_numpy(output.policy_versions.astype("int64"))
+    assert versions.unique_consecutive().tolist() == [before, after]
+    assert output.finish_reason == "length"
+    got, ids = torch.from_numpy(output.logprobs.copy()), [*SHORT, *output.token_ids.tolist()]
+    rows = torch.cat([versions[:1].expand(len(SHORT) - 1), versions])  # row t comes with token t + 1
+    for version, state in ((after, model.state_dict()), (before, old)):
+        model.load_state_dict({name: tensor.clone() for name, tensor in state.items()})
+        log_probs, _ = reference(torch.tensor(ids), routes=output.routed_experts, followed=rows < version)
+        off = (got - log_probs[len(SHORT) :]).abs()
+        assert off[versions == version].max() <= TOLERANCE
+        assert off[versions != version].max() > 100 * TOLERANCE
+    merged.shutdown()
+    shelf.clear()  # it takes no adapters any more
+
+
 @pytest.mark.engine("qwen3_moe")
 def test_an_engine_without_lora_is_told_what_to_start_with(engine: AsyncVLLM, shelf: EngineShelf) -> None:
     with pytest.raises(ValueError, match="pass enable_lora=True and max_lora_rank="):

@@ -17,7 +17,7 @@ import pytest
 
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
 from torchrl_moe.modules.backends.vllm import engine_requests
-from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests, Part
+from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 from torchrl_moe.modules.backends.vllm.weights import engine as weights
 from torchrl_moe.modules.backends.vllm.weights.canary import Canary
 from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
@@ -552,24 +552,6 @@ def test_where_one_answer_is_refused_its_siblings_end_too(run: Run) -> None:
     assert str(run(script).refused["r"]) == "too long now"
 
 
-def test_a_part_says_what_of_it_stays() -> None:
-    def output(index: int, tokens: int, reason: str) -> CompletionOutput:
-        return CompletionOutput(
-            index=index,
-            token_ids=np.zeros(tokens, np.int64),
-            text="",
-            finish_reason=reason,
-            policy_versions=np.zeros(tokens, np.int32),
-        )
-
-    part = Part("r", 3, cut=True, restarted={2})
-    done, cut, empty, late = output(0, 2, "stop"), output(1, 2, "abort"), output(1, 0, "abort"), output(2, 2, "stop")
-    assert [part.over(item) for item in (done, cut, empty, late)] == [True, False, False, False]
-    assert [part.keeps(item, Params()) for item in (done, cut, empty, late)] == [True, True, False, False]
-    assert not part.keeps(cut, Params(structured_outputs="a grammar"))
-    assert Part("r", 1).over(output(0, 2, "abort"))
-
-
 # -- what a request resumes -------------------------------------------------------------------------------------------
 
 
@@ -731,6 +713,48 @@ def test_requests_keep_the_adapter_they_began_with_and_its_version(run: Run) -> 
     assert bench.engine.adapters == {"bare": None, "own": own, "first": one, "second": two}
     versions = {name: completion.outputs[0].policy_versions.tolist() for name, completion in bench.done.items()}
     assert versions == {"bare": [0] * 4, "own": [1] * 4, "first": [1] * 4, "second": [2] * 4}
+
+
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_what_the_trainers_adapter_makes_goes_on_without_it_when_whole_weights_come(
+    run: Run, clear_cache: bool
+) -> None:
+    """Also where nothing is aborted: the weights have the adapter in them. A user's adapter stays."""
+
+    async def script(bench: Bench) -> None:
+        class Own:
+            async def load(self, lora_request: Any) -> Any:
+                return object() if bench.own else None
+
+        bench.requests._adapters = Own()  # type: ignore[assignment]
+        bench.requests.change_adapter(object(), 1)
+        await bench.start("old", max_tokens=8)
+        bench.own = True
+        await bench.start("own", max_tokens=8)
+        bench.own = False
+        await bench.engine.step(2)
+        bench.requests.change_adapter(object(), 2)
+        await bench.start("new", max_tokens=8)
+        await bench.engine.step(2)
+        bench.engine.reading = asyncio.Event()
+        await bench.start("late", max_tokens=8)  # vLLM does not know it yet
+        bench.engine.reading.set()
+        bench.requests.adapter = None
+        await bench.swap(3, "keep", clear_cache)
+        await bench.finish()
+
+    bench = run(script)
+    versions = {name: done.outputs[0].policy_versions.tolist() for name, done in bench.done.items()}
+    assert versions == {
+        "old": [1] * 4 + [3] * 4,
+        "own": [1] * 4 + [3] * 4,
+        "new": [2] * 2 + [3] * 6,
+        "late": [3] * 8,
+    }
+    rest = {name: adapter for name, adapter in bench.engine.adapters.items() if "~" in name}
+    assert sorted(name.split("~")[0] for name in rest) == ["late", "new", "old"]
+    assert set(rest.values()) == {None}
+    assert {output.finish_reason for done in bench.done.values() for output in done.outputs} == {"length"}
 
 
 def test_what_a_swap_of_whole_weights_cuts_goes_on_with_the_adapter_of_then(run: Run) -> None:

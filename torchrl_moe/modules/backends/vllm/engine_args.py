@@ -122,7 +122,7 @@ def _check_experts_on_cpu(engine_args: Any) -> None:
     if data > 1:
         raise ValueError(
             f"data_parallel_size={data}: vLLM has no all_gatherv between CPU workers, by which the ranks of a model "
-            "with experts exchange tokens, and its first step raises NotImplementedError. Use num_replicas=."
+            "with experts exchange tokens, and its first step fails. Use num_replicas=."
         )
     if engine_args.enable_expert_parallel and ranks > 1:
         raise ValueError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, O
 from torchrl_moe.modules.backends.vllm import continuation
 from torchrl_moe.modules.backends.vllm.adapters import Adapters
 from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
+from torchrl_moe.modules.backends.vllm.request_part import Part
 from torchrl_moe.modules.backends.vllm.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder
 
@@ -42,41 +43,6 @@ class Weights(Protocol):
 
     async def deliver(self, completion: Completion) -> Completion | None:
         """Return a completion whose tokens know their versions, or ``None`` if it was made by weights that failed."""
-
-
-@dataclass(eq=False, slots=True)
-class Part:
-    """One run of vLLM for a request: of all of its answers, or of one from where it was cut.
-
-    Attributes:
-        name: vLLM's request id.
-        answers: how many it makes.
-        lora: vLLM's request of the adapter that makes them, if one does.
-        version: of all of its tokens, once the adapter was updated for those that come later; ``None`` before.
-        cut: by the pause of a swap.
-        answer: that it continues; ``None`` for all of them.
-        restarted: answers to drop and to start again, since their first token may come after a swap, from an old cache.
-        lost: answer -> tokens that it had when it last lost its cache.
-    """
-
-    name: str
-    answers: int
-    lora: Any = None
-    version: int | None = None
-    cut: bool = False
-    answer: int | None = None
-    restarted: set[int] = field(default_factory=set)
-    lost: dict[int, int] = field(default_factory=dict)
-
-    def over(self, output: CompletionOutput) -> bool:
-        """Whether an answer is done, or was cut for good."""
-        return output.index not in self.restarted and not (self.cut and output.finish_reason == "abort")
-
-    def keeps(self, output: CompletionOutput, params: Any) -> bool:
-        """Whether what there is of an answer stays."""
-        if self.over(output):
-            return True
-        return output.index not in self.restarted and len(output.token_ids) > 0 and continuation.can_continue(params)
 
 
 @dataclass(eq=False, slots=True)
@@ -233,9 +199,10 @@ class EngineRequests:
             prompt["prompt"] = request.prompt
         else:
             prompt["prompt_token_ids"] = request.prompt_token_ids.tolist()
-        if lora is None:
+        is_synced = lora is None and self.adapter is not None
+        if is_synced:
             lora = self.adapter  # nothing is awaited from here until the part is known, so no update comes between
-        part = Part(request.request_id, getattr(params, "n", 1), lora, answer=answer)
+        part = Part(request.request_id, getattr(params, "n", 1), lora, is_synced, answer=answer)
         running.parts.add(part)
         final = None
         followed = self._routes.attached(params, request)
@@ -334,6 +301,36 @@ class EngineRequests:
             if part.version is None:
                 part.version = self.weights.version
         self.adapter, self.weights.version = adapter, version
+
+    def take_versions(self, delivered: Iterable[str]) -> dict[str, int]:
+        """Return, of requests in a paused engine, the versions that adapter updates have given to all of their tokens.
+
+        What they get from now on is of the weights' version, whatever that will be.
+        """
+        taken: dict[str, int] = {}
+        for part in self._parts():
+            if part.version is not None and part.name in delivered:
+                taken[part.name], part.version = part.version, None
+        return taken
+
+    async def leave_adapter(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
+        """Have what the trainer's adapter makes go on without it, in a paused engine that gets other weights.
+
+        These have the adapter in them, or another: both together would be neither's.
+
+        Args:
+            delivered: request -> answer -> tokens so far; an answer without any starts again.
+        """
+        adapted: dict[str, tuple[Part, set[int]]] = {}
+        for part in self._parts():
+            if part.is_synced:
+                had, answers = delivered.get(part.name, {}), set(range(part.answers))
+                part.cut = True
+                part.restarted |= {index for index in answers if not had.get(index)}
+                adapted[part.name] = part, answers
+        if adapted:  # before the engine is resumed; then again what vLLM had not yet taken in
+            await _compat.abort_answers(self.engine, {name: answers for name, (_, answers) in adapted.items()})
+            self._spawn(self._cut(adapted))
 
     def uses(self, adapter: Any) -> bool:
         """Whether a request in flight is made with an adapter."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from torchrl_moe import _compat
@@ -34,6 +34,12 @@ class InFlight(Protocol):
 
     def pausing(self, mode: PauseMode) -> None:
         """Note that the engine is about to pause."""
+
+    def take_versions(self, delivered: Iterable[str]) -> dict[str, int]:
+        """Return the versions of requests whose tokens so far are not of the weights' version."""
+
+    async def leave_adapter(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
+        """Have requests that run with the trainer's adapter go on without it."""
 
     def restart_answers(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
         """Have answers without a token asked for again; ``delivered`` is request -> answer -> tokens."""
@@ -295,8 +301,12 @@ class EngineWeights:
             self.in_flight.pausing(pause)
         await self.engine.pause_generation(mode=pause, clear_cache=clear_cache)
         counts = await self._delivered()
-        self._marks = {name: [*self._marks.get(name, []), (self.version, had)] for name, had in counts.items()}
+        made_by = {} if self.in_flight is None else self.in_flight.take_versions(counts)
+        self._marks = {
+            name: [*self._marks.get(name, []), (made_by.get(name, self.version), had)] for name, had in counts.items()
+        }
         if self.in_flight is not None:
+            await self.in_flight.leave_adapter(counts)
             (self.in_flight.read_again if clear_cache else self.in_flight.restart_answers)(counts)
 
     async def _delivered(self) -> dict[str, dict[int, int]]:
