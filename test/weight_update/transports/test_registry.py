@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchrl_moe.testing.fake_weights import FakeWeightReplica
-from torchrl_moe.weight_update.transports.gloo import GlooReceiver
+from torchrl_moe.weight_update.transports.gloo import GlooReceiver, GlooTransport
 from torchrl_moe.weight_update.transports.gloo_group import GlooGroup
 from torchrl_moe.weight_update.transports.meeting import MeetingPlace
 from torchrl_moe.weight_update.transports.memmap import MemmapReceiver, MemmapTransport
@@ -46,7 +46,7 @@ def test_a_collective_meets_on_loopback_by_default(
 @pytest.mark.parametrize(
     ("name", "kind", "given"),
     [
-        ("gloo", "GlooTransport", {"bucket_bytes": 9}),
+        ("gloo", "GlooTransport", {"buffer_bytes": 9}),
         ("nccl", "NcclTransport", {"buffer_bytes": 9, "num_buffers": 3}),
     ],
 )
@@ -58,6 +58,12 @@ def test_buffers_are_those_of_the_scheme(
     monkeypatch.setattr(module, lambda *given, **options: made.append(options))
     open_transport(name, tmp_path, buffer_bytes=9, num_buffers=3 if name == "nccl" else None)
     assert made == [given]
+
+
+def test_gloo_takes_them(tmp_path: Path) -> None:
+    transport = open_transport("gloo", tmp_path, buffer_bytes=9)
+    assert isinstance(transport, GlooTransport)
+    assert transport._buffer_bytes == 9
 
 
 def test_an_unknown_transport_is_refused_at_the_trainers_end(tmp_path: Path) -> None:

@@ -50,8 +50,6 @@ def open_transport(
     if name == "gloo":
         from torchrl_moe.weight_update.transports.gloo import GlooTransport
 
-        if "buffer_bytes" in options:
-            options["bucket_bytes"] = options.pop("buffer_bytes")
         return GlooTransport(folder, address or LOOPBACK, **options)
     if name == "nccl":
         from torchrl_moe.weight_update.transports.nccl import NcclTransport
