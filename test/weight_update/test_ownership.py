@@ -164,3 +164,17 @@ def test_a_version_of_the_same_number_from_elsewhere_does_not_count_as_held(conn
     other_driver(engine, 0, 1, takeover=True)
     with pytest.raises(WeightSyncError, match="fewer than 1 replicas hold version 1"):
         sender.apply(1)
+
+
+def test_a_sender_that_is_replaced_in_its_update_swaps_nothing_that_the_newer_one_staged(connect: Connect) -> None:
+    engine = FakeFleet(2)
+    older = connect(engine)
+    version = older.publish(weights(1))
+    staged = older.prefetch(version)
+    swap = older._swap
+    assert swap is not None
+    assert older._published is not None
+    newer = connect(engine)
+    assert newer.prefetch(newer.publish(weights(2))).keys() == {0, 1}
+    outcomes = swap.swap(older._published, staged, [0, 1])  # it had begun before
+    assert [outcome.error for outcome in outcomes] == ["version 1 is not what was staged last"] * 2

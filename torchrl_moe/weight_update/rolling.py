@@ -290,6 +290,7 @@ class RollingSwap:
                         pause=PAUSES[self._swapping.mode],
                         clear_cache=self._swapping.kv == "recompute",
                         canary=published.canary,
+                        digest=published.digest,
                         patience=self._swapping.timeout_seconds,
                         timeout=self._swapping.timeout_seconds,
                     )
