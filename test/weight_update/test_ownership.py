@@ -131,3 +131,50 @@ def test_a_receiver_of_a_directory_claims_too(tmp_path: Path) -> None:
     assert receiver.poll_and_apply()
     assert value_in(engine, 0) == 5.0
     sender.shutdown()
+
+
+def test_a_sender_that_moves_to_another_engine_gives_the_first_one_up(connect: Connect) -> None:
+    first, second = FakeFleet(2), FakeFleet(2)
+    sender = connect(first)
+    sender.update_weights(weights(1))
+    sender.init_all_workers_group(None, vllm_engine=second)
+    assert all(fake.owner.claim("other", OTHER, False).epoch for fake in first.fakes)
+    assert second.fakes[0].owner.claim("other", OTHER, False).owner == this_process()
+
+
+def test_a_sender_does_not_get_an_engine_back_because_the_newer_one_left(connect: Connect) -> None:
+    engine = FakeFleet(2)
+    older = connect(engine)
+    older.update_weights(weights(1))
+    newer = connect(engine)
+    newer.update_weights(weights(2))
+    newer.shutdown()
+    with pytest.raises(WeightSyncError, match="takes its weights from another sender now, or from none"):
+        older.update_weights(weights(3))
+    older.init_all_workers_group(None, vllm_engine=engine)
+    assert older.update_weights(weights(3)).version == 3
+
+
+def test_a_version_of_the_same_number_from_elsewhere_does_not_count_as_held(connect: Connect) -> None:
+    engine = FakeFleet(2)
+    sender = connect(engine)
+    sender.publish(weights(1))
+    for index in range(2):
+        engine.replica_table.set_version(index, 1)
+    other_driver(engine, 0, 1, takeover=True)
+    with pytest.raises(WeightSyncError, match="fewer than 1 replicas hold version 1"):
+        sender.apply(1)
+
+
+def test_a_sender_that_is_replaced_in_its_update_swaps_nothing_that_the_newer_one_staged(connect: Connect) -> None:
+    engine = FakeFleet(2)
+    older = connect(engine)
+    version = older.publish(weights(1))
+    staged = older.prefetch(version)
+    swap = older._swap
+    assert swap is not None
+    assert older._published is not None
+    newer = connect(engine)
+    assert newer.prefetch(newer.publish(weights(2))).keys() == {0, 1}
+    outcomes = swap.swap(older._published, staged, [0, 1])  # it had begun before
+    assert [outcome.error for outcome in outcomes] == ["version 1 is not what was staged last"] * 2

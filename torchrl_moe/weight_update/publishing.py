@@ -48,12 +48,17 @@ class Published:
     seconds: float = 0.0
     canary: dict[str, Any] | None = field(default=None, repr=False)
 
+    @property
+    def digest(self) -> str:
+        """Of what it holds; empty on ranks that did not write it."""
+        return "" if self.manifest is None else self.manifest.digest
+
     def report(self, replicas: tuple[ReplicaSync, ...] = ()) -> SyncReport:
         """Return a report of its way to replicas."""
         return SyncReport(
             version=self.version,
             nbytes=0 if self.manifest is None else self.manifest.nbytes,
-            digest="" if self.manifest is None else self.manifest.digest,
+            digest=self.digest,
             published=self.seconds,
             replicas=replicas,
         )

@@ -290,6 +290,7 @@ class RollingSwap:
                         pause=PAUSES[self._swapping.mode],
                         clear_cache=self._swapping.kv == "recompute",
                         canary=published.canary,
+                        digest=published.digest,
                         patience=self._swapping.timeout_seconds,
                         timeout=self._swapping.timeout_seconds,
                     )
@@ -341,7 +342,11 @@ class RollingSwap:
             WeightSyncError: they are fewer than ``min_serving``.
         """
         needed = self._swapping.must_hold(self._members)
-        holding = sum(entry.state in SYNCABLE and entry.version == report.version for entry in self._table)
+        failed = report.failed  # one may have another sender's version of that number
+        holding = sum(
+            entry.state in SYNCABLE and entry.version == report.version and entry.index not in failed
+            for entry in self._table
+        )
         if report.failed and holding < needed:
             raise WeightSyncError(
                 f"fewer than {needed} replicas hold version {report.version}: {report.failed}", report

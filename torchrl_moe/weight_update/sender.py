@@ -124,7 +124,7 @@ class WeightSender:
                 swap.transport.close()
                 raise
             self._publisher.expect(expected, dtype)
-            self._let_go(to_itself=True)
+            self._let_go(to_itself=self._swap is not None and self._swap.engine is vllm_engine)
             self._swap = swap
             self.version = max(self.version, vllm_engine.replica_table.latest_version)
             if self._published is not None and self._published.version != self.version:
@@ -185,10 +185,10 @@ class WeightSender:
         self._check_open()
         if self._swap is None:
             raise RuntimeError("no engine: call init_all_workers_group(metadata, vllm_engine=engine) first")
-        if self._swap.engine.weight_sync not in (self.bring, None):
+        if self._swap.engine.weight_sync != self.bring:
             raise WeightSyncError(
-                "the engine takes its weights from another sender now: use that one, or call init_all_workers_group() "
-                "again to have it back"
+                "the engine takes its weights from another sender now, or from none: use that one, or call "
+                "init_all_workers_group() again to have it back"
             )
         return self._swap
 

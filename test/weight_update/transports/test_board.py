@@ -122,3 +122,7 @@ def test_a_length_that_is_too_large_is_not_waited_for(server: BoardServer) -> No
         reader.read(32)
         end.sendall(bytes(32) + (1 << 31).to_bytes(4, "big"))
         assert reader.read() == b""
+
+
+def test_many_may_come_at_the_same_time(server: BoardServer) -> None:
+    assert server.request_queue_size == board.BACKLOG >= 1024

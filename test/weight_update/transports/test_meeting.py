@@ -130,3 +130,17 @@ def test_the_server_goes_with_the_place(across: MeetingPlace) -> None:
 def test_an_address_that_is_not_this_hosts_is_an_error() -> None:
     with pytest.raises(OSError, match="assign requested address"):
         MeetingPlace("192.0.2.1").begin()  # kept for documentation: nobody has it
+
+
+def test_who_waits_long_asks_seldom() -> None:
+    class Asked(HashStore):
+        times = 0
+
+        def check(self, keys: list[str]) -> bool:
+            self.times += 1
+            return super().check(keys)
+
+    board = Asked()
+    with pytest.raises(TimeoutError):
+        Meeting(board, 1.0).wait(["rank/1"])
+    assert 3 < board.times < 30

@@ -115,10 +115,11 @@ class Commands(abc.ABC):
         pause: PauseMode,
         clear_cache: bool,
         canary: Mapping[str, Any] | None,
+        digest: str | None = None,
         patience: float = math.inf,
         timeout: float,
     ) -> SwapReport:
         """Serve a version that was staged; see the protocol."""
-        what = {"epoch": self._epoch, "version": version, "digest": self._digest}
+        what = {"epoch": self._epoch, "version": version, "digest": self._digest if digest is None else digest}
         how = {"pause": pause, "clear_cache": clear_cache, "canary": canary, "patience": patience}
         return cast(SwapReport, self._command("swap_weights", timeout, **what, **how))

@@ -318,6 +318,7 @@ class Replica(Protocol):
         pause: PauseMode,
         clear_cache: bool,
         canary: Mapping[str, Any] | None,
+        digest: str | None = None,
         patience: float = math.inf,
         timeout: float,
     ) -> SwapReport:
@@ -325,6 +326,7 @@ class Replica(Protocol):
 
         Args:
             version: its number.
+            digest: what must have been staged last, by whichever sender; ``None``: what this driver staged.
             pause: what becomes of requests in flight.
             clear_cache: whether frozen requests are recomputed under the new weights.
             canary: what the new weights must answer.

@@ -20,6 +20,7 @@ __all__ = ["Board", "BoardServer", "RemoteBoard"]
 
 STRANGER_SECONDS = 10.0  # that a visitor gets to prove itself
 STOP_SECONDS = 0.1  # that its end may take
+BACKLOG = 1024  # visitors that wait until they are let in: all workers come at the same time
 NONCE_BYTES = 32
 LENGTH_BYTES = 4
 MOST_BYTES = 1 << 16  # of a question: an address, or a word
@@ -43,6 +44,7 @@ class BoardServer(socketserver.ThreadingTCPServer):
     """Answers questions of who has the secret; a stranger reads 32 random bytes, and no more."""
 
     daemon_threads = True
+    request_queue_size = BACKLOG
     block_on_close = False
 
     def __init__(self, address: str) -> None:

@@ -27,7 +27,7 @@ from torchrl_moe.weight_update.transports.board import Board, BoardServer, Remot
 __all__ = ["LOOPBACK", "Meeting", "MeetingPlace", "board_of", "is_loopback", "own_address"]
 
 LOOPBACK = "127.0.0.1"
-POLL_SECONDS = 0.005
+POLL_SECONDS = (0.005, 0.2)  # between two looks: first, and at most; across hosts each is a connection
 GONE_SECONDS = 1.0  # that torch's store waits for a file which is removed as it is asked
 
 
@@ -99,12 +99,14 @@ class Meeting(Store):
             RuntimeError: the meeting was closed.
         """
         del timeout
+        pause, longest = POLL_SECONDS
         while not self.check(keys):
             self._check_others()
             if time.monotonic() > self._deadline:
                 raise TimeoutError(f"{', '.join(keys)} did not come")
-            if self._closed.wait(POLL_SECONDS):
+            if self._closed.wait(pause):
                 raise RuntimeError("the meeting was closed")
+            pause = min(pause * 1.5, longest)
 
     def has_extended_api(self) -> bool:
         """Say that only the methods above are there."""

@@ -84,6 +84,31 @@ def test_one_that_was_paused_is_paused_afterwards() -> None:
     asyncio.run(run())
 
 
+def test_one_that_is_to_sleep_in_a_swap_does_not_take_its_pause_for_the_users() -> None:
+    async def run() -> None:
+        bench = Bench()
+        begun, go_on = asyncio.Event(), asyncio.Event()
+        load = bench.weights._load
+
+        async def slowly(version: int) -> None:
+            begun.set()
+            await go_on.wait()
+            await load(version)
+
+        bench.weights._load = slowly  # type: ignore[method-assign]
+        swap = asyncio.ensure_future(bench.swap())
+        await begun.wait()
+        sleep = asyncio.ensure_future(bench.sleeping.sleep(1, "wait"))
+        await asyncio.sleep(0)
+        go_on.set()
+        assert (await swap).error is None
+        await sleep
+        await bench.sleeping.wake_up(None)
+        assert not bench.engine.was_paused
+
+    asyncio.run(run())
+
+
 def test_an_update_wakes_the_weights_alone_and_leaves_it_paused() -> None:
     async def run() -> None:
         bench = Bench()

@@ -103,13 +103,14 @@ class EngineWeights:
         # by swap, not by version: another trainer may begin to count at zero
         return {"cache_salt": f"swap-{self._swaps}"} if self._swaps else {}
 
-    async def _no_swap(self) -> None:
+    async def no_swap(self) -> None:
+        """Wait until no swap is on."""
         while not self._open_gate.is_set():  # the next swap may begin before who waits is woken
             await self._open_gate.wait()
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """Pause the engine for the user; a swap that is on ends first, since it would resume what the user paused."""
-        await self._no_swap()
+        await self.no_swap()
         self._user_paused = True  # asked of vLLM at each swap, but not where one has left the engine paused
         await self.engine.pause_generation(mode=mode, clear_cache=clear_cache)
 
@@ -119,7 +120,7 @@ class EngineWeights:
         Raises:
             WeightSyncError: a swap failed, and left it neither its old weights nor good new ones.
         """
-        await self._no_swap()
+        await self.no_swap()
         if self._left_paused:
             raise WeightSyncError("a weight update failed in this engine: it must be updated, or restarted, first")
         await self.engine.resume_generation()
