@@ -40,7 +40,7 @@ MEMBERS = {
     "vllm.config.scheduler.SchedulerConfig": "scheduler_cls async_scheduling",
     "vllm.v1.core.sched.scheduler.Scheduler": (
         "return_sampling_mask vllm_config kv_cache_manager requests schedule update_from_output _preempt_request"
-        " add_request running waiting skipped_waiting policy max_num_running_reqs kv_cache_config"
+        " add_request running waiting policy max_num_running_reqs kv_cache_config"
     ),
     "vllm.v1.core.sched.output.SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs finished_req_ids",
     "vllm.v1.core.sched.output.CachedRequestData": "resumed_req_ids",

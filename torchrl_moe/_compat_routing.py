@@ -19,6 +19,7 @@ __all__ = [
     "drive_routers",
     "has_scheduler",
     "key_blocks_by_rows",
+    "queues_of",
     "recorded_rows",
     "routers_of",
     "take_scheduler",
@@ -121,6 +122,12 @@ def recorded_rows(scheduler: Any, blocks: Any, start: int, stop: int) -> Rows:
     manager = scheduler.routed_experts_mgr
     rows: Rows = manager.get(blocks[manager.attn_gid], stop, token_start=start).astype(np.int16)
     return rows
+
+
+def queues_of(scheduler: Any) -> dict[str, Any]:
+    """Return the queues of a scheduler's requests that wait, by the names of their attributes; ``waiting`` is one."""
+    names = ("waiting", "skipped_waiting", "kv_holding_waiting")  # the second up to 0.30, the third from 0.31 on
+    return {name: getattr(scheduler, name) for name in names if hasattr(scheduler, name)}
 
 
 def victim_for(scheduler: Any, request: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
+from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from torchrl_moe import _compat_routing, _compat_sampling
@@ -34,8 +34,6 @@ class MoEScheduler(Scheduler):
     """Of an engine that waits for each step."""
 
     running: list[Any]
-    waiting: RequestQueue
-    skipped_waiting: RequestQueue
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -109,18 +107,20 @@ class MoEScheduler(Scheduler):
             while (victim := _compat_routing.victim_for(self, request)) is not None:
                 self.running.remove(victim)
                 self._preempt_request(victim, time.monotonic())
-        others, queues = [other for other in self.running if other is not request], (self.waiting, self.skipped_waiting)
+        others, queues = [one for one in self.running if one is not request], _compat_routing.queues_of(self)
         self.running = [one for one in self.running if one is request]
-        self.waiting, self.skipped_waiting = create_request_queue(self.policy), create_request_queue(self.policy)
-        for queue in queues:
+        for name, queue in queues.items():
+            setattr(self, name, create_request_queue(self.policy))
             if request in queue:
                 queue.remove_request(request)
-                self.waiting.add_request(request)
+                getattr(self, name).add_request(request)
         output = super().schedule()
-        left = [*self.waiting, *self.skipped_waiting]
-        self.running, (self.waiting, self.skipped_waiting) = others + self.running, queues
+        left = [one for queue in _compat_routing.queues_of(self).values() for one in queue]
+        self.running = others + self.running
+        for name, queue in queues.items():
+            setattr(self, name, queue)
         for one in left:
-            self.waiting.prepend_request(one)
+            queues["waiting"].prepend_request(one)
         return output
 
 
