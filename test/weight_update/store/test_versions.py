@@ -405,7 +405,7 @@ def test_a_disk_that_is_full_for_what_waits_is_named_too(tmp_path: Path, fsync: 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
         with pytest.raises(WeightSyncError, match=r"no room for \d+ MB in"):
-            writer.publish([("a", MIXED["big"])], 2)
+            writer.publish([("a", MIXED["big"]), ("b", MIXED["float64"])], 2)
 
     assert exit_code_of(work) == 0
     assert files(tmp_path) == []
@@ -462,3 +462,12 @@ def test_what_is_gone_or_would_come_before_itself_is_not_published_again(tmp_pat
     with pytest.raises(ValueError, match="version 2 can be published again under a higher number only, got 2"):
         writer.republish(2, 2)
     assert files(tmp_path) == ["v2", "v3"]
+
+
+def test_only_what_would_leave_others_unaligned_is_written_twice(tmp_path: Path) -> None:
+    """Tensors of one dtype lie as they came; beside a wider one, those of odd sizes come last."""
+    odd = [(f"{i}", torch.ones(3, dtype=torch.float32)) for i in range(3)]
+    writer = VersionsWriter(tmp_path)
+    assert [entry.offset for entry in writer.publish(odd, 1).entries] == [0, 12, 24]
+    wide = [*odd, ("wide", torch.ones(2, dtype=torch.int64)), ("even", torch.ones(2))]
+    assert [entry.offset for entry in writer.publish(wide, 2).entries] == [24, 36, 48, 0, 16]

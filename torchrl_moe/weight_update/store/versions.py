@@ -7,10 +7,10 @@ another name.
 
 The header comes first, and what it says is known last: so room for the longest that may come is left, and filled up
 with spaces. Tensors follow each other without a gap, as safetensors wants it, and each is aligned to its dtype: those
-whose bytes are a multiple of eight go to the file as they come, since what follows them is aligned whatever it is. The
-few others wait, in memory and beyond 4 MB in a temporary file, and come last: multiples of four bytes first, then of
-two, then the rest. To sort by dtype, as safetensors does, all tensors that will be written must be known before the
-first one is.
+whose bytes are a multiple of the widest element's go to the file as they come, since what follows them is aligned
+whatever it is. The others, few where dtypes are mixed and none where they are not, wait in memory, beyond 4 MB in a
+temporary file, and come last: multiples of four bytes first, then of two, then the rest. To sort by dtype, as
+safetensors does, all tensors that will be written must be known before the first one is.
 
 A lease is a file that its reader removes; one that is older than :data:`LEASE_SECONDS` is a dead reader's. Times are
 the file system's own. NFS may show a client an old state of a directory for as long as it caches attributes (seconds,
@@ -140,7 +140,8 @@ class VersionsWriter:
         before = self._base(version)
         _, size = lay_out(kinds.values())
         with self._showing(version, size) as file:
-            with contextlib.closing(_Body(file, _room(kinds, before, size), self.folder)) as body:
+            widest = max((dtype.itemsize for dtype, _ in kinds.values()), default=1)
+            with contextlib.closing(_Body(file, _room(kinds, before, size), self.folder, widest)) as body:
                 for name, tensor in in_order(tensors, kinds):
                     if not _is_unchanged(tensor, before.get(name), kinds[name]):
                         body.add(name, tensor, kinds[name])
@@ -273,11 +274,12 @@ class _Body:
         file: gets them.
         start: where its header will end.
         folder: for those that wait.
+        widest: bytes of an element of the widest dtype that may come.
     """
 
-    def __init__(self, file: IO[bytes], start: int, folder: Path) -> None:
-        self._file, self.start = file, start
-        self._waiting = {width: _waiting_file(folder) for width in WIDTHS[1:]}
+    def __init__(self, file: IO[bytes], start: int, folder: Path, widest: int) -> None:
+        self._file, self.start, self._widest = file, start, widest
+        self._waiting = {width: _waiting_file(folder) for width in WIDTHS if width < widest}
         self._sizes = dict.fromkeys(WIDTHS, 0)
         self._added: list[tuple[int, TensorEntry]] = []
         file.seek(start)
@@ -285,7 +287,7 @@ class _Body:
     def add(self, name: str, tensor: Tensor, kind: TensorKind) -> None:
         """Add a tensor, cast to ``kind``."""
         dtype, shape = kind
-        width = math.gcd(shape.numel() * dtype.itemsize, WIDTHS[0])
+        width = math.gcd(shape.numel() * dtype.itemsize, self._widest)
         file: IO[bytes] = self._waiting.get(width, self._file)
         digest = send(tensor, dtype, lambda piece: file.write(piece.data))
         entry = TensorEntry(name, dtype_name(dtype), tuple(shape), self._sizes[width], digest)
