@@ -178,3 +178,20 @@ def test_a_sender_that_is_replaced_in_its_update_swaps_nothing_that_the_newer_on
     assert newer.prefetch(newer.publish(weights(2))).keys() == {0, 1}
     outcomes = swap.swap(older._published, staged, [0, 1])  # it had begun before
     assert [outcome.error for outcome in outcomes] == ["version 1 is not what was staged last"] * 2
+
+
+def test_a_receiver_has_its_replicas_again_once_who_took_them_has_left(tmp_path: Path) -> None:
+    scheme, engine = VLLMDoubleBufferSyncScheme(tmp_path), FakeFleet(2)
+    sender, receiver = scheme.create_sender(), scheme.create_receiver(engine)
+    sender.publish(weights(1))
+    assert receiver.poll_and_apply()
+    other_driver(engine, 0, 1, takeover=True)
+    sender.publish(weights(2))
+    for _ in range(2):
+        with pytest.raises(WeightSyncError, match=OTHER):
+            receiver.poll_and_apply()
+    for fake in engine.fakes:
+        fake.owner.left("other")
+    assert receiver.poll_and_apply()
+    assert [value_in(engine, index) for index in range(2)] == [2.0, 2.0]
+    sender.shutdown()

@@ -126,6 +126,8 @@ class WeightReceiver:
             if not late:
                 return False
             self.report = self._apply(newest, late)
+            if len(self.report.failed) == len(late):
+                self._swap.give_up()  # perhaps others took them; the next look claims those that nobody has
             self._swap.check_serving(self.report)
             return True
 

@@ -109,9 +109,13 @@ def test_a_sleep_that_failed_on_one_replica_is_taken_back_on_the_others(serve: A
         engine.sleep(1, "deep")
 
 
-def test_a_replica_that_is_restarted_meanwhile_sleeps_too(fleet: Any) -> None:
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_replica_that_is_restarted_meanwhile_sleeps_too_and_keeps_its_weights(fleet: Any, level: int) -> None:
     service = fleet(2)
-    service.sleep()
+    service.sleep(level)
+    for replica in (entry.replica for entry in service.replica_table):  # an update has come meanwhile
+        replica._wake_up(["weights"])
+        replica._weights_lost = False
     service.kill(0)
     until(lambda: service.restarts == [1, 0] and service.replica_table[0].replica._asleep)
     service.wake_up()

@@ -321,7 +321,7 @@ class Fleet:
             if self._paused:
                 replica.pause("keep", False, CALL_SECONDS)
             if self._sleep_level is not None:
-                replica.sleep(self._sleep_level, "keep", CALL_SECONDS)
+                replica.sleep(1, "keep", CALL_SECONDS)  # level 2 would drop weights that it was just brought
             return serve()
 
     def reset_prefix_cache(self) -> bool:
