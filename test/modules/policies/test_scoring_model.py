@@ -395,6 +395,12 @@ def test_state_space_and_linear_attention_models_do_not_pack(family: str) -> Non
     assert not ScoringModel(model).packs
 
 
+def test_a_model_that_scales_queries_by_their_place_in_the_row_does_not_pack() -> None:
+    """Llama 4 counts places in the row, whatever the positions, and from ``floor_scale`` on they matter."""
+    assert not ScoringModel(build("llama4", attn_temperature_tuning=True)).packs
+    assert ScoringModel(build("llama4", attn_temperature_tuning=False)).packs
+
+
 def test_only_flash_attention_takes_one_row_for_all() -> None:
     model = make_tiny_moe(num_hidden_layers=2)
     assert not ScoringModel(model).packs_in_one_row

@@ -161,6 +161,8 @@ class ScoringModel:
         Four sequences, in one row where that is how they are packed, else in two. (transformers keeps those of one row
         apart for flash attention, and not those of several.)
         """
+        if _counts_places(self.language_model):
+            return False
         batch = self._four_sequences()
         layout = batch.packed(None if self.packs_in_one_row else 2 * batch.ids.shape[1])
         return self._leaves_alone(layout, layout.index[0], batch.padded())
@@ -330,6 +332,16 @@ def _unwrap(model: nn.Module) -> nn.Module:
     """Return the transformers model inside of ``torch.compile`` and peft."""
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def _counts_places(model: nn.Module) -> bool:
+    """Whether attention depends on a token's place in its row beside its position.
+
+    Llama 4 scales queries by it, from ``floor_scale`` places on: more than the tokens of a trial.
+    """
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    return bool(getattr(text, "attn_temperature_tuning", False))
 
 
 @contextmanager
