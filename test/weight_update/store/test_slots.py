@@ -509,3 +509,17 @@ def test_publishing_over_and_over_leaves_nothing_behind(writer: WeightStoreWrite
     descriptors, size = figures()
     assert descriptors == before[0]
     assert size <= before[1] + 200  # a manifest's numbers grow
+
+
+def test_a_writer_that_keeps_fewer_removes_what_is_too_many_once_its_own_are_newer(tmp_path: Path) -> None:
+    many = WeightStoreWriter(tmp_path / "s", slots=4)
+    for version in range(1, 7):
+        many.publish([("a", torch.ones(3))], version)
+    many.close()
+    few, reader = WeightStoreWriter(tmp_path / "s"), WeightStoreReader(tmp_path / "s")
+    assert reader.versions() == [3, 4, 5, 6]
+    few.publish([("a", torch.ones(3))], 7)
+    few.publish([("a", torch.ones(3))], 8)
+    assert reader.versions() == [7, 8]
+    assert sorted(path.name for path in (tmp_path / "s").glob("slot-*")) == ["slot-0.weights", "slot-1.weights"]
+    few.close()

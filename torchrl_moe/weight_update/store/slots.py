@@ -140,7 +140,17 @@ class WeightStoreWriter:
                 TensorEntry(name, names[name], tuple(shape), places[name], digests[name])
                 for name, (_, shape) in kinds.items()
             )
-            return self._show(Manifest(version, slot, entries))
+            manifest = self._show(Manifest(version, slot, entries))
+        self._remove_others()
+        return manifest
+
+    def _remove_others(self) -> None:
+        """Remove slots of a writer before this one that kept more, once all of ours are newer."""
+        used, own = list(self._slot_of.values())[::-1], set(range(self._slots))
+        for slot in {other for other in used if other is not None} - own:
+            if own <= set(used[: used.index(slot)]):
+                self._withdraw(slot, -1)
+                slot_path(self.folder, slot).unlink(missing_ok=True)
 
     def republish(self, old: int, new: int) -> Manifest:
         """Publish what an older version holds under a new number. Its bytes stay where they are, in the same slot,
