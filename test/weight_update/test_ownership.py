@@ -195,3 +195,26 @@ def test_a_receiver_has_its_replicas_again_once_who_took_them_has_left(tmp_path:
     assert receiver.poll_and_apply()
     assert [value_in(engine, index) for index in range(2)] == [2.0, 2.0]
     sender.shutdown()
+
+
+def test_a_driver_that_lost_the_weights_brings_nothing_to_restarted_replicas(connect: Connect) -> None:
+    engine = FakeFleet(3)
+    sender = connect(engine)
+    sender.update_weights(weights(1))
+    other_driver(engine, 0, 1, 2, takeover=True)
+    new = engine.restart(1)
+    with pytest.raises(WeightSyncError, match="another driver updates this engine now"):
+        sender.bring(1)
+    assert (engine.states[1], new.weights) == ("STARTING", {})
+    other_driver(engine, 1)  # whose the others are has this one, too
+    assert new.owner.claim("me", "me", False).owner == OTHER
+
+
+def test_a_replica_is_brought_if_no_other_can_say_whose_the_weights_are(connect: Connect) -> None:
+    engine = FakeFleet(2)
+    sender = connect(engine)
+    sender.update_weights(weights(1))
+    engine.fakes[0].die()
+    engine.restart(1)
+    sender.bring(1)
+    assert value_in(engine, 1) == 1.0

@@ -146,6 +146,10 @@ class FakeWeightReplica(FakeReplica):
         """Answer as an engine does."""
         return self.owner.claim(driver, name, takeover)
 
+    def command_owns_weights(self, epoch: int) -> bool:
+        """Answer as an engine does."""
+        return self.owner.holds(epoch)
+
     def command_give_up_weights(self, epoch: int) -> None:
         """End a claim."""
         self.owner.give_up(epoch)

@@ -118,10 +118,26 @@ class RollingSwap:
 
     def _open(self, replica: Replica) -> None:
         if replica not in self._claimed:
+            self._check_owner()
             self._claim(replica)
         with self._naming_timeouts():
             self.transport.open(replica, self._swapping.timeout_seconds)
         self._opened.add(replica)
+
+    def _check_owner(self) -> None:
+        """Ask a replica that was claimed before whether that still holds: a new one belongs to whose the others are.
+
+        Raises:
+            WeightSyncError: it does not.
+        """
+        for replica in list(self._claimed):
+            holds = _tried(partial(replica.owns_weights, self._swapping.timeout_seconds))
+            if holds is False:
+                raise WeightSyncError(
+                    "another driver updates this engine now: call init_all_workers_group(takeover=True) to have it back"
+                )
+            if holds is True:
+                return
 
     def give_up(self) -> None:
         """Let other drivers have the replicas that live."""

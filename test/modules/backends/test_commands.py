@@ -50,6 +50,7 @@ COMMANDS: dict[str, tuple[Callable[[Commands], Any], Any, Any, dict[str, Any]]] 
     "weights_version": (lambda r: r.weights_version(3), 7, 7, {}),
     "claim_weights": (lambda r: r.claim_weights("me", True, 3), CLAIM, CLAIM,
                       {"driver": "", "name": "me", "takeover": True}),
+    "owns_weights": (lambda r: r.owns_weights(3), True, True, {"epoch": 0}),
     "give_up_weights": (lambda r: r.give_up_weights(3), None, None, {"epoch": 0}),
     "init_weights": (lambda r: r.init_weights("gloo", {"port": 1}, 3), None, None,
                      {"epoch": 0, "transport": "gloo", "options": {"port": 1}}),

@@ -21,6 +21,17 @@ def test_a_driver_that_lives_keeps_its_claim_and_each_claim_raises_the_epoch() -
         owner.check(1)
 
 
+def test_a_claim_holds_until_another_comes_or_its_driver_leaves() -> None:
+    owner = WeightOwner()
+    assert not owner.holds(0)
+    first = owner.claim("a", "first", takeover=False).epoch
+    assert owner.holds(first)
+    second = owner.claim("b", "second", takeover=True).epoch
+    assert (owner.holds(first), owner.holds(second)) == (False, True)
+    owner.left("b")
+    assert not owner.holds(second)
+
+
 @pytest.mark.parametrize("end", ["left", "given up", "taken over"])
 def test_a_claim_ends(end: str) -> None:
     owner = WeightOwner()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # its stubs leave it out
 
-from support.waiting import in_thread
+from support.waiting import in_thread, until
 from torchrl_moe.weight_update.transports import board
 from torchrl_moe.weight_update.transports.board import BoardServer, RemoteBoard
 
@@ -71,7 +73,7 @@ def test_a_stranger_reads_random_bytes_and_no_more(server: BoardServer) -> None:
 def test_a_stranger_who_says_nothing_keeps_nobody_waiting(server: BoardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with visit(server):
         remote(server).set("key", b"1")
-    monkeypatch.setattr(board._Visit, "timeout", 0.1)
+    monkeypatch.setattr(board, "STRANGER_SECONDS", 0.1)
     with visit(server) as end, end.makefile("rb") as reader:
         assert len(reader.read()) == 32  # and then the server hangs up
 
@@ -126,3 +128,44 @@ def test_a_length_that_is_too_large_is_not_waited_for(server: BoardServer) -> No
 
 def test_many_may_come_at_the_same_time(server: BoardServer) -> None:
     assert server.request_queue_size == board.BACKLOG >= 1024
+
+
+def test_a_stranger_that_says_a_byte_now_and_then_has_one_deadline(
+    server: BoardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board, "STRANGER_SECONDS", 0.3)
+    over = threading.Event()
+
+    def trickle(end: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while not over.wait(0.02):  # far more often than the deadline, and far from all that is awaited
+                end.sendall(b"\0")
+
+    with visit(server) as end:
+        talking = in_thread(lambda: trickle(end))
+        with contextlib.suppress(ConnectionError):
+            while end.recv(64):
+                pass
+        over.set()
+        talking.result(TIMEOUT)
+
+
+def test_a_full_house_hangs_up_and_has_room_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "MOST_VISITORS", 2)
+    full = BoardServer(LOOPBACK)
+    full.boards["a"] = HashStore()
+    silent = [visit(full) for _ in range(2)]
+    for one in silent:
+        assert len(one.recv(64)) == 32
+    with pytest.raises(ConnectionError, match="has hung up: it is full, or ends"):
+        remote(full).check(["key"])
+    for one in silent:
+        one.close()
+
+    def answers() -> bool:
+        with contextlib.suppress(ConnectionError):
+            return not remote(full).check(["key"])
+        return False
+
+    until(answers)
+    full.end()

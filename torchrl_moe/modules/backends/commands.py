@@ -91,6 +91,10 @@ class Commands(abc.ABC):
             self._epoch = claim.epoch
         return claim
 
+    def owns_weights(self, timeout: float) -> bool:
+        """Whether the last claim of this driver holds; see the protocol."""
+        return bool(self._command("owns_weights", timeout, epoch=self._epoch))
+
     def give_up_weights(self, timeout: float) -> None:
         """Undo :meth:`claim_weights`."""
         self._command("give_up_weights", timeout, epoch=self._epoch)

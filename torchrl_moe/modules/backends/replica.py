@@ -296,6 +296,9 @@ class Replica(Protocol):
             timeout: in seconds.
         """
 
+    def owns_weights(self, timeout: float) -> bool:
+        """Whether the weights are still this driver's."""
+
     def give_up_weights(self, timeout: float) -> None:
         """Undo :meth:`claim_weights`, so that another driver may claim them."""
 

@@ -67,6 +67,10 @@ class WeightOwner:
                 "them back"
             )
 
+    def holds(self, epoch: int) -> bool:
+        """Whether a claim is the last one, and of a driver that lives."""
+        return epoch == self._epoch and self._driver is not None
+
     def give_up(self, epoch: int) -> None:
         """End a claim, unless another came since."""
         if epoch == self._epoch:

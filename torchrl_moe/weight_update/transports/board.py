@@ -13,12 +13,15 @@ import secrets
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 __all__ = ["Board", "BoardServer", "RemoteBoard"]
 
-STRANGER_SECONDS = 10.0  # that a visitor gets to prove itself
+STRANGER_SECONDS = 10.0  # that a visit may take in all
+LEAST_SECONDS = 0.001
+MOST_VISITORS = 256  # at the same time
 STOP_SECONDS = 0.1  # that its end may take
 BACKLOG = 1024  # visitors that wait until they are let in: all workers come at the same time
 NONCE_BYTES = 32
@@ -51,7 +54,22 @@ class BoardServer(socketserver.ThreadingTCPServer):
         super().__init__((address, 0), _Visit)
         self.secret = secrets.token_bytes(NONCE_BYTES)
         self.boards: dict[str, Board] = {}
+        self._places = threading.BoundedSemaphore(MOST_VISITORS)
         threading.Thread(target=self.serve_forever, args=(STOP_SECONDS,), name="weight-meetings", daemon=True).start()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Let a visitor in; who comes when the house is full asks again."""
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a visitor in a thread of its own."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
 
     def end(self) -> None:
         """Answer no more."""
@@ -59,22 +77,22 @@ class BoardServer(socketserver.ThreadingTCPServer):
         self.server_close()
 
 
-class _Visit(socketserver.StreamRequestHandler):
+class _Visit(socketserver.BaseRequestHandler):
     """One question."""
 
-    timeout = STRANGER_SECONDS
     server: BoardServer
 
     def handle(self) -> None:
         """Answer it, or hang up."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         try:
-            self.wfile.write(nonce)
-            other = self.rfile.read(NONCE_BYTES)
-            question = _read(self.rfile, self.server.secret, ASK + nonce + other)
+            reader = _Reader(self.request, STRANGER_SECONDS)
+            self.request.sendall(nonce)
+            other = reader.read(NONCE_BYTES)
+            question = _read(reader, self.server.secret, ASK + nonce + other)
             if question is not None:
                 answer = self._answer(json.loads(question))
-                self.wfile.write(_sealed(self.server.secret, ANSWER + other + nonce, answer))
+                self.request.sendall(_sealed(self.server.secret, ANSWER + other + nonce, answer))
         except OSError:  # it is gone, or said nothing
             return
 
@@ -117,8 +135,13 @@ class RemoteBoard:
             RuntimeError: the group was given up.
         """
         mine = secrets.token_bytes(NONCE_BYTES)
-        with socket.create_connection(self._where, STRANGER_SECONDS) as end, end.makefile("rb") as reader:
+        with socket.create_connection(self._where, STRANGER_SECONDS) as end:
+            reader = _Reader(end, STRANGER_SECONDS)
             nonce = reader.read(NONCE_BYTES)
+            if len(nonce) < NONCE_BYTES:
+                raise ConnectionError(
+                    f"who listens at {self._where[0]}:{self._where[1]} has hung up: it is full, or ends"
+                )
             body = json.dumps({**question, "name": self._name}).encode()
             end.sendall(mine + _sealed(self._secret, ASK + nonce + mine, body))
             answer = _read(reader, self._secret, ANSWER + mine + nonce)
@@ -135,7 +158,31 @@ def _sealed(secret: bytes, context: bytes, body: bytes) -> bytes:
     return len(body).to_bytes(LENGTH_BYTES, "big") + body + hmac.digest(secret, context + body, "sha256")
 
 
-def _read(reader: Any, secret: bytes, context: bytes) -> bytes | None:
+class _Reader:
+    """Reads from a socket, all of it before one deadline: who sends a byte now and then is no visitor for ever."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self._connection, self._deadline = connection, time.monotonic() + seconds
+
+    def read(self, count: int) -> bytes:
+        """Return so many bytes; fewer if the other side hangs up.
+
+        Raises:
+            TimeoutError: the deadline passed.
+        """
+        content = bytearray()
+        while len(content) < count:
+            self._connection.settimeout(max(self._deadline - time.monotonic(), LEAST_SECONDS))
+            part = self._connection.recv(count - len(content))
+            if not part:
+                break
+            content += part
+            if time.monotonic() > self._deadline:
+                raise TimeoutError("the other side takes too long")
+        return bytes(content)
+
+
+def _read(reader: _Reader, secret: bytes, context: bytes) -> bytes | None:
     """Return the bytes of a message; ``None`` if it is none that who has the secret has sent now."""
     length = int.from_bytes(reader.read(LENGTH_BYTES), "big")
     if length > MOST_BYTES:

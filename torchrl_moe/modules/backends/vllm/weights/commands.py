@@ -52,6 +52,9 @@ class WeightCommands:
         async with self._swapping:  # the swap of the owner before ends whole
             return self.owner.claim(driver, name, takeover)
 
+    async def command_owns_weights(self, epoch: int) -> bool:
+        return self.owner.holds(epoch)
+
     async def command_give_up_weights(self, epoch: int) -> None:
         self.owner.give_up(epoch)
 
