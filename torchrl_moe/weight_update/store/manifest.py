@@ -157,16 +157,26 @@ class Manifest:
         with _reading:
             known = _read.pop(checksum, None)
             if known is None:
+                give_way()
                 known = _parsed(raw)
                 known.__dict__["_text"] = text
             _read[checksum] = known
             while len(_read) > KEPT_MANIFESTS:
-                del _read[next(iter(_read))]
+                _free(_read.pop(next(iter(_read))))
         return known
 
 
 _read: dict[str, Manifest] = {}  # checksum -> what was read, the last one last
 _reading = threading.Lock()
+
+
+def _free(manifest: Manifest) -> None:
+    """Give the memory of a manifest back in turns, if nobody else has it."""
+    entries = list(manifest.entries)
+    del manifest
+    while entries:
+        del entries[-LINE_TENSORS:]
+        give_way()
 
 
 def give_way() -> None:
@@ -231,8 +241,11 @@ def _text_of(manifest: Manifest) -> str:
             for place, e in enumerate(some, start * LINE_TENSORS)
             if e.base is not None
         }
-        if bad := next((e.name for e in some if e.name == "__metadata__" or not _is_text(e.name)), None):
-            raise ManifestMismatch(f"no tensor may be named {bad!r}: a file of safetensors cannot have that name")
+        names = [e.name for e in some]
+        if bad := {name for name in names if name.encode(errors="ignore").decode() != name} | {"__metadata__"} & {
+            *names
+        }:
+            raise ManifestMismatch(f"no tensor may be named {bad.pop()!r}: a file of safetensors cannot have that name")
         digests += (e.digest for e in some if e.base is None)
         here += [f"\n,{_json(own)[1:-1]}"] if own else []
         there += [f"\n,{_json(others)[1:-1]}"] if others else []
@@ -244,10 +257,6 @@ def _text_of(manifest: Manifest) -> str:
     for part in parts:
         checksum.update(part.encode())
     return "".join([START, checksum.hexdigest(), *parts])
-
-
-def _is_text(name: str) -> bool:
-    return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _json(value: Any) -> str:
