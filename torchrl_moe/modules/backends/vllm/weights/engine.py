@@ -263,10 +263,13 @@ class EngineWeights:
         canary: Mapping[str, Any] | None,
         patience: float,
     ) -> SwapReport:
-        if not self._left_paused:  # else it is paused in any case, and what the user wants was noted before
-            self._user_paused = await self.engine.is_paused()
-        was_paused = self._user_paused
-        (error,) = await asyncio.gather(self._hold(pause, clear_cache), return_exceptions=True)
+        # both asked at once: a busy engine answers between two steps
+        was_paused, error = await asyncio.gather(
+            self._is_paused(), self._hold(pause, clear_cache), return_exceptions=True
+        )
+        if isinstance(was_paused, BaseException):
+            raise was_paused
+        self._user_paused = was_paused
         if error is not None:
             touched = self._left_paused
             await self._settle(error, restored=not touched, resume=not touched and not was_paused)
@@ -296,6 +299,10 @@ class EngineWeights:
             unproved=unproved,
             error=_words(error),
         )
+
+    async def _is_paused(self) -> bool:
+        """Whether the user has paused the engine; as noted before, where a swap has left it paused in any case."""
+        return self._user_paused if self._left_paused else bool(await self.engine.is_paused())
 
     async def _hold(self, pause: PauseMode, clear_cache: bool) -> None:
         if self.in_flight is not None:
