@@ -88,6 +88,8 @@ def score_shards() -> list[dict[str, Any]]:
         selected_log_probs(torch.ones(1, 2), weight, torch.tensor([31]))
     with pytest.raises(ValueError, match="cut by words must be the only one, got 2"):
         selected_log_probs([torch.ones(1, 2)] * 2, [weight] * 2, torch.tensor([1]))
+    with pytest.raises(ValueError, match="hidden states must be whole and local"):
+        selected_log_probs(distribute_tensor(torch.ones(1, 2), mesh, [Replicate()]), weight, torch.tensor([1]))
     got = [scored(mesh, *case) for case in CASES]
     return [{key: value.float().numpy() for key, value in one.items()} for one in got]
 
@@ -109,3 +111,14 @@ def test_another_cut_is_refused(placements: list[Any]) -> None:
     with pytest.raises(ValueError, match=r"weight must be cut by words, \[Shard\(0\)\] on a mesh of one dimension"):
         WordShard.of(DTensor.from_local(torch.ones(4, 4), mesh, placements, run_check=False))
     assert WordShard.of(torch.ones(4, 4)) is None
+
+
+@pytest.mark.parametrize(("words", "ranks"), [(1, 2), (2, 3), (4, 3)])  # DTensor cuts four words into 2, 2 and none
+def test_a_rank_without_any_word_is_refused(words: int, ranks: int) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(ranks), _init_backend=False, _rank=0)
+    each = -(-words // ranks)
+    weight = DTensor.from_local(
+        torch.ones(each, 4), mesh, [Shard(0)], run_check=False, shape=torch.Size([words, 4]), stride=(4, 1)
+    )
+    with pytest.raises(ValueError, match=f"weight has {words} words, too few for {ranks} ranks: one would have none"):
+        WordShard.of(weight)

@@ -37,7 +37,7 @@ class WordShard:
         """Return what a weight ``[V, H]`` says; ``None`` if it is no DTensor.
 
         Raises:
-            ValueError: a DTensor that is cut otherwise than by words.
+            ValueError: a DTensor that is cut otherwise than by words, or that leaves a rank without any.
         """
         mesh: Any = getattr(weight, "device_mesh", None)
         if mesh is None:
@@ -46,6 +46,8 @@ class WordShard:
         if mesh.ndim != 1 or not placements[0].is_shard(0):
             raise ValueError(f"weight must be cut by words, [Shard(0)] on a mesh of one dimension, got {placements}.")
         each = -(-len(weight) // mesh.size())  # as DTensor cuts it
+        if each * (mesh.size() - 1) >= len(weight):
+            raise ValueError(f"weight has {len(weight)} words, too few for {mesh.size()} ranks: one would have none.")
         return cls(mesh, min(mesh.get_local_rank() * each, len(weight)), len(weight))
 
     @property
@@ -54,7 +56,13 @@ class WordShard:
         return str(self.mesh.get_group().group_name)
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Return hidden states as they are; of their gradient each rank has a part, which is summed."""
+        """Return hidden states as they are; of their gradient each rank has a part, which is summed.
+
+        Raises:
+            ValueError: they are a DTensor.
+        """
+        if hasattr(hidden, "device_mesh"):
+            raise ValueError("hidden states must be whole and local where weight is cut by words, got a DTensor.")
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         whole = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
