@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from torchrl_moe._errors import EngineError, WeightSyncError
+from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import PauseMode
 from torchrl_moe.modules.backends.reports import ReplicaInfo, SwapReport
 from torchrl_moe.modules.backends.weight_claim import WeightClaim, WeightOwner
@@ -217,12 +217,8 @@ class FakeWeightReplica(FakeReplica):
         patience: float = math.inf,
     ) -> SwapReport:
         """Copy a version's tensors."""
-        try:
-            self.owner.check(epoch)
-        except WeightSyncError as error:
-            return SwapReport(started=False, error=str(error))
-        if digest != self._staged_digest:
-            return SwapReport(started=False, error=f"version {version} is not what was staged last")
+        if reason := self.owner.why_not_swap(epoch, version, digest, self._staged_digest):
+            return SwapReport(started=False, error=reason)
         del pause, clear_cache, canary, patience
         self._wake_up(["weights"])
         self._weights_lost = False

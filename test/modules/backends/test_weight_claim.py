@@ -54,5 +54,15 @@ def test_the_end_of_another_claim_ends_none() -> None:
     assert owner.claim("c", "third", takeover=False) == WeightClaim(epoch=0, owner="second")
 
 
+def test_a_swap_must_be_of_the_last_claim_and_of_what_was_staged_last() -> None:
+    owner = WeightOwner()
+    epoch = owner.claim("a", "first", takeover=False).epoch
+    assert owner.why_not_swap(epoch, 5, "digest", "digest") == ""
+    for digest, staged in (("digest", "another"), ("digest", ""), ("", "")):
+        assert owner.why_not_swap(epoch, 5, digest, staged) == "version 5 is not what was staged last"
+    owner.claim("b", "second", takeover=True)
+    assert "takes its weights from second now" in owner.why_not_swap(epoch, 5, "digest", "digest")
+
+
 def test_a_driver_is_named_by_its_process() -> None:
     assert this_process().startswith(f"process {os.getpid()} on ")

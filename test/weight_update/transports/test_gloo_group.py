@@ -19,13 +19,6 @@ TIMEOUT = 20.0
 
 
 @pytest.fixture
-def place() -> Iterator[MeetingPlace]:
-    made = MeetingPlace()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def pair(place: MeetingPlace) -> Iterator[Callable[..., tuple[GlooGroup, GlooGroup]]]:
     made: list[GlooGroup] = []
 

@@ -22,13 +22,6 @@ TIMEOUT = 20.0
 
 
 @pytest.fixture
-def place() -> Iterator[MeetingPlace]:
-    made = MeetingPlace()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def across(monkeypatch: pytest.MonkeyPatch) -> Iterator[MeetingPlace]:
     """A place as for several hosts, all of which are this one."""
     monkeypatch.setattr(meeting, "is_loopback", lambda _: False)

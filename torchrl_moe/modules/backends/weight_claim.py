@@ -67,6 +67,21 @@ class WeightOwner:
                 "them back"
             )
 
+    def why_not_swap(self, epoch: int, version: int, digest: str, staged: str) -> str:
+        """Return why a version may not be swapped in, or "": of an older claim, or not what was staged last.
+
+        Args:
+            epoch: of the claim that the command goes with.
+            version: its number, for people.
+            digest: of what the driver wants; "" names nothing.
+            staged: the digest of what was staged last; "" if nothing is.
+        """
+        try:
+            self.check(epoch)
+        except WeightSyncError as error:
+            return str(error)
+        return "" if digest and digest == staged else f"version {version} is not what was staged last"
+
     def holds(self, epoch: int) -> bool:
         """Whether a claim is the last one, and of a driver that lives."""
         return epoch == self._epoch and self._driver is not None

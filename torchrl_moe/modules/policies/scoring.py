@@ -64,7 +64,7 @@ class ScoringBatch:
         On the left, pads would stand before the tokens: linear attention and sparse attention do not look past them.
 
         Args:
-            masked: whether the model is told of the pads. A causal one needs not be, and with a mask SDPA makes another
+            masked: whether the model gets a mask of the pads. A causal one needs none, and with one SDPA makes another
                 one of ``[R, 1, W, W]``.
         """
         width = max(1, int(self.mask.sum(-1).max()))

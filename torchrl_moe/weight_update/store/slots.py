@@ -24,6 +24,7 @@ from torchrl_moe.weight_update.store.flat import Bytes, lay_out, send
 from torchrl_moe.weight_update.store.manifest import Manifest, TensorEntry, TensorKind, dtype_name
 from torchrl_moe.weight_update.store.writing import (
     WriterLock,
+    check_higher,
     in_order,
     kinds_of,
     naming_full_disks,
@@ -161,8 +162,7 @@ class WeightStoreWriter:
             ValueError: the new number is not higher.
             WeightSyncError: the folder has no room.
         """
-        if new <= old:
-            raise ValueError(f"version {old} can be published again under a higher number only, got {new}")
+        check_higher(old, new)
         if self._slot_of.get(old) is None:
             raise ManifestMismatch(f"version {old} is not there, only {sorted(self._slot_of)}")
         manifest = Manifest.from_json(manifest_path(self.folder, old).read_text())

@@ -48,6 +48,7 @@ from torchrl_moe.weight_update.store.flat import (
 from torchrl_moe.weight_update.store.manifest import Manifest, TensorEntry, TensorKind, dtype_name
 from torchrl_moe.weight_update.store.writing import (
     WriterLock,
+    check_higher,
     in_order,
     kinds_of,
     naming_full_disks,
@@ -160,8 +161,7 @@ class VersionsWriter:
             ValueError: the new number is not higher.
             WeightSyncError: the folder has no room.
         """
-        if new <= old:
-            raise ValueError(f"version {old} can be published again under a higher number only, got {new}")
+        check_higher(old, new)
         try:
             entries = read_header(version_path(self.folder, old)).entries
         except FileNotFoundError:

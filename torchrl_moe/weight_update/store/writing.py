@@ -15,7 +15,16 @@ from torch import Tensor
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.weight_update.store.manifest import TensorKind
 
-__all__ = ["LOCK", "WriterLock", "in_order", "kinds_of", "naming_full_disks", "own_folder", "replace_text"]
+__all__ = [
+    "LOCK",
+    "WriterLock",
+    "check_higher",
+    "in_order",
+    "kinds_of",
+    "naming_full_disks",
+    "own_folder",
+    "replace_text",
+]
 
 
 def own_folder(folder: Path) -> Path:
@@ -72,6 +81,16 @@ class WriterLock:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(self._file, fcntl.LOCK_UN)  # a process that was forked has the file open still
             self._file.close()
+
+
+def check_higher(old: int, new: int) -> None:
+    """Refuse to publish a version again under a number that is not higher.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if new <= old:
+        raise ValueError(f"version {old} can be published again under a higher number only, got {new}")
 
 
 def kinds_of(tensors: Iterable[tuple[str, Tensor]], version: int) -> tuple[dict[str, Tensor], dict[str, TensorKind]]:

@@ -174,7 +174,7 @@ class GlooTransport:
                     if not replica.is_alive():
                         raise
                     LOG.warning("version %s comes from the trainer, and not by a replica: %s", manifest.version, error)
-                    self._drop(replica)  # whoever is to blame, the trainer can send it too, and says what is wrong
+                    self._drop(replica)  # the trainer can send it too, and says what is wrong
             return self._stage_from_trainer(replica, manifest, options, timeout)
         except BaseException:
             self._drop(replica)

@@ -96,12 +96,8 @@ class WeightCommands:
         patience: float = math.inf,
     ) -> SwapReport:
         async with self._swapping:
-            try:
-                self.owner.check(epoch)
-            except WeightSyncError as error:
-                return SwapReport(started=False, error=str(error))
-            if not digest or digest != self._staged:
-                return SwapReport(started=False, error=f"version {version} is not what was staged last")
+            if reason := self.owner.why_not_swap(epoch, version, digest, self._staged):
+                return SwapReport(started=False, error=reason)
             if self._sends_adapters:
                 return self.adapters.swap(version)
             return await self._swap(version, pause, clear_cache, canary, patience)
