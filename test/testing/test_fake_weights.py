@@ -51,6 +51,7 @@ def test_it_checks_names_and_bytes(replica: FakeWeightReplica, tmp_path: Path) -
 
 
 def test_errors_are_raised_reported_or_never_come(replica: FakeWeightReplica) -> None:
+    replica.stage_weights(1, timeout=1.0, **STAGE)
     replica.fail["swap_weights"] = lambda asked: SoftError("soft", restored=asked == 1) if asked < 2 else None
     reports = [replica.swap_weights(1, timeout=1.0, **SWAP) for _ in range(3)]
     assert [(report.started, report.error) for report in reports] == [(True, "soft"), (False, "soft"), (True, None)]
