@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import io
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-GRPO = Path(__file__).parents[3] / "tutorials" / "grpo"
-
-
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(GRPO))
-    yield
-    sys.modules.pop("summary", None)
+from torchrl_moe.trainers.summary import summary
 
 
 def row(step: int, **changes: Any) -> dict[str, Any]:
@@ -27,9 +17,7 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
     return {"step": step, "reward": step / 10, "held_out_reward": "", **seconds, **mismatch, **changes}
 
 
-def text_of(rows: list[dict[str, Any]], held_out: float = 0.75) -> str:
-    from summary import summary
-
+def text_of(rows: list[dict[str, Any]], held_out: float | None = 0.75) -> str:
     stream = io.StringIO()
     Console(file=stream, width=120).print(summary(rows, held_out))
     return stream.getvalue()
@@ -60,3 +48,7 @@ def test_without_replay_there_is_nothing_to_say_about_it(missing: str) -> None:
 def test_a_run_that_was_never_evaluated_shows_its_end() -> None:
     text = text_of([row(0)])
     assert "0.75" in text and "-> 0.75" not in text
+
+
+def test_a_run_without_held_out_prompts_says_nothing_of_them() -> None:
+    assert "held-out" not in text_of([row(0)], None)

@@ -1,0 +1,90 @@
+"""Configurations from YAML: those of the package are whole, and every mistake is one line with its key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from torchrl_moe.trainers.compose import CONFIGS, load_config
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, as_dict
+
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_configuration_of_the_package_can_be_meant(name: str) -> None:
+    config = load_config(name)
+    assert isinstance(config, GRPOConfig) and config.model.source is not None and config.data.source is not None
+
+
+def test_values_are_changed_by_dotted_keys() -> None:
+    config = load_config("tiny_cpu", ["optim.lr=2e-5", "rollout.sampling={min_p: 0.1}", "model.lora.rank=4", "seed=3"])
+    assert (config.optim.lr, config.rollout.sampling, config.model.lora) == (2e-5, {"min_p": 0.1}, LoRAConfig(rank=4))
+    assert load_config("tiny_cpu", ["loss.router={z_coeff: 0.1}"]).loss.router == {"z_coeff": 0.1}
+    assert config.data.arguments["seed"] == config.model.arguments["seed"] == 3
+
+
+def test_one_builds_on_another() -> None:
+    base, small = load_config("tiny_cpu"), load_config("tiny_sums")
+    assert small.model.arguments["num_experts"] == 8 and base.model.arguments["num_experts"] == 32
+    assert small.model.arguments["warmup"]["clean_lr"] == base.model.arguments["warmup"]["clean_lr"]
+    assert small.model.arguments["task"] == small.data.arguments
+
+
+def test_a_file_of_ones_own_builds_on_those_of_the_package(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [tiny_cpu, _self_]\nsteps: 7\n")
+    config = load_config(tmp_path / "mine.yaml", ["seed=1"])
+    assert (config.steps, config.seed, config.rollout.group_size) == (7, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["nonsense=1"], "nonsense"),
+        (["optim.nonsense=1"], "optim.nonsense"),
+        (["optim.lr=fast"], "optim.lr"),
+        (["rollout.group_size=2.5"], "rollout.group_size"),
+        (["log.progress=maybe"], "log.progress"),
+        (["optim.betas=0.9"], "optim.betas"),
+        (["model.lora.rank=big"], "model.lora.rank"),
+        (["optim.lr"], "optim.lr"),
+        (["resume=true", "out=./no/such/run"], "there is no run in ./no/such/run"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_key(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config("tiny_cpu", overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_that_is_none_lists_those_that_are() -> None:
+    with pytest.raises(ConfigError, match="there is no configuration huge; of the package: olmoe_1b_7b, tiny_async"):
+        load_config("huge")
+
+
+def save(folder: Path, *overrides: str) -> None:
+    (folder / "config.yaml").write_text(yaml.safe_dump(as_dict(load_config("tiny_sums", overrides))))
+
+
+def test_a_resumed_run_keeps_its_settings_and_changes_what_is_asked_for(tmp_path: Path) -> None:
+    save(tmp_path, "optim.lr=7e-4", "steps=9", "model.lora.rank=2")
+    config = load_config("tiny_cpu", [f"out={tmp_path}", "resume=true", "steps=20"])
+    assert (config.optim.lr, config.steps, config.resume) == (7e-4, 20, True)
+    assert config.model.lora == LoRAConfig(rank=2)
+    assert config.data.arguments["operation"] == "sum"
+
+
+@pytest.mark.parametrize("change", ["seed=1", "loss.replay=none", "data.prompt=question", "model.dtype=bfloat16"])
+def test_what_weights_and_data_depend_on_stays(tmp_path: Path, change: str) -> None:
+    save(tmp_path)
+    name = change.split("=")[0].split(".")[0]
+    with pytest.raises(ConfigError, match=f"resume=true goes on with {name}.*; it cannot be changed to"):
+        load_config("tiny_cpu", [f"out={tmp_path}", "resume=true", change])
+
+
+def test_a_saved_configuration_that_was_spoiled_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("stepz: 3\n")
+    with pytest.raises(ConfigError, match="config.yaml: .*stepz"):
+        load_config("tiny_cpu", [f"out={tmp_path}", "resume=true"])

@@ -1,0 +1,104 @@
+"""Configurations from YAML, by Hydra: named ones of this package, and changes as ``key=value``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_dict
+
+__all__ = ["CONFIGS", "load_config"]
+
+CONFIGS = Path(__file__).parent / "configs"
+FIXED = ("model", "data", "seed", "loss.replay")
+"""What a checkpoint's weights, or its place in the data, depend on."""
+OPEN = (
+    "model.arguments", "data.arguments", "engine.arguments", "engine.sync", "rollout.sampling", "loss.arguments",
+    "loss.router", "log.arguments",
+)  # fmt: skip
+"""Groups whose keys are someone else's parameters."""
+
+ConfigStore.instance().store(name="grpo_config", node=GRPOConfig)
+
+
+def load_config(name: str | Path = "tiny_cpu", overrides: Sequence[str] = ()) -> GRPOConfig:
+    """Return a configuration, checked; a resumed run keeps its own, and changes only what is overridden.
+
+    Args:
+        name: of one in ``torchrl_moe/trainers/configs``, or a file of your own.
+        overrides: ``key=value``, with dotted keys.
+
+    Raises:
+        ConfigError: there is no such configuration or key, a value is of another kind, or settings do not fit together.
+
+    >>> load_config("tiny_cpu", ["rollout.group_size=4"]).rollout.group_size
+    4
+    """
+    path = Path(name)
+    folder, stem = (path.parent, path.stem) if path.suffix in (".yaml", ".yml") else (CONFIGS, str(name))
+    if not (folder / f"{stem}{path.suffix or '.yaml'}").is_file():
+        known = ", ".join(sorted(item.stem for item in CONFIGS.glob("*.yaml")))
+        raise ConfigError(f"there is no configuration {name}; of the package: {known}; or name a file, my.yaml")
+    try:
+        with initialize_config_dir(str(folder.resolve()), version_base=None):
+            composed = compose(stem, overrides=[*_search(folder), *map(_open, overrides)])
+        config: Any = OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_line(error)) from error
+    assert isinstance(config, GRPOConfig)
+    if config.resume:
+        config = _of_the_run(config, overrides)
+    config.check()
+    return config
+
+
+def _open(override: str) -> str:
+    """Let an override add keys to a group that has no fixed ones."""
+    key = override.split("=")[0]
+    return f"++{override}" if any(key == name or key.startswith(f"{name}.") for name in OPEN) else override
+
+
+def _search(folder: Path) -> list[str]:
+    """Let a file of one's own build on those of the package."""
+    return [] if folder == CONFIGS else [f"hydra.searchpath=[file://{CONFIGS}]"]
+
+
+def _of_the_run(config: GRPOConfig, overrides: Sequence[str]) -> GRPOConfig:
+    """Return the settings that the run's folder has, with what was asked for now."""
+    saved = Path(config.out) / "config.yaml"
+    if not saved.exists():
+        raise ConfigError(f"resume=true, but there is no run in {config.out}")
+    try:
+        before = OmegaConf.merge(OmegaConf.structured(GRPOConfig), OmegaConf.load(saved))
+        asked = OmegaConf.from_dotlist([item.lstrip("+") for item in overrides])
+        changed: Any = OmegaConf.to_object(OmegaConf.merge(before, asked))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{saved}: {_line(error)}") from error
+    for name in FIXED:
+        was, now = as_dict(_at(OmegaConf.to_object(before), name)), as_dict(_at(changed, name))
+        if was != now:
+            raise ConfigError(f"resume=true goes on with {name}={was}; it cannot be changed to {now}")
+    assert isinstance(changed, GRPOConfig)
+    return changed
+
+
+def _at(config: Any, name: str) -> Any:
+    assert isinstance(config, GRPOConfig)
+    return config.get(name)
+
+
+def _line(error: Exception) -> str:
+    """Return what is wrong in one line, with the key that it is about."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    cause = error.__cause__
+    if isinstance(cause, OmegaConfBaseException) and str(cause):
+        lines = [*lines[:1], *(line.strip() for line in str(cause).splitlines())]
+    keys = [line for line in lines if line.startswith("full_key:")]
+    return "; ".join([*lines[:1], *keys[:1]])

@@ -1,0 +1,348 @@
+"""The settings of a training run: plain dataclasses, which Hydra reads from YAML and a notebook fills in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+__all__ = [
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "EngineConfig",
+    "EvalConfig",
+    "GRPOConfig",
+    "LoRAConfig",
+    "LogConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "RolloutConfig",
+]
+
+REPLAYS = ("R3", "R2", "none")
+DTYPES = ("auto", "float32", "bfloat16")
+ADVANTAGES = ("grpo", "rloo", "dr_grpo", "reinforce_plus_plus")
+REFERENCES = ("auto", "adapter", "model", "engine")
+SCHEDULES = ("constant", "linear", "cosine")
+LORA_TARGETS = ("attention", "experts", "all")
+LOGGERS = ("csv", "tensorboard", "wandb", "trackio", "mlflow")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be meant."""
+
+
+@dataclass(kw_only=True)
+class LoRAConfig:
+    """An adapter (arXiv 2106.09685), trained instead of the whole model.
+
+    Attributes:
+        rank: of the two factors; 0: there is no adapter, all weights are trained.
+        alpha: the adapter is scaled by ``alpha / rank``.
+        dropout: of what goes into the adapter; not 0, it makes trainer and engine disagree.
+        target: ``"attention"``, ``"experts"`` or ``"all"`` of both.
+    """
+
+    rank: int = 0
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target: str = "attention"
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """What is trained.
+
+    Attributes:
+        source: a folder, a hub name, or ``package.module:function`` that returns a model and its tokenizer; unused if
+            a model is given.
+        arguments: of the function, or of ``from_pretrained``.
+        dtype: of forward passes: ``"auto"`` is bfloat16 where there is CUDA, else float32. What is trained, its
+            gradients and the optimizer are float32 in any case.
+        activation_checkpointing: compute activations again in the backward pass instead of keeping them.
+        lora: an adapter.
+    """
+
+    source: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "auto"
+    activation_checkpointing: bool = False
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """What is asked, and how answers are rewarded.
+
+    Attributes:
+        source: a file or folder of JSON lines, a hub name, ``package.module:function``, or one of TorchRL's tasks:
+            ``gsm8k``, ``math``, ``countdown``, ``ifeval``; unused if a dataset or an environment is given.
+        arguments: of the function, of ``datasets.load_dataset``, or of the task.
+        prompt: the column of prompts: texts, or lists of messages.
+        held_out: prompts kept apart for evaluation, if the source keeps none apart itself.
+        rewards: functions, ``package.module:function``; unused if functions are given, or the task has its own.
+        weights: of the rewards; ``None``: 1 each.
+    """
+
+    source: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    prompt: str = "prompt"
+    held_out: int = 0
+    rewards: list[str] = field(default_factory=list)
+    weights: list[float] | None = None
+
+
+@dataclass(kw_only=True)
+class EngineConfig:
+    """What generates.
+
+    Attributes:
+        num_replicas: engines, each of its own process.
+        backend: ``"local"`` processes or ``"ray"`` actors.
+        arguments: of vLLM, such as ``max_model_len``.
+        sync: of :class:`~torchrl_moe.weight_update.VLLMWeightSyncScheme`, such as ``transport`` and ``mode``.
+        sync_every: steps between weight updates.
+        sleep: whether the engine sleeps while the trainer trains, for one GPU that both share; needs
+            ``max_staleness=0``.
+    """
+
+    num_replicas: int = 1
+    backend: str = "local"
+    arguments: dict[str, Any] = field(default_factory=dict)
+    sync: dict[str, Any] = field(default_factory=dict)
+    sync_every: int = 1
+    sleep: bool = False
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    """How answers are collected.
+
+    Attributes:
+        prompts_per_step: groups of a batch.
+        group_size: answers to each prompt.
+        max_new_tokens, temperature, top_p, top_k: of sampling; ``top_k`` 0 is all words.
+        sampling: more of vLLM's sampling parameters.
+        max_staleness: the greatest age of a token in weight updates; 0 generates and trains in turns.
+        order: of delivery, and ``on_stale``, ``over_sample``, ``window``: of
+            :class:`~torchrl_moe.collectors.AsyncLLMCollector`.
+        reward_timeout: seconds that a reward may take.
+        max_failures: groups that may be lost to a reward or an environment that raises; ``None``: a tenth of the run's.
+        drop_uniform_groups: leave out groups whose answers have the same reward, and generate others instead (DAPO's
+            dynamic sampling, arXiv 2503.14476).
+    """
+
+    prompts_per_step: int = 16
+    group_size: int = 8
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    sampling: dict[str, Any] = field(default_factory=dict)
+    max_staleness: int = 0
+    order: str = "window"
+    window: float = 0.3
+    on_stale: str = "wait"
+    over_sample: float = 1.0
+    reward_timeout: float | None = 60.0
+    max_failures: int | None = None
+    drop_uniform_groups: bool = False
+
+
+@dataclass(kw_only=True)
+class LossConfig:
+    """What is minimised.
+
+    Attributes:
+        name: a loss of :mod:`torchrl_moe.objectives`.
+        arguments: of the loss; ``entropy_bonus`` is off unless it is given.
+        advantage: ``"grpo"``, ``"rloo"``, ``"dr_grpo"`` or ``"reinforce_plus_plus"``.
+        replay: ``"R3"``: the engine's experts; ``"R2"``: the trainer's own of the first forward pass; ``"none"``.
+        reference: where its log-probs come from, if the loss asks for any: ``"adapter"`` switches the adapter off,
+            ``"model"`` is a second model, ``"engine"`` a second engine; ``"auto"`` is the first that can be.
+        router: arguments of :class:`~torchrl_moe.objectives.MoERouterLoss`; ``None``: no such loss.
+    """
+
+    name: str = "GRPOLoss"
+    arguments: dict[str, Any] = field(default_factory=dict)
+    advantage: str = "grpo"
+    replay: str = "R3"
+    reference: str = "auto"
+    router: dict[str, Any] | None = None
+
+
+@dataclass(kw_only=True)
+class OptimConfig:
+    """How weights change.
+
+    Attributes:
+        lr, betas, weight_decay: of AdamW.
+        schedule: ``"constant"``, ``"linear"`` or ``"cosine"`` to 0 over the run.
+        warmup_steps: optimizer steps over which the learning rate rises to ``lr``.
+        max_grad_norm: gradients are scaled down to it; ``None`` for never.
+        epochs: passes over a batch.
+        minibatches: optimizer steps of a pass.
+        max_tokens: of a micro-batch, pads included; ``None``: a minibatch is one. It changes memory and no gradient.
+    """
+
+    lr: float = 1e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    max_grad_norm: float | None = 1.0
+    epochs: int = 1
+    minibatches: int = 1
+    max_tokens: int | None = None
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    """Greedy answers to held-out prompts.
+
+    Attributes:
+        every: steps between evaluations; 0 for never.
+        prompts: how many, at most.
+        mismatch_every: steps between measurements of the mismatch, which cost a forward pass with replay and one
+            without; 0 for never.
+    """
+
+    every: int = 10
+    prompts: int = 200
+    mismatch_every: int = 10
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """What is kept.
+
+    Attributes:
+        every: steps between checkpoints; 0 for none.
+        keep: how many of the newest, besides the one with the best held-out reward.
+    """
+
+    every: int = 10
+    keep: int = 2
+
+
+@dataclass(kw_only=True)
+class LogConfig:
+    """Where figures go, besides ``metrics.csv``.
+
+    Attributes:
+        loggers: of TorchRL: ``csv``, ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``.
+        arguments: of each, by its name.
+        samples: answers written to ``samples.jsonl`` at each step.
+        progress: whether to show a bar.
+    """
+
+    loggers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    arguments: dict[str, Any] = field(default_factory=dict)
+    samples: int = 4
+    progress: bool = True
+
+
+@dataclass(kw_only=True)
+class GRPOConfig:
+    """All of a run.
+
+    Attributes:
+        out: the run's folder.
+        seed: of everything that draws.
+        steps: of the run.
+        resume: go on from the newest checkpoint in ``out``.
+        hooks: functions, ``package.module:function``, that get the trainer before it starts, to register hooks.
+
+    >>> GRPOConfig(steps=5, optim=OptimConfig(lr=1e-5)).optim.lr
+    1e-05
+    """
+
+    out: str = "runs/grpo"
+    seed: int = 0
+    steps: int = 100
+    resume: bool = False
+    hooks: list[str] = field(default_factory=list)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def check(self) -> None:
+        """Refuse what cannot be meant.
+
+        Raises:
+            ConfigError: the first of it, as ``group.name=value``.
+        """
+        for name in POSITIVE:
+            value = self.get(name)
+            _check(value > 0, name, value, "must be positive")
+        for name in COUNTS:
+            value = self.get(name)
+            _check(value is None or value >= 0, name, value, "must be 0 or more")
+        for name, allowed in CHOICES.items():
+            value = self.get(name)
+            _check(value in allowed, name, value, f"must be one of {', '.join(allowed)}")
+        for name in self.log.loggers:
+            _check(name in LOGGERS, "log.loggers", name, f"must be of {', '.join(LOGGERS)}")
+        rollout = self.rollout
+        _check(rollout.group_size > 1, "rollout.group_size", 1, "is too few: an advantage compares two answers")
+        _check(0 < rollout.top_p <= 1, "rollout.top_p", rollout.top_p, "must be above 0 and at most 1")
+        answers, parts = rollout.prompts_per_step * rollout.group_size, self.optim.minibatches
+        _check(answers % parts == 0, "optim.minibatches", parts, f"does not divide the {answers} answers of a step")
+        _check(len(self.optim.betas) == 2, "optim.betas", self.optim.betas, "must be two numbers")
+        asleep = self.engine.sleep and rollout.max_staleness > 0
+        _check(not asleep, "engine.sleep", True, "needs rollout.max_staleness=0: an engine asleep generates nothing")
+        _check_lora(self)
+
+    def get(self, name: str) -> Any:
+        """Return a setting by its dotted name."""
+        value: Any = self
+        for part in name.split("."):
+            value = getattr(value, part)
+        return value
+
+
+POSITIVE = (
+    "steps", "engine.num_replicas", "engine.sync_every", "rollout.prompts_per_step", "rollout.group_size",
+    "rollout.max_new_tokens", "rollout.temperature", "optim.lr", "optim.epochs", "optim.minibatches", "eval.prompts",
+    "checkpoint.keep",
+)  # fmt: skip
+COUNTS = (
+    "data.held_out", "rollout.max_staleness", "rollout.max_failures", "rollout.top_k", "optim.warmup_steps",
+    "optim.max_tokens", "model.lora.rank", "eval.every", "eval.mismatch_every", "checkpoint.every", "log.samples",
+)  # fmt: skip
+CHOICES = {
+    "model.dtype": DTYPES,
+    "engine.backend": ("local", "ray"),
+    "loss.advantage": ADVANTAGES,
+    "loss.replay": REPLAYS,
+    "loss.reference": REFERENCES,
+    "optim.schedule": SCHEDULES,
+}
+
+
+def _check(holds: bool, name: str, value: Any, problem: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name}={value} {problem}")
+
+
+def _check_lora(config: GRPOConfig) -> None:
+    lora = config.model.lora
+    if not lora.rank:
+        adapter = config.loss.reference == "adapter"
+        _check(not adapter, "loss.reference", "adapter", "needs an adapter to switch off: set model.lora.rank")
+    _check(lora.target in LORA_TARGETS, "model.lora.target", lora.target, f"must be one of {', '.join(LORA_TARGETS)}")
+    _check(0 <= lora.dropout < 1, "model.lora.dropout", lora.dropout, "must be at least 0 and below 1")
+
+
+def as_dict(config: Any) -> Any:
+    """Return nested dataclasses as nested dicts, for YAML."""
+    if is_dataclass(config) and not isinstance(config, type):
+        return {item.name: as_dict(getattr(config, item.name)) for item in fields(config)}
+    return config

@@ -1,0 +1,378 @@
+"""``MoEGRPOTrainer``: GRPO for Mixture-of-Experts models, over TorchRL's ``Trainer`` and its hooks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.table import Table
+from tensordict import TensorDictBase
+from torchrl.record.loggers.utils import get_logger
+from torchrl.trainers import Trainer
+from tqdm.auto import tqdm
+
+from torchrl_moe.collectors.async_collector import AsyncLLMCollector
+from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
+from torchrl_moe.render.curves import training_figure
+from torchrl_moe.trainers.batch_figures import batch_figures
+from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept, TrainedWeights
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_dict
+from torchrl_moe.trainers.function_names import import_function
+from torchrl_moe.trainers.health import HealthMonitor
+from torchrl_moe.trainers.learner import Learner
+from torchrl_moe.trainers.loss_building import advantages, with_signal
+from torchrl_moe.trainers.minibatches import Minibatches
+from torchrl_moe.trainers.policy_model import PolicyModel
+from torchrl_moe.trainers.rollout_engine import RolloutEngine
+from torchrl_moe.trainers.rollout_source import RolloutSource
+from torchrl_moe.trainers.run_record import Row, RunRecord
+from torchrl_moe.trainers.summary import summary
+
+__all__ = ["MoEGRPOTrainer"]
+
+LOG = logging.getLogger(__name__)
+
+SHOWN = {"reward": ".2f", "loss": ".3f", "kl": ".1e", "staleness": ".1f", "tokens_per_second": ".0f", "version": "d"}
+"""Columns beside the bar, and their formats."""
+REWARDED = 5
+"""Steps whose mean reward chooses the best checkpoint where nothing is held out."""
+
+
+class Clock:
+    """Seconds of each phase of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.began = time.perf_counter()
+
+    def begin(self) -> None:
+        """Begin a step: what comes before its batch is generation."""
+        self.seconds, self.began = {}, time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count what is inside towards a phase."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
+
+
+class MoEGRPOTrainer(Trainer):
+    """Trains a model with an engine of its own: rollouts, advantages, updates on the recorded experts, weight sync.
+
+    Args:
+        model: a transformers model, a folder or a hub name; default: ``config.model.source``.
+        dataset: rows with a prompt: a list of dicts, a Hugging Face dataset, a file or folder of JSON lines, a hub
+            name; default: ``config.data.source``. Or ``env``.
+        env: an environment, a callable that makes one, or an async function that plays a sample, see
+            :class:`~torchrl_moe.collectors.AsyncLLMCollector`.
+        rewards: a function or functions of an answer, with any of ``prompt``, ``completion``, ``completion_ids`` and
+            the columns of the dataset as parameters.
+        held_out: another dataset, or environment, to evaluate on; default: ``config.data.held_out`` rows of the data.
+        config: all the rest.
+        tokenizer: default: the one beside the model.
+        engine: an :class:`~torchrl_moe.modules.AsyncVLLM` of a model of the same shape; default: one of its own.
+
+    Raises:
+        ConfigError: a setting that cannot be meant, before anything is started or written.
+        UnsupportedRouterError: replay of a model without experts, or with routers that cannot be replayed.
+
+    Hooks of TorchRL's trainer run where they do there, ``trainer.register_op("batch_process", hook)`` say; a batch has
+    advantages by then. Use it as a context, or call :meth:`shutdown`.
+
+    Example::
+
+        with MoEGRPOTrainer("my/moe", dataset=rows, rewards=lambda completion, answer: completion == answer) as trainer:
+            trainer.train()
+            trainer.plot()
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        dataset: Any = None,
+        env: Any = None,
+        rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
+        held_out: Any = None,
+        config: GRPOConfig | None = None,
+        tokenizer: Any = None,
+        engine: Any = None,
+    ) -> None:
+        self.config = config = config or GRPOConfig()
+        config.check()
+        self._hooks = _functions(config.hooks)
+        torch.manual_seed(config.seed)
+        folder = Path(config.out)
+        self.policy_model = self._load_model(model, tokenizer, folder)
+        actor = TransformersWrapper(
+            self.policy_model.model,
+            tokenizer=self.policy_model.tokenizer,
+            replay=config.loss.replay,  # type: ignore[arg-type]
+        )
+        self.source = RolloutSource.of(
+            config, self.policy_model.tokenizer, dataset=dataset, env=env, rewards=rewards, held_out=held_out
+        )
+        self.learner = Learner(actor, self.policy_model, config)
+        # nothing was written so far: a mistake leaves an older run's folder as it was
+        if not config.resume:
+            Checkpoints.forget(folder / "checkpoints")
+        self.rollout_engine = RolloutEngine(self.policy_model, config, folder, engine)
+        self.clock, self.health = Clock(), HealthMonitor()
+        self.steps_done = self.trained_tokens = self._restored_version = 0
+        self._figures: dict[str, Any] = {}
+        self._bar: Any = None
+        try:
+            self._assemble(folder)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _load_model(self, model: Any, tokenizer: Any, folder: Path) -> PolicyModel:
+        start = folder / "start"
+        made_here = self.config.resume and model is None and (start / "config.json").is_file()
+        if made_here:  # by the function that the configuration names: no need to make it again
+            self.config.model.source, self.config.model.arguments = str(start), {}
+        return PolicyModel.load(model, tokenizer, self.config.model)
+
+    def _assemble(self, folder: Path) -> None:
+        """Make the collector, the base class's part, and what is registered there."""
+        config = self.config
+        collector = self._make_collector()
+        self.checkpoints = Checkpoints(
+            folder / "checkpoints",
+            {
+                "policy": TrainedWeights(self.policy_model.model),
+                "optimizer": self.learner.optimizer,
+                "collector": collector,
+                "run": self,
+                "loss_module": NothingKept(),
+                "logger": NothingKept(),
+            },
+            config.checkpoint.keep,
+        )
+        super().__init__(
+            collector=collector,
+            total_frames=2**62,  # a run ends after so many steps, however many rows a batch has
+            frame_skip=1,
+            optim_steps_per_batch=config.optim.minibatches,
+            num_epochs=config.optim.epochs,
+            loss_module=self.learner.loss,
+            optimizer=self.learner.optimizer,
+            optimization_stepper=self.learner.stepper,
+            progress_bar=False,  # it counts frames; this one counts steps
+            log_interval=0,
+            auto_log_optim_steps=False,
+            checkpoint=self.checkpoints.checkpoint,
+        )
+        if config.resume and not self.checkpoints.load():
+            LOG.warning("there is no checkpoint in %s: starting from the beginning", folder)
+        self.record = RunRecord(folder, yaml.safe_dump(as_dict(config), sort_keys=False), self.steps_done)
+        self.record.loggers = [self._make_logger(name, folder) for name in config.log.loggers]
+        self.logger = self.record.loggers[0] if self.record.loggers else None
+        if self.steps_done or not self.rollout_engine.has_the_models_weights:
+            self.rollout_engine.restore(self._restored_version)
+        self.register_op("batch_process", self._receive)
+        Minibatches(config.optim.minibatches).register(self)
+        self.register_op("post_steps", self._sync)
+        self.register_op("post_steps_log", self._finish_step)
+        for hook in self._hooks:
+            hook(self)
+
+    def _make_collector(self) -> AsyncLLMCollector:
+        rollout = self.config.rollout
+        groups = self.config.steps * rollout.prompts_per_step
+        failures = max(rollout.prompts_per_step, groups // 10) if rollout.max_failures is None else rollout.max_failures
+        collector = AsyncLLMCollector(
+            self.source.env,
+            policy=self.rollout_engine.policy,
+            dataloader=self.source.dataloader,
+            group_size=rollout.group_size,
+            groups_per_batch=rollout.prompts_per_step,
+            max_staleness=rollout.max_staleness,
+            order=rollout.order,  # type: ignore[arg-type]
+            window=rollout.window,
+            on_stale=rollout.on_stale,  # type: ignore[arg-type]
+            over_sample=rollout.over_sample,
+            group_filter=with_signal if rollout.drop_uniform_groups else None,
+            max_failures=failures,
+            reward_timeout=rollout.reward_timeout,
+        )
+        self.rollout_engine.sender.register_collector(collector)
+        return collector
+
+    def _make_logger(self, name: str, folder: Path) -> Any:
+        # one name for each start: a run that goes on would show the steps after its checkpoint twice
+        experiment = f"events/from-step-{self.steps_done}"
+        arguments = self.config.log.arguments.get(name, {})
+        return get_logger(name, str(folder), experiment, **({f"{name}_kwargs": arguments} if arguments else {}))
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Run all steps that are left. After a Ctrl-C, ``config.resume`` goes on from the last checkpoint."""
+        if self.steps_done >= self.config.steps:
+            LOG.warning("all %d steps are done", self.config.steps)
+            return
+        steps = {"initial": self.steps_done, "total": self.config.steps}
+        with tqdm(desc="GRPO", unit="step", disable=not self.config.log.progress, **steps) as self._bar:
+            if not self.steps_done and self.config.eval.every:
+                self._figures["held_out_reward"] = self.evaluate()
+            self.clock.begin()
+            super().train()
+
+    def _receive(self, batch: TensorDictBase) -> TensorDictBase:
+        """Take a batch: its figures, advantages, scores."""
+        self.clock.seconds["generate"] = time.perf_counter() - self.clock.began
+        self.rollout_engine.sleep()
+        version = self.rollout_engine.version
+        self._figures |= batch_figures(batch, version)
+        if self.config.log.samples:
+            self.record.add_samples(self.steps_done, batch, self.config.log.samples)
+        with self.clock("score"):
+            batch = advantages(self.config.loss.advantage, batch)
+            batch.set("current_version", torch.full(batch.batch_size, version))
+            every = self.config.eval.mismatch_every
+            due = bool(every) and self.steps_done % every == 0
+            self._figures |= self.learner.scores(batch, version, due)
+        self._training_since = time.perf_counter()
+        return batch
+
+    def _sync(self) -> None:
+        """Note what the updates gave, and bring the weights to the engine."""
+        self.clock.seconds["train"] = time.perf_counter() - self._training_since
+        self._figures |= self.learner.stepper.take_figures()
+        self.steps_done += 1
+        self.trained_tokens += int(self._figures["tokens"])
+        with self.clock("sync"):
+            if self.steps_done % self.config.engine.sync_every == 0:
+                self.rollout_engine.sync()
+            self.rollout_engine.wake_up()
+
+    def _finish_step(self, batch: TensorDictBase) -> None:
+        """Evaluate, record the step, and stop after the last one."""
+        del batch
+        every = self.config.eval.every
+        seconds = dict(self.clock.seconds)
+        # the first row has the evaluation before any step
+        if every and self.steps_done % every == 0 and (held_out := self.evaluate()) is not None:
+            self._figures["held_out_reward"] = held_out
+        row = self.record.add(
+            {
+                "step": self.steps_done - 1,
+                **{name: value for name, value in self._figures.items() if value is not None},
+                "version": self.rollout_engine.version,
+                "trained_tokens": self.trained_tokens,
+                "tokens_per_second": self._figures["tokens"] / sum(seconds.values()),
+                **{f"seconds_{phase}": value for phase, value in seconds.items()},
+                **{name: value for name, value in self.collector.stats().items() if "idle" in name},
+            }
+        )
+        self._figures = {}
+        self.health.check(self.record.rows)
+        self._show(row)
+        if self.steps_done >= self.config.steps:
+            self.request_stop("all steps are done")
+
+    def _show(self, row: Row) -> None:
+        shown = [f"{name} {row[name]:{form}}" for name, form in SHOWN.items() if row.get(name, "") != ""]
+        self._bar.set_postfix_str(", ".join(shown), refresh=False)
+        self._bar.update()
+
+    def save_trainer(self, force_save: bool = False) -> None:
+        """Write a checkpoint if one is due; one that does not fit on the disk is a warning."""
+        every = self.config.checkpoint.every
+        if force_save or (every and self.steps_done % every == 0):
+            self.checkpoints.save(self.steps_done, self._score())
+        self.clock.begin()
+
+    def _score(self) -> float:
+        held_out, rewards = self.record.column("held_out_reward"), self.record.column("reward")[-REWARDED:]
+        return held_out[-1] if held_out else sum(rewards) / max(len(rewards), 1)
+
+    # -- state, as a component of a checkpoint ------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the run is; weights, optimizer and collector are components of their own."""
+        return {"step": self.steps_done, "tokens": self.trained_tokens, "version": self.rollout_engine.version}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.steps_done, self.trained_tokens = state_dict["step"], state_dict["tokens"]
+        self._restored_version = state_dict["version"]
+
+    # -- looking at it ----------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> float | None:
+        """Return the mean reward of greedy answers to held-out prompts; ``None``: nothing is held out."""
+        return self.source.evaluate(self.rollout_engine.policy)
+
+    def summary(self) -> Table:
+        """Return a table of what the run reached, and of what replay did."""
+        return summary(self.record.rows, self.evaluate())
+
+    def plot(self) -> Any:
+        """Return a figure of reward, mismatch, length and seconds per phase."""
+        return training_figure(self.record.rows, f"GRPO, replay={self.config.loss.replay}")
+
+    def show_samples(self, n: int = 4, characters: int = 160) -> None:
+        """Print the newest samples, as a table."""
+        self.collector.show_samples(n, characters)
+
+    def to_pandas(self) -> Any:
+        """Return a ``DataFrame`` with a row for each step."""
+        import pandas
+
+        return pandas.DataFrame(self.record.rows).replace("", None)
+
+    def save_pretrained(self, folder: str | Path | None = None) -> Path:
+        """Write model, tokenizer and generation config as the hub has them; default: ``model`` in ``config.out``."""
+        return self.policy_model.save(Path(folder) if folder is not None else self.record.folder / "model")
+
+    def __repr__(self) -> str:
+        model, config = type(self.policy_model.model).__name__, self.config
+        return (
+            f"MoEGRPOTrainer({model}, {config.loss.name}, replay={config.loss.replay!r}, step {self.steps_done} of "
+            f"{config.steps}, max_staleness={config.rollout.max_staleness}, out={config.out!r})"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the last row as a table, for notebooks."""
+        cells = "".join(
+            f"<tr><td>{name}</td><td>{value:.4g}</td></tr>"
+            for name, value in (self.record.rows[-1] if self.record.rows else {}).items()
+            if value != ""
+        )
+        return f"<code>{self!r}</code><table>{cells}</table>"
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End the collector, the weight sync, and the engines that it started. Idempotent."""
+        collector = getattr(self, "_collector", None)
+        if collector is not None:
+            collector.shutdown()
+        self.learner.shutdown()
+        self.rollout_engine.shutdown()
+
+    def __enter__(self) -> MoEGRPOTrainer:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+def _functions(names: Sequence[str]) -> list[Callable[[MoEGRPOTrainer], object]]:
+    try:
+        return [import_function(name) for name in names]
+    except ValueError as error:
+        raise ConfigError(f"hooks: {error}") from error

@@ -1,0 +1,83 @@
+"""``Learner``: the half of a run that trains: loss, optimizer, learning rate, scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
+from torchrl_moe.trainers.config import GRPOConfig, OptimConfig
+from torchrl_moe.trainers.loss_building import build_loss, build_reference
+from torchrl_moe.trainers.policy_model import PolicyModel
+from torchrl_moe.trainers.rollout_scores import RolloutScores
+from torchrl_moe.trainers.token_stepper import TokenStepper
+
+__all__ = ["Learner", "learning_rate"]
+
+
+class Learner:
+    """What changes a policy's weights.
+
+    Args:
+        actor: the policy.
+        policy_model: its model.
+        config: of the run.
+
+    Raises:
+        ConfigError: the loss does not exist, or knows no such argument.
+    """
+
+    def __init__(self, actor: TransformersWrapper, policy_model: PolicyModel, config: GRPOConfig) -> None:
+        optim = config.optim
+        self.actor, self.loss = actor, build_loss(actor, config)
+        reference, self._end_reference = build_reference(actor, policy_model, config)
+        self.optimizer = torch.optim.AdamW(
+            policy_model.trained.values(),
+            lr=optim.lr,
+            betas=(optim.betas[0], optim.betas[1]),
+            weight_decay=optim.weight_decay,
+        )
+        total = config.steps * optim.epochs * optim.minibatches
+        self.stepper = TokenStepper(
+            self.loss,
+            self.optimizer,
+            torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate(optim, total)),
+            max_tokens=optim.max_tokens,
+            max_grad_norm=optim.max_grad_norm,
+            precision=policy_model.precision,
+        )
+        self._scores = RolloutScores(
+            actor, self.loss, reference, max_tokens=optim.max_tokens, precision=policy_model.precision
+        )
+
+    def scores(self, batch: TensorDictBase, version: int, with_mismatch: bool) -> dict[str, float]:
+        """Score a batch before its updates; see :class:`RolloutScores`."""
+        return self._scores(batch, version, with_mismatch)
+
+    def shutdown(self) -> None:
+        """End the reference's engine, if it has one."""
+        self._end_reference()
+
+
+def learning_rate(optim: OptimConfig, total: int) -> Callable[[int], float]:
+    """Return the share of the learning rate at each optimizer step, from 0.
+
+    Args:
+        optim: its schedule, and the steps over which it rises.
+        total: steps of the run.
+
+    >>> share = learning_rate(OptimConfig(schedule="linear", warmup_steps=2), total=6)
+    >>> [round(share(step), 2) for step in range(7)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+
+    def share(step: int) -> float:
+        if step < optim.warmup_steps:
+            return (step + 1) / optim.warmup_steps
+        done = min((step - optim.warmup_steps) / max(total - optim.warmup_steps, 1), 1.0)
+        return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[optim.schedule]
+
+    return share

@@ -1,0 +1,128 @@
+"""The loss, the advantages and the reference that a configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from torchrl_moe import objectives
+from torchrl_moe.modules.policies.adapters import has_adapters
+from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
+from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
+from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
+from torchrl_moe.objectives.grpo import GRPOLoss
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig
+from torchrl_moe.trainers.policy_model import PolicyModel
+from torchrl_moe.trainers.rollout_scores import REFERENCE_KEY
+
+__all__ = ["Reference", "advantages", "build_loss", "build_reference", "with_signal"]
+
+Reference = Callable[[TensorDictBase], TensorDictBase]
+
+
+def build_loss(actor: TransformersWrapper, config: GRPOConfig) -> GRPOLoss:
+    """Return the loss of a run.
+
+    Raises:
+        ConfigError: there is no such loss, or it knows no such argument.
+    """
+    name, arguments = config.loss.name, _arguments(config.loss.arguments)
+    kind = getattr(objectives, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, GRPOLoss)):
+        known = [key for key in dir(objectives) if key.endswith("Loss") and key != "MoERouterLoss"]
+        raise ConfigError(f"loss.name={name} must be one of {', '.join([*known, 'DAPO'])}")
+    if _needs_reference(arguments) and _where(config, actor.model) == "adapter":
+        arguments["reference"] = "adapter"
+    try:
+        if config.loss.router is not None:
+            arguments["router_loss"] = objectives.MoERouterLoss(actor, **_router_arguments(actor, config))
+        return kind(actor, **{"entropy_bonus": False, **arguments})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"loss.arguments: {error}") from error
+
+
+def _arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments as Python has them: YAML knows no tuples and no dataclasses."""
+    found = {
+        name: tuple(value) if name == "clip_epsilon" and isinstance(value, list) else value
+        for name, value in given.items()
+    }
+    if isinstance(found.get("thresholds"), dict):
+        found["thresholds"] = objectives.Thresholds(**found["thresholds"])
+    return found
+
+
+def _router_arguments(actor: TransformersWrapper, config: GRPOConfig) -> dict[str, Any]:
+    text_config = actor.model.config.get_text_config()  # type: ignore[union-attr, operator]
+    top_k = getattr(text_config, "num_experts_per_tok", None) or getattr(text_config, "moe_topk", None)
+    return {**({} if top_k is None else {"top_k": top_k}), **(config.loss.router or {})}
+
+
+def _needs_reference(arguments: dict[str, Any]) -> bool:
+    return bool(arguments.get("kl_to_ref_coeff")) or arguments.get("kl_mask_threshold") is not None
+
+
+def _where(config: GRPOConfig, model: Any) -> str:
+    """Return where the reference is."""
+    if config.loss.reference != "auto":
+        return config.loss.reference
+    return "adapter" if has_adapters(model) else "model"
+
+
+def build_reference(
+    actor: TransformersWrapper, policy_model: PolicyModel, config: GRPOConfig
+) -> tuple[Reference | None, Callable[[], None]]:
+    """Return what writes the reference's log-probs, if the loss reads any, and what ends it.
+
+    Raises:
+        ConfigError: an engine as reference of a model that is neither in a folder nor on the hub.
+    """
+    where = _where(config, policy_model.model) if _needs_reference(config.loss.arguments) else "adapter"
+    if where == "adapter":  # the loss scores it by itself
+        return None, _nothing
+    if where == "model":
+        return actor.reference().get_new_version(log_probs_key=REFERENCE_KEY), _nothing
+    if policy_model.source is None:
+        raise ConfigError("loss.reference=engine needs a model that is in a folder or on the hub: set model.source")
+    engine = AsyncVLLM.from_pretrained(policy_model.source, **config.engine.arguments)
+    scorer = vLLMWrapper(
+        engine,
+        tokenizer=policy_model.tokenizer,
+        input_mode="tokens",
+        generate=False,
+        log_probs_key=REFERENCE_KEY,
+    )
+    return scorer, engine.shutdown
+
+
+def _nothing() -> None:
+    return None
+
+
+def advantages(name: str, batch: TensorDictBase) -> TensorDictBase:
+    """Return a batch with ``"advantage"``, one number for each row.
+
+    Args:
+        name: ``"grpo"``, ``"rloo"``, ``"dr_grpo"`` or ``"reinforce_plus_plus"``.
+        batch: ``[rows]``, whole groups.
+    """
+    kinds: dict[str, Callable[[], objectives.GroupAdvantage]] = {
+        "grpo": objectives.GRPOAdvantage,
+        "rloo": objectives.RLOOAdvantage,
+        "dr_grpo": objectives.DrGRPOAdvantage,
+        "reinforce_plus_plus": lambda: objectives.ReinforcePlusPlusAdvantage(_samples(batch)),
+    }
+    found: TensorDictBase = kinds[name]().inv(batch)
+    return found
+
+
+def _samples(batch: TensorDictBase) -> int:
+    return sum(bool(row.get(("next", "done")).any()) for row in batch.unbind(0))
+
+
+def with_signal(group: TensorDictBase) -> bool:
+    """Whether the samples of a group, ``[rows]``, have different rewards."""
+    rewards = {float(row.get(("next", "reward")).sum()) for row in group.unbind(0)}
+    return len(rewards) > 1

@@ -1,0 +1,190 @@
+"""``PolicyModel``: the transformers model that is trained, its tokenizer, and the folder that an engine starts from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrl_moe.modules.policies.adapters import base_model, has_adapters
+from torchrl_moe.modules.policies.unstack import checkpoint_tensors
+from torchrl_moe.trainers.config import ConfigError, ModelConfig
+from torchrl_moe.trainers.function_names import import_function, is_function_name
+
+__all__ = ["PolicyModel"]
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+STACKED_EXPERTS = ("gate_up_proj", "down_proj")
+"""Parameters of all experts of a layer at once, as transformers holds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyModel:
+    """What is trained.
+
+    Attributes:
+        model: float32 where it is trained; with an adapter the rest is in the dtype of forward passes.
+        tokenizer: of the model.
+        source: folder or hub name that the model comes from, unless it was made or changed here.
+        dtype: of forward passes.
+    """
+
+    model: Any
+    tokenizer: Any
+    source: str | None
+    dtype: torch.dtype
+
+    @classmethod
+    def load(cls, model: Any, tokenizer: Any, config: ModelConfig) -> PolicyModel:
+        """Load a model, or take one as it is, and make it ready for training.
+
+        Args:
+            model: a model, or a folder, hub name or function's name; ``None``: ``config.source``.
+            tokenizer: ``None``: the one beside the model.
+            config: its dtype, adapter and activation checkpointing.
+
+        Raises:
+            ConfigError: there is no such model, no tokenizer, or no such layer for an adapter.
+        """
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = _dtype(config.dtype, device)
+        given = config.source if model is None else model
+        if given is None:
+            raise ConfigError(
+                "model.source=None: name a folder, a hub model, or a function, or give the trainer a model"
+            )
+        source = str(given) if isinstance(given, str | os.PathLike) else None
+        if source is not None and is_function_name(source):
+            model, own_tokenizer = _made(source, config.arguments)
+            tokenizer, source = tokenizer or own_tokenizer, None
+        elif source is not None:
+            model, tokenizer = _from_pretrained(source, tokenizer, config, dtype)
+        if tokenizer is None:
+            raise ConfigError("a model that is given needs its tokenizer: MoEGRPOTrainer(model, tokenizer=...)")
+        model = _prepared(model, config, dtype).to(device)
+        return cls(model, tokenizer, source, dtype)
+
+    @property
+    def precision(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Makes the context of a forward pass: autocast, unless all is float32."""
+        device, dtype = next(self.model.parameters()).device.type, self.dtype
+        return lambda: torch.autocast(device, dtype, enabled=dtype != torch.float32)
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Name -> parameter of all that is trained."""
+        return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+
+    def save(self, folder: Path) -> Path:
+        """Write the model under its hub names, adapters merged, with tokenizer and generation config; atomically.
+
+        vLLM and ``AutoModelForCausalLM.from_pretrained`` load it.
+        """
+        draft = folder.with_name(f".{folder.name}.draft")
+        shutil.rmtree(draft, ignore_errors=True)
+        base: Any = base_model(self.model)
+        if has_adapters(self.model):
+            self._save_merged(base, draft)
+        else:
+            base.save_pretrained(draft)
+        self.tokenizer.save_pretrained(draft)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(draft, folder)
+        return folder
+
+    def _save_merged(self, base: Any, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint_tensors(self.model).items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        base.config.save_pretrained(folder)
+        if getattr(base, "generation_config", None) is not None:
+            base.generation_config.save_pretrained(folder)
+        saved = json.loads((folder / "config.json").read_text())
+        saved.setdefault("architectures", [type(base).__name__])
+        (folder / "config.json").write_text(json.dumps(saved, indent=2))
+
+
+def _made(name: str, arguments: dict[str, Any]) -> tuple[Any, Any]:
+    try:
+        made = import_function(name)(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model.source={name}: {error}") from error
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise ConfigError(f"model.source={name} must return a model and its tokenizer, got a {type(made).__name__}")
+    return made
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _from_pretrained(source: str, tokenizer: Any, config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if source.startswith((".", "/")) and not (Path(source) / "config.json").is_file():
+        raise ConfigError(f"model.source={source}: there is no model in that folder")
+    frozen = config.lora.rank > 0  # what is not trained need not be float32
+    try:
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype if frozen else torch.float32, **config.arguments
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.source={source}: {str(error).splitlines()[0]}") from error
+    return model, tokenizer
+
+
+def _prepared(model: Any, config: ModelConfig, dtype: torch.dtype) -> Any:
+    """Add an adapter, switch activation checkpointing on, and make all that is trained float32."""
+    if config.lora.rank:
+        if has_adapters(model):
+            raise ConfigError("model.lora.rank is set, and the model has an adapter already: leave one of them out")
+        model = _with_adapter(model.to(dtype), config)
+    if config.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.config.use_cache = False
+        if config.lora.rank:
+            model.enable_input_require_grads()
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.float()
+    # transformers computes activations again in training mode only; else dropout would make trainer and engine disagree
+    return model.train(config.activation_checkpointing)
+
+
+def _with_adapter(model: Any, config: ModelConfig) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    experts = [f"mlp.experts.{name}" for name in STACKED_EXPERTS]
+    attention = [name for name in ATTENTION if any(key.endswith(name) for key, _ in model.named_modules())]
+    known = [name for name in experts if any(key.endswith(name) for key, _ in model.named_parameters())]
+    wanted = {"attention": (attention, []), "experts": ([], known), "all": (attention, known)}[config.lora.target]
+    if (config.lora.target != "experts" and not attention) or (config.lora.target != "attention" and not known):
+        raise ConfigError(
+            f"model.lora.target={config.lora.target}: {type(model).__name__} has no such layers ("
+            f"{', '.join([*ATTENTION, *experts])}): give the trainer a model with an adapter of your own"
+        )
+    return get_peft_model(
+        model,
+        LoraConfig(
+            r=config.lora.rank,
+            lora_alpha=int(config.lora.alpha),
+            lora_dropout=config.lora.dropout,
+            target_modules=wanted[0],
+            target_parameters=wanted[1] or None,
+            task_type="CAUSAL_LM",
+        ),
+    )

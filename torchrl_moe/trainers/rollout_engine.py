@@ -1,0 +1,131 @@
+"""``RolloutEngine``: the engine that answers, and the weight sync that keeps it at the trainer's weights."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
+from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig
+from torchrl_moe.trainers.policy_model import PolicyModel
+from torchrl_moe.weight_update.report import SyncReport
+from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
+
+__all__ = ["RolloutEngine"]
+
+LOG = logging.getLogger(__name__)
+
+
+class RolloutEngine:
+    """An engine of the policy's weights.
+
+    Args:
+        policy_model: whose weights it serves.
+        config: of the run.
+        folder: a model that is not from a folder or the hub is saved here, for the engine to start from.
+        engine: one that serves a model of the same shape; default: one of its own, which it ends.
+
+    Raises:
+        ConfigError: the machine cannot hold so many replicas, or the weight sync knows no such argument.
+    """
+
+    def __init__(self, policy_model: PolicyModel, config: GRPOConfig, folder: Path, engine: Any = None) -> None:
+        self.config, self.policy_model = config, policy_model
+        self._owns_engine = engine is None
+        self._sender_arguments = dict(config.engine.sync)
+        try:
+            scheme = VLLMWeightSyncScheme(**self._sender_arguments)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"engine.sync: {error}") from error
+        self.engine = self._start(folder) if engine is None else engine
+        self.sender = scheme.create_sender()
+        try:
+            self.sender.register_model(policy_model.model)
+            self.sender.init_all_workers_group(None, vllm_engine=self.engine)
+            self.policy = vLLMWrapper(self.engine, tokenizer=policy_model.tokenizer, generate_kwargs=_sampling(config))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _start(self, folder: Path) -> AsyncVLLM:
+        engine = self.config.engine
+        arguments = {"seed": self.config.seed, **engine.arguments}
+        check_room(self.policy_model, engine.num_replicas, arguments)
+        if not torch.cuda.is_available():
+            arguments.setdefault("enforce_eager", True)  # a CPU has nothing to capture, and compiling takes a minute
+        if engine.sleep:
+            arguments.setdefault("enable_sleep_mode", True)
+        path = self.policy_model.source or str(self.policy_model.save(folder / "start"))
+        LOG.info("starting %d vLLM replica(s) of %s", engine.num_replicas, path)
+        return AsyncVLLM.from_pretrained(path, engine.num_replicas, backend=engine.backend, **arguments)  # type: ignore[arg-type]
+
+    @property
+    def has_the_models_weights(self) -> bool:
+        """Whether the engine started from the model as it was then."""
+        return self._owns_engine
+
+    @property
+    def version(self) -> int:
+        """Of the trainer's weights that the engine has."""
+        return int(self.sender.version)
+
+    def restore(self, version: int) -> None:
+        """Bring the trainer's weights to the engine, under the number that they had."""
+        self.sender.version = version - 1
+        self.sender.update_weights()
+
+    def sync(self) -> SyncReport:
+        """Bring the trainer's weights to the engine."""
+        report = self.sender.update_weights()
+        for replica, reason in report.failed.items():
+            LOG.warning("replica %s does not hold version %s: %s", replica, report.version, reason)
+        return report
+
+    def sleep(self) -> None:
+        """Give the GPU's memory to the trainer, if the run asks for it."""
+        if self.config.engine.sleep:
+            self.engine.sleep()
+
+    def wake_up(self) -> None:
+        """Take it back."""
+        if self.config.engine.sleep:
+            self.engine.wake_up()
+
+    def shutdown(self) -> None:
+        """End the weight sync, and the engine if it is this one's. Idempotent."""
+        self.sender.shutdown()
+        if self._owns_engine:
+            self.engine.shutdown()
+
+
+def _sampling(config: GRPOConfig) -> dict[str, Any]:
+    rollout = config.rollout
+    named = ("max_new_tokens", "temperature", "top_p", "top_k")
+    return {**{name: getattr(rollout, name) for name in named}, **rollout.sampling}
+
+
+def check_room(policy_model: PolicyModel, num_replicas: int, arguments: dict[str, Any]) -> None:
+    """Refuse more replicas than the machine holds; with Ray other machines may hold them.
+
+    Raises:
+        ConfigError: there are fewer GPUs, or there is less memory.
+    """
+    if torch.cuda.is_available():
+        needed, found = num_replicas * int(arguments.get("tensor_parallel_size", 1)), torch.cuda.device_count()
+        if needed > found:
+            raise ConfigError(f"engine.num_replicas={num_replicas} needs {needed} GPUs, and there are {found}")
+        return
+    width = getattr(torch, str(arguments.get("dtype", "float32")), torch.float32).itemsize
+    weights = sum(weight.numel() for weight in policy_model.model.parameters()) * width
+    each = weights + int(arguments.get("kv_cache_memory_bytes") or 0)
+    free = psutil.virtual_memory().available
+    if num_replicas * each > free:
+        raise ConfigError(
+            f"engine.num_replicas={num_replicas} needs {num_replicas * each / 1e9:.1f} GB of memory, and "
+            f"{free / 1e9:.1f} GB are free"
+        )

@@ -1,0 +1,148 @@
+"""``RolloutSource``: what is asked and how answers are rewarded, in training and on held-out prompts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase
+
+from torchrl_moe.collectors.evaluation import evaluate
+from torchrl_moe.collectors.workflow import is_episode_function
+from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig
+from torchrl_moe.trainers.episode import PromptEpisode
+from torchrl_moe.trainers.prompts import PromptSet, load_prompts
+from torchrl_moe.trainers.rewards import Rewards
+
+__all__ = ["RolloutSource"]
+
+TASKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gsm8k": ("GSM8KEnv", {"split": "test"}),
+    "math": ("MATHEnv", {"split": "test"}),
+    "countdown": ("CountdownEnv", {"seed": 1}),
+    "ifeval": ("IFEvalEnv", {}),
+}
+"""Name -> class of :mod:`torchrl.envs.llm`, and what makes an environment of its held-out prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSource:
+    """Where samples come from.
+
+    Attributes:
+        env: for :class:`~torchrl_moe.collectors.AsyncLLMCollector`.
+        dataloader: of prompts; ``None``: the environment has one.
+        held_out_env: for :func:`~torchrl_moe.collectors.evaluation.evaluate`; ``None``: nothing is held out.
+        held_out_loader: makes a loader of held-out prompts.
+        held_out: how many held-out prompts an evaluation asks.
+    """
+
+    env: Any
+    dataloader: Iterable[Any] | None
+    held_out_env: Any = None
+    held_out_loader: Callable[[], Iterable[Any]] | None = None
+    held_out: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        config: GRPOConfig,
+        tokenizer: Any,
+        *,
+        dataset: Any = None,
+        env: Any = None,
+        rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
+        held_out: Any = None,
+    ) -> RolloutSource:
+        """Make one of what a trainer was given, or of ``config.data``.
+
+        Args:
+            config: of the run.
+            tokenizer: of the policy, for the environments of TorchRL's tasks.
+            dataset: see :func:`~torchrl_moe.trainers.prompts.load_prompts`.
+            env: an environment, a callable that makes one, or an async function that plays a sample, instead.
+            rewards: functions of an answer; for a dataset.
+            held_out: a dataset, or an environment, of prompts to evaluate on.
+
+        Raises:
+            ConfigError: there is no data, or no reward, or they do not fit together.
+        """
+        if env is not None:
+            return cls._of_env(config, env, dataset, rewards, held_out)
+        source = config.data.source if dataset is None else dataset
+        if source is None:
+            raise ConfigError("data.source=None: name a dataset, or give the trainer a dataset or an env")
+        if isinstance(source, str) and source in TASKS:
+            return cls._of_task(source, config, tokenizer)
+        try:
+            return cls._of_prompts(config, source, rewards, held_out)
+        except (OSError, TypeError, ValueError) as error:
+            raise ConfigError(f"data: {error}") from error
+
+    @classmethod
+    def _of_env(cls, config: GRPOConfig, env: Any, dataset: Any, rewards: Any, held_out: Any) -> RolloutSource:
+        if rewards is not None:
+            raise ConfigError("rewards are for a dataset: an env gives its own")
+        if dataset is not None and not is_episode_function(env):
+            raise ConfigError(
+                "dataset and env: give one of them, or a dataset and an async function that plays a sample"
+            )
+        if not is_episode_function(env):
+            return cls(env, None, held_out, None, config.eval.prompts if held_out is not None else 0)
+        prompts = cls._load(config, config.data.source if dataset is None else dataset, held_out)
+        return cls._with_prompts(config, env, prompts)
+
+    @classmethod
+    def _of_task(cls, name: str, config: GRPOConfig, tokenizer: Any) -> RolloutSource:
+        from torchrl.envs import llm
+
+        kind, held_out = TASKS[name]
+        make = getattr(llm, kind, None)
+        if make is None:
+            raise ConfigError(f"data.source={name}: this TorchRL has no {kind}")
+        make = functools.partial(make, tokenizer=tokenizer, **config.data.arguments)
+        size = (config.rollout.group_size,)
+        try:
+            env: EnvBase = make(batch_size=size)
+            other = make(batch_size=(1,), **held_out) if held_out and config.eval.every else None
+        except Exception as error:  # a dataset's host that cannot be reached raises what it likes
+            raise ConfigError(f"data.source={name}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+        return cls(env, None, other, None, config.eval.prompts if other is not None else 0)
+
+    @classmethod
+    def _of_prompts(cls, config: GRPOConfig, source: Any, rewards: Any, held_out: Any) -> RolloutSource:
+        functions = config.data.rewards if rewards is None else rewards
+        functions = [functions] if callable(functions) else list(functions)
+        if not functions:
+            raise ConfigError("data.rewards=[]: name a function, package.module:function, or give the trainer rewards")
+        prompts = cls._load(config, source, held_out)
+        found = Rewards(functions, config.data.weights)
+        found.check(list(prompts.train[0]))
+        return cls._with_prompts(config, PromptEpisode(prompts.prompt, found), prompts)
+
+    @staticmethod
+    def _load(config: GRPOConfig, source: Any, held_out: Any) -> PromptSet:
+        data = config.data
+        arguments = data.arguments if source is data.source else None
+        count = data.held_out if held_out is None else 0
+        found = load_prompts(source, prompt=data.prompt, held_out=count, seed=config.seed, arguments=arguments)
+        if held_out is None:
+            return found
+        return PromptSet(found.train, load_prompts(held_out, prompt=data.prompt).train, found.prompt)
+
+    @classmethod
+    def _with_prompts(cls, config: GRPOConfig, env: Any, prompts: PromptSet) -> RolloutSource:
+        count = min(len(prompts.held_out), config.eval.prompts)
+        return cls(env, prompts.loader(config.seed), env if count else None, prompts.held_out_loader, count)
+
+    def evaluate(self, policy: vLLMWrapper) -> float | None:
+        """Return the mean reward of greedy answers to held-out prompts; ``None``: nothing is held out."""
+        if not self.held_out:
+            return None
+        loader = None if self.held_out_loader is None else self.held_out_loader()
+        rows: TensorDictBase = evaluate(policy, self.held_out_env, self.held_out, loader, temperature=0.0)
+        return float(sum(float(row.get(("next", "reward")).sum()) for row in rows.unbind(0)) / len(rows))

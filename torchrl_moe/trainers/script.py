@@ -1,0 +1,79 @@
+"""A training run from the command line: bad input is one clear line and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from tensordict import set_list_to_stack
+
+from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe.trainers.compose import CONFIGS, load_config
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig
+from torchrl_moe.trainers.grpo_trainer import MoEGRPOTrainer
+
+__all__ = ["main", "run"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, as a configuration says.
+
+    Args:
+        arguments: of the command line; default: this process's.
+
+    Returns:
+        The exit code: 2 for bad input, else 0.
+    """
+    parser = argparse.ArgumentParser(
+        description="Train a Mixture-of-Experts model with GRPO: rollouts by vLLM, updates on the recorded experts.",
+        epilog=f"Every key and its default: {CONFIGS.parent / 'config.py'}. resume=true goes on after a kill.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = ", ".join(sorted(item.stem for item in CONFIGS.glob("*.yaml")))
+    parser.add_argument("--config", default="tiny_cpu", help=f"{names}, or a file (default: tiny_cpu)")
+    parser.add_argument("--cfg", action="store_true", help="print the configuration, and do not train")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as optim.lr=1e-5")
+    options = parser.parse_args(arguments)
+    try:
+        config = load_config(options.config, options.overrides)
+        if options.cfg:
+            print(as_yaml(config))
+            return 0
+        run(config)
+    except (ConfigError, UnsupportedRouterError) as error:
+        print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def as_yaml(config: GRPOConfig) -> str:
+    """Return a configuration as YAML."""
+    import yaml
+
+    from torchrl_moe.trainers.config import as_dict
+
+    return yaml.safe_dump(as_dict(config), sort_keys=False)
+
+
+def run(config: GRPOConfig) -> None:
+    """Train, export the model, draw the figure, and print what was reached.
+
+    Raises:
+        ConfigError: a setting that cannot be meant, before anything is started.
+        UnsupportedRouterError: replay of a model that cannot be replayed.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # the engine computes beside
+    console = Console(highlight=False)
+    with set_list_to_stack(True), MoEGRPOTrainer(config=config) as trainer:
+        trainer.train()
+        trainer.save_pretrained()
+        trainer.plot().savefig(trainer.record.folder / "run.png")
+        if trainer.record.rows:
+            console.print(trainer.summary())
+        console.print(f"metrics, events, samples, figure and the trained model are in {trainer.record.folder}")

@@ -1,0 +1,149 @@
+"""``TokenStepper``: one optimizer step on a minibatch, in micro-batches of so many tokens."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torchrl.trainers import OptimizationStepper, Trainer
+
+from torchrl_moe.objectives.grpo import GRPOLoss
+from torchrl_moe.trainers.micro_batches import micro_batches
+
+__all__ = ["TokenStepper", "lengths_of"]
+
+LOG = logging.getLogger(__name__)
+
+
+def lengths_of(batch: TensorDictBase) -> list[int]:
+    """Return the number of tokens of each sample, its prompt included."""
+    return [len(sample.get(("tokens", "full"))) for sample in batch.unbind(0)]
+
+
+class TokenStepper(OptimizationStepper):
+    """Steps on the gradient of a whole minibatch, whatever its parts.
+
+    Every part is divided by the tokens of the whole minibatch, so gradients of parts add up to its gradient, to
+    rounding. Samples without an advantage are left out where the loss gives them no gradient anyway. A step whose
+    gradient is not finite is skipped, logged, and counted.
+
+    Args:
+        loss: the policy's.
+        optimizer: of float32 weights.
+        schedule: of its learning rate; stepped once for each step that is not skipped.
+        max_tokens: of a micro-batch, pads included; ``None``: all of it.
+        max_grad_norm: the gradient is scaled down to it; ``None`` for never.
+        precision: makes the context of a forward pass.
+    """
+
+    def __init__(
+        self,
+        loss: GRPOLoss,
+        optimizer: torch.optim.Optimizer,
+        schedule: torch.optim.lr_scheduler.LRScheduler,
+        *,
+        max_tokens: int | None,
+        max_grad_norm: float | None,
+        precision: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.loss, self.optimizer, self.schedule = loss, optimizer, schedule
+        self.max_tokens, self.max_grad_norm, self.precision = max_tokens, max_grad_norm, precision
+        self.skipped = 0
+        self._figures: list[dict[str, float]] = []
+
+    def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
+        """Make one step; return the loss terms, summed over parts, and the means of metrics over their tokens."""
+        del trainer
+        lr = self.lr
+        figures = self.accumulate(sub_batch)
+        norm = self._clip()
+        if math.isfinite(norm):
+            self.optimizer.step()
+            self.schedule.step()
+        else:
+            self.skipped += 1
+            LOG.warning("a gradient of norm %s: the step is skipped, %d so far", norm, self.skipped)
+        self.optimizer.zero_grad(set_to_none=True)
+        figures |= {"grad_norm": torch.tensor(norm), "lr": torch.tensor(lr)}
+        self._figures.append({name: float(value) for name, value in figures.items()})
+        return TensorDict(figures, batch_size=[])
+
+    def take_figures(self) -> dict[str, float]:
+        """Return the means over all steps since this was asked last; ``loss`` is the sum of all terms."""
+        taken, self._figures = self._figures, []
+        names = dict.fromkeys(name for figures in taken for name in figures)
+        means = {name: statistics.mean(figures.get(name, math.nan) for figures in taken) for name in names}
+        total = sum(value for name, value in means.items() if name.startswith("loss_"))
+        return {**means, "loss": total, "ess": means["ESS"], "skipped_steps": float(self.skipped)} if means else {}
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def accumulate(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        """Add a minibatch's gradient to what is there; return its figures, each ``[]``."""
+        kept = [i for i, sample in enumerate(batch.unbind(0)) if self._has_gradient(sample)] or [0]  # figures of one
+        lengths = lengths_of(batch)
+        split = micro_batches([lengths[i] for i in kept], self.max_tokens)
+        parts = [batch[[kept[i] for i in part]] for part in split]
+        self._set_denominators(batch, parts)
+        sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(()))
+        tokens = 0.0
+        for rows in parts:
+            with self.precision():
+                out = self.loss(rows)
+            total = sum(value for name, value in out.items() if name.startswith("loss_"))
+            assert isinstance(total, Tensor)
+            total.backward()
+            count = float(sum(len(row.get(("tokens", "response"))) for row in rows.unbind(0)))
+            tokens += count
+            for name, value in out.items():
+                if value.ndim == 0:
+                    sums[name] = sums[name] + value.detach().float().cpu() * (1.0 if _adds_up(name) else count)
+        return {name: value if _adds_up(name) else value / max(tokens, 1.0) for name, value in sums.items()}
+
+    def _set_denominators(self, batch: TensorDictBase, parts: Sequence[TensorDictBase]) -> None:
+        """Store in each sample what losses of the whole minibatch divide by."""
+        numbers: dict[Any, Any] = dict(self.loss.denominators(batch))
+        router_loss = self.loss.router_loss
+        if router_loss is not None and len(parts) > 1:
+            with self.precision():
+                numbers.update(router_loss.totals(parts))
+        for key, number in numbers.items():
+            value = torch.as_tensor(number)
+            batch.set(key, value.expand(*batch.batch_size, *value.shape))
+
+    def _has_gradient(self, sample: TensorDictBase) -> bool:
+        loss = self.loss
+        penalties = loss.entropy_bonus or loss.kl_to_ref_coeff or loss.kl_to_inference_coeff
+        if penalties or loss.router_loss is not None:
+            return True
+        return bool(sample.get(loss.tensor_keys.advantage).any())
+
+    def _clip(self) -> float:
+        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        return float(nn.utils.clip_grad_norm_(weights, limit))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the schedule's place and the number of skipped steps; the optimizer is a component of its own."""
+        return {"schedule": self.schedule.state_dict(), "skipped": self.skipped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.schedule.load_state_dict(state_dict["schedule"])
+        self.skipped = state_dict["skipped"]
+
+
+def _adds_up(name: str) -> bool:
+    """Whether a figure of parts is summed; the others are means."""
+    return name.startswith(("loss_", "num_"))
