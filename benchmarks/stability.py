@@ -25,6 +25,7 @@ from benchmarks.report import RESULTS, Row, finish
 from torchrl_moe._errors import TorchRLMoEError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.testing.arithmetic import ArithmeticTask
+from torchrl_moe.testing.warm_up import WarmUp, warm_up
 
 GRPO = Path(__file__).parents[1] / "tutorials/grpo"
 FALL, WINDOW = 0.2, 5
@@ -94,13 +95,12 @@ class Bench:
         """Warm one model up and save it; every run of the seed starts from it."""
         from settings import ONE_DIGIT, load_settings
         from train import make_model
-        from warmup import warm_up
 
         settings = load_settings([f"seed={seed}", *ONE_DIGIT, *MODEL])
         task = ArithmeticTask(**settings.task, seed=seed)
         torch.manual_seed(seed)
         model, tokenizer = make_model(settings)
-        reached = warm_up(model, task.train, tokenizer, settings.warmup, seed)
+        reached = warm_up(model, task.train, tokenizer, WarmUp(**settings.warmup), seed)
         print(f"seed {seed}: exact answers have probability {reached:.2f}", flush=True)
         path = (self.folder / f"start-{seed}").absolute()
         model.save_pretrained(path)

@@ -16,6 +16,7 @@ from support.sources import PACKAGE, Source, imports, package_sources, snippet
 
 BELOW: dict[str, set[str]] = {
     "cli": {"collectors"},
+    "trainers": {"collectors", "objectives"},  # testing only by name, "module:function"
     "collectors": {"weight_update", "modules.backends.ray"},  # a collector in Ray joins the cluster as an engine does
     "weight_update": {"modules"},
     "weight_update.transports": {"weight_update.store"},  # both ends: the sender's, and the workers'
@@ -133,6 +134,9 @@ def test_the_rooms_form_a_dag() -> None:
         ("data/x.py", "from torchrl_moe.modules import LoadBalancer"),
         ("data/x.py", "from ..modules import serving"),
         ("data/x.py", "def f():\n    import torchrl_moe.objectives.functional"),
+        ("collectors/x.py", "from torchrl_moe.trainers.prompts import PromptSet"),
+        ("trainers/x.py", "from torchrl_moe.testing import make_tiny_moe"),
+        ("testing/x.py", "from torchrl_moe.trainers.prompts import PromptSet"),
         ("objectives/grpo.py", "from torchrl_moe.modules.replay import RouterReplay"),
         ("objectives/grpo.py", "if TYPE_CHECKING:\n    from torchrl_moe.modules.replay import RouterReplay"),
         ("modules/serving/x.py", "from torchrl_moe.modules import LoadBalancer"),
@@ -166,6 +170,11 @@ def test_a_wrong_import_is_found(path: str, text: str) -> None:
     ("path", "text"),
     [
         ("collectors/x.py", "from torchrl_moe.data import RoutedExperts\nfrom torchrl_moe.modules import AsyncVLLM"),
+        (
+            "trainers/x.py",
+            "from torchrl_moe.collectors import LLMCollector\nfrom torchrl_moe.objectives import GRPOLoss",
+        ),
+        ("trainers/x.py", "from torchrl_moe.weight_update import SyncReport\nfrom torchrl_moe.render import curves"),
         ("modules/__init__.py", "if TYPE_CHECKING:\n    from torchrl_moe.modules.serving.async_vllm import AsyncVLLM"),
         ("modules/serving/x.py", "from torchrl_moe.modules.backends.replica import Replica"),
         ("modules/serving/x.py", "def f():\n    from torchrl_moe.modules.backends.vllm.local import LocalReplica"),

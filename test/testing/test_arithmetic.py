@@ -31,6 +31,8 @@ from torchrl_moe.testing.arithmetic import (
     SPECIAL,
     ArithmeticTask,
     CharacterTokenizer,
+    arithmetic_prompts,
+    exact_answer,
     share_correct,
 )
 
@@ -150,6 +152,21 @@ def test_chats_are_one_question_each() -> None:
         assert chats == [[{"role": "user", "content": query}] for query, _ in problems]
         assert answers == [answer for _, answer in problems]
     assert task.chats() == task.chats("test")
+
+
+def test_problems_as_rows() -> None:
+    train, held_out = arithmetic_prompts("double", digits=3, held_out=100, seed=7)
+    task = ArithmeticTask(operation="double", digits=3, held_out=100, seed=7)
+    assert [(row["prompt"], row["answer"]) for row in train] == list(task.train)
+    assert [(row["prompt"], row["answer"]) for row in held_out] == list(task.test)
+    assert {"prompt": "2*047=", "answer": "0094"} in train + held_out
+    with pytest.raises(ValueError, match=r"held_out must be in 1\.\.9, got 10"):
+        arithmetic_prompts("double", digits=1, held_out=10)
+
+
+@pytest.mark.parametrize(("completion", "reward"), [("7", 1.0), ("07", 0.0), ("7 ", 0.0), ("", 0.0), ("77", 0.0)])
+def test_only_the_exact_answer_is_rewarded(completion: str, reward: float) -> None:
+    assert exact_answer(completion, answer="7") == reward
 
 
 # -- environment ------------------------------------------------------------------------------------------------------

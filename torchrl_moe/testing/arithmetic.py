@@ -20,7 +20,14 @@ from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import DatasetChatEnv
 from transformers import PreTrainedTokenizerFast
 
-__all__ = ["ArithmeticTask", "CharacterTokenizer", "ExactAnswerReward", "share_correct"]
+__all__ = [
+    "ArithmeticTask",
+    "CharacterTokenizer",
+    "ExactAnswerReward",
+    "arithmetic_prompts",
+    "exact_answer",
+    "share_correct",
+]
 
 OPERATIONS = ("sum", "double")
 
@@ -127,6 +134,44 @@ class ArithmeticTask:
         """Return the problems of ``"train"`` or ``"test"`` as chats, and their answers."""
         problems = {"train": self.train, "test": self.test}[which]
         return [[{"role": "user", "content": query}] for query, _ in problems], [answer for _, answer in problems]
+
+
+def arithmetic_prompts(
+    operation: Literal["sum", "double"] = "double", digits: int = 4, held_out: int = 200, seed: int = 0
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Return the problems of an :class:`ArithmeticTask` as rows, those to train on and those held out.
+
+    Args:
+        operation: see :class:`ArithmeticTask`, as for the others.
+        digits: of the numbers.
+        held_out: problems kept apart.
+        seed: of the split.
+
+    Raises:
+        ValueError: there is no such task.
+
+    >>> train, held_out = arithmetic_prompts()
+    >>> len(train), len(held_out)
+    (9800, 200)
+    >>> sorted(train + held_out, key=lambda row: row["prompt"])[4817]
+    {'prompt': '2*4817=', 'answer': '09634'}
+    """
+    task = ArithmeticTask(operation=operation, digits=digits, held_out=held_out, seed=seed)
+    train, test = ([{"prompt": query, "answer": answer} for query, answer in part] for part in (task.train, task.test))
+    return train, test
+
+
+def exact_answer(completion: str, answer: str) -> float:
+    """Reward an answer that is exactly right with 1, any other with 0.
+
+    Args:
+        completion: the text that was generated, without the token that ends it.
+        answer: the true one.
+
+    >>> exact_answer("09634", "09634"), exact_answer("9634", "09634")
+    (1.0, 0.0)
+    """
+    return float(completion == answer)
 
 
 class _Problems(IterableDataset[dict[str, str]]):

@@ -12,11 +12,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_moe.testing.arithmetic import OPERATIONS
+from torchrl_moe.testing.warm_up import MISTAKES, WarmUp
 
 CONFIG = Path(__file__).parent / "config"
 # What a checkpoint's weights, or its split of problems, depend on.
 FIXED = ("model", "task", "seed", "replay")
-MISTAKES = ("random", "forget_carry")
 # A smaller run in which trainer and engine agree to rounding: one-digit sums, two layers, float32. Tests and benchmarks
 # use it where a fault must show against that agreement.
 ONE_DIGIT = (
@@ -116,6 +116,10 @@ def check_settings(settings: DictConfig) -> None:
     _check(settings.replay in ("R3", "R2", "none"), f"replay={settings.replay} must be R3, R2 or none")
     mistake = settings.warmup.mistake
     _check(mistake in MISTAKES, f"warmup.mistake={mistake} must be one of {', '.join(MISTAKES)}")
+    try:
+        WarmUp(**settings.warmup).check()
+    except ValueError as error:
+        raise InputError(f"warmup.{error}") from error
     dtype = settings.train.dtype
     _check(dtype in DTYPES, f"train.dtype={dtype} must be one of {', '.join(DTYPES)}")
     _check(settings.control in CONTROLS, f"control={settings.control} must be one of {', '.join(CONTROLS)}")

@@ -29,7 +29,6 @@ from torchrl.modules.llm.policies import ChatHistory
 from torchrl.objectives.llm import MCAdvantage
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from warmup import warm_up
 
 from torchrl_moe.collectors import LLMCollector
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, UnsupportedRouterError, vLLMWrapper
@@ -37,6 +36,7 @@ from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.render.curves import training_figure
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.arithmetic import ArithmeticTask, CharacterTokenizer, share_correct
+from torchrl_moe.testing.warm_up import WarmUp, warm_up
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 
 console = Console(highlight=False)
@@ -109,7 +109,8 @@ class Run:
         if self.state:
             self.model.load_state_dict(self.state["model"])
         elif settings.model.path is None:
-            reached = warm_up(self.model, self.task.train, self.tokenizer, settings.warmup, settings.seed)
+            options = WarmUp(**settings.warmup)
+            reached = warm_up(self.model, self.task.train, self.tokenizer, options, settings.seed)
             console.print(f"warm-up done: exact answers have probability {reached:.2f}")
             if reached > settings.warmup.noisy_target:
                 console.print("the warm-up ran out of steps (warmup.max_steps): GRPO may have little to move")

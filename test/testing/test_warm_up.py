@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from dataclasses import asdict, fields
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.arithmetic import ArithmeticTask, CharacterTokenizer
-
-GRPO = Path(__file__).parents[3] / "tutorials" / "grpo"
-
-
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(GRPO))
-    yield
-    sys.modules.pop("warmup", None)
+from torchrl_moe.testing.warm_up import WarmUp, answer_log_probs, encode, forget_carry, warm_up
 
 
 @pytest.mark.parametrize(
@@ -39,8 +30,6 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_carries_forgotten_by_hand(query: str, answer: str) -> None:
-    from warmup import forget_carry
-
     assert forget_carry(query) == answer
 
 
@@ -54,8 +43,6 @@ def test_carries_forgotten_by_hand(query: str, answer: str) -> None:
     ],
 )
 def test_each_carry_is_forgotten_or_not(forgets: tuple[bool, ...], answer: str) -> None:
-    from warmup import forget_carry
-
     choices = iter(forgets)
     assert forget_carry("2*4817=", lambda: next(choices)) == answer
     assert next(choices, None) is None
@@ -63,15 +50,11 @@ def test_each_carry_is_forgotten_or_not(forgets: tuple[bool, ...], answer: str) 
 
 @pytest.mark.parametrize("operation", ["sum", "double"])
 def test_who_forgets_no_carry_is_right(operation: str) -> None:
-    from warmup import forget_carry
-
     task = ArithmeticTask(operation=operation, digits=2, held_out=1)
     assert all(forget_carry(query, lambda: False) == answer for query, answer in task.train)
 
 
 def test_only_the_answer_and_its_end_are_labelled() -> None:
-    from warmup import encode
-
     ids, labels = encode([("3+4=", "7"), ("8+7=", "15")], CharacterTokenizer())
     # <user> 3 + 4 = <assistant> 7 <eos> <pad>
     assert ids.tolist() == [[2, 7, 14, 8, 17, 3, 11, 1, 0], [2, 12, 14, 11, 17, 3, 5, 9, 1]]
@@ -79,8 +62,6 @@ def test_only_the_answer_and_its_end_are_labelled() -> None:
 
 
 def test_doubt_comes_after_knowledge() -> None:
-    from warmup import answer_log_probs, encode, warm_up
-
     torch.manual_seed(0)
     tokenizer = CharacterTokenizer()
     problems = ArithmeticTask(digits=1, held_out=90).train
@@ -88,10 +69,44 @@ def test_doubt_comes_after_knowledge() -> None:
     sizes = {"vocab_size": 48, "hidden_size": 64, "num_hidden_layers": 2, "mlp_only_layers": []}
     model = make_tiny_moe("qwen3_moe", **special, **sizes)
     before = answer_log_probs(model, *encode(problems, tokenizer)).exp().mean().item()
-    settings = SimpleNamespace(
-        clean_lr=3e-3, clean_target=0.9, noisy_lr=1e-3, noise=0.7, noisy_target=0.3,
-        mistake="random", batch_size=256, max_steps=400,
-    )  # fmt: skip
-    reached = warm_up(model, problems, tokenizer, settings, seed=0)
+    options = WarmUp(noisy_lr=1e-3, noise=0.7, noisy_target=0.3, mistake="random", batch_size=256)
+    reached = warm_up(model, problems, tokenizer, options, seed=0)
     assert before < 0.01 < 0.1 < reached <= 0.3
     assert not model.training
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clean_lr": 0.0}, r"clean_lr must be positive, got 0\.0"),
+        ({"noisy_lr": float("nan")}, "noisy_lr must be positive, got nan"),
+        ({"clean_lr": float("inf")}, "clean_lr must be positive, got inf"),
+        ({"noise": 1.5}, r"noise must be in 0\.\.1, got 1\.5"),
+        ({"clean_target": -0.1}, r"clean_target must be in 0\.\.1, got -0\.1"),
+        ({"noisy_target": float("nan")}, r"noisy_target must be in 0\.\.1, got nan"),
+        ({"batch_size": 0}, "batch_size must be a positive whole number, got 0"),
+        ({"max_steps": 2.5}, r"max_steps must be a positive whole number, got 2\.5"),
+        ({"mistake": "typo"}, "mistake must be one of random, forget_carry, got 'typo'"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WarmUp(**options).check()
+    with pytest.raises(ValueError, match=message):
+        warm_up(make_tiny_moe("qwen3_moe"), [("3+4=", "7")], CharacterTokenizer(), WarmUp(**options), seed=0)
+
+
+def test_without_problems_there_is_nothing_to_practise() -> None:
+    with pytest.raises(ValueError, match="there are no problems to warm up on"):
+        warm_up(make_tiny_moe("qwen3_moe"), [], CharacterTokenizer(), WarmUp(), seed=0)
+
+
+def test_the_defaults_make_sense_and_are_those_of_train_yaml() -> None:
+    WarmUp().check()
+    config = (Path(__file__).parents[2] / "tutorials" / "grpo" / "config" / "train.yaml").read_text()
+    section = config.split("warmup:")[1].split("\n\n")[0]
+    lines = [line.split("#")[0].split(":") for line in section.splitlines()[1:]]
+    written = {name.strip(): value.strip() for name, value in lines}
+    assert list(written) == [field.name for field in fields(WarmUp)]
+    for name, default in asdict(WarmUp()).items():
+        assert type(default)(written[name]) == default, name

@@ -1,0 +1,295 @@
+"""Rewards: what a function gets, how it is called, what its values come to, and which are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.waiting import PATIENCE
+from torchrl_moe.trainers.rewards import Reward, Rewards
+
+CHAT = [{"role": "user", "content": "1+1="}]
+COLUMNS = {"prompt": "1+1=", "answer": "2", "tests": [1, 2], "hint": None}
+
+
+def reward(functions: Any, weights: Any = None, prompt: Any = "1+1=", columns: dict[str, Any] | None = None) -> Reward:
+    """What the answer ``"2 "`` is worth."""
+    rewards = Rewards(functions, weights)
+    return asyncio.run(rewards(prompt, "2 ", [6, 19], COLUMNS if columns is None else columns))
+
+
+def returning(value: Any) -> Callable[..., Any]:
+    def returned(completion: str) -> Any:
+        return value
+
+    return returned
+
+
+def named(name: str, value: Any) -> Callable[..., Any]:
+    function = returning(value)
+    function.__name__ = name
+    return function
+
+
+# -- what it gets -----------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_gets_what_it_is_named_after() -> None:
+    def judge(
+        completion: str, completion_ids: list[int], prompt: str, answer: str, tests: list[int], *, hint: Any
+    ) -> float:
+        assert (completion, completion_ids, prompt) == ("2 ", [6, 19], "1+1=")
+        assert (answer, tests, hint) == ("2", [1, 2], None)
+        return 0.5
+
+    assert reward(judge) == Reward(0.5, {"judge": 0.5})
+
+
+def test_keywords_get_all_the_rest() -> None:
+    seen: dict[str, Any] = {}
+
+    def judge(answer: str, **others: Any) -> float:
+        seen.update(others)
+        return 1.0
+
+    reward(judge, columns={**COLUMNS, "completion": "of the data"})
+    expected = {"prompt": "1+1=", "completion": "2 ", "completion_ids": [6, 19], "tests": [1, 2], "hint": None}
+    assert seen == expected
+
+
+def test_a_default_stays_where_the_data_has_no_such_column() -> None:
+    def judge(completion: str, answer: str = "?", scale: float = 3.0) -> float:
+        assert answer == "2"
+        return scale
+
+    assert reward(judge).total == 3.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"), [("1+1=", "2 "), (CHAT, [{"role": "assistant", "content": "2 "}])], ids=["text", "chat"]
+)
+def test_one_with_completions_gets_lists_of_one(prompt: Any, completion: Any) -> None:
+    seen: dict[str, Any] = {}
+
+    def judge(prompts: Any, completions: Any, completion_ids: Any, answer: Any, **others: Any) -> list[float]:
+        assert (prompts, completions, completion_ids, answer) == ([prompt], [completion], [[6, 19]], ["2"])
+        seen.update(others)
+        return [0.25]
+
+    assert reward(judge, prompt=prompt) == Reward(0.25, {"judge": 0.25})
+    assert seen == {"prompt": ["1+1="], "tests": [[1, 2]], "hint": [None]}
+
+
+@pytest.mark.parametrize("values", [[0.5], (0.5,), torch.tensor([0.5]), np.array([0.5])])
+def test_what_one_with_completions_returns(values: Any) -> None:
+    assert reward(lambda completions: values).total == 0.5
+
+
+@pytest.mark.parametrize("values", [0.5, [], [0.5, 0.5], None, torch.tensor(0.5)])
+def test_one_with_completions_returns_a_list_of_one(values: Any) -> None:
+    message = "the reward function '<lambda>' was given one completion, and must return a list of one value, got "
+    with pytest.raises(TypeError, match=message):
+        reward(lambda completions: values)
+
+
+# -- how it is called -------------------------------------------------------------------------------------------------
+
+
+class Judge:
+    """An object that is called."""
+
+    def __call__(self, completion: str) -> float:
+        return 1.0
+
+
+class AsyncJudge:
+    """The same, awaited."""
+
+    async def __call__(self, completion: str) -> float:
+        return 2.0
+
+
+async def awaited(completion: str, bonus: float = 0.0) -> float:
+    await asyncio.sleep(0)
+    return 3.0 + bonus
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "value"),
+    [
+        (Judge(), "Judge", 1.0),
+        (AsyncJudge(), "AsyncJudge", 2.0),
+        (awaited, "awaited", 3.0),
+        (partial(awaited, bonus=1.0), "awaited", 4.0),
+        (lambda completion: awaited(completion), "<lambda>", 3.0),
+        ("torchrl_moe.testing.arithmetic:exact_answer", "exact_answer", 0.0),
+    ],
+)
+def test_what_is_called_and_how_it_is_named(function: Any, name: str, value: float) -> None:
+    assert reward(function) == reward([function]) == Reward(value, {name: value})
+    assert Rewards(function).names == [name]
+
+
+def test_plain_functions_run_beside_each_other_in_threads() -> None:
+    both = threading.Barrier(2, timeout=PATIENCE)
+    threads = []
+
+    def wait(completion: str) -> float:
+        threads.append(threading.current_thread())
+        both.wait()
+        return 1.0
+
+    async def two_samples() -> list[Reward]:
+        rewards = Rewards(wait)
+        return await asyncio.gather(*(rewards("1+1=", "2", [6], COLUMNS) for _ in range(2)))
+
+    assert [one.total for one in asyncio.run(two_samples())] == [1.0, 1.0]
+    assert threading.main_thread() not in threads
+
+
+# -- what the values come to ------------------------------------------------------------------------------------------
+
+
+def test_the_total_is_the_weighted_sum() -> None:
+    functions = [named("a", 1.0), named("b", 0.5), named("c", -2)]
+    assert reward(functions) == Reward(-0.5, {"a": 1.0, "b": 0.5, "c": -2.0})
+    assert reward(functions, [1.0, 4.0, 0.5]) == Reward(2.0, {"a": 1.0, "b": 0.5, "c": -2.0})
+    assert repr(Rewards(functions, [1, 4, 0.5])) == "Rewards(1 * a + 4 * b + 0.5 * c)"
+
+
+def test_one_without_an_opinion_counts_for_nothing() -> None:
+    assert reward([named("a", None), named("b", 0.5)], [10.0, 2.0]) == Reward(1.0, {"a": None, "b": 0.5})
+    assert reward([lambda completions: [None], named("b", 1.0)]) == Reward(1.0, {"<lambda>": None, "b": 1.0})
+    with pytest.raises(ValueError, match="no reward function has an opinion: a, b returned None"):
+        reward([named("a", None), named("b", None)])
+
+
+@pytest.mark.parametrize(
+    ("value", "total"),
+    [
+        (True, 1.0),
+        (2, 2.0),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3.0),
+        (np.bool_(True), 1.0),
+        (torch.tensor(0.25), 0.25),
+    ],
+)
+def test_numbers(value: Any, total: float) -> None:
+    found = reward(returning(value))
+    assert found == Reward(total, {"returned": total})
+    assert type(found.values["returned"]) is float
+
+
+@pytest.mark.parametrize("value", ["1.0", [1.0], {"reward": 1.0}, 1j, torch.tensor([1.0])])
+def test_what_is_no_number(value: Any) -> None:
+    with pytest.raises(TypeError, match="the reward function 'returned' must return a number or None, got "):
+        reward(returning(value))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), torch.tensor(float("nan"))])
+def test_what_is_not_finite(value: Any) -> None:
+    message = f"the reward function 'returned' returned {float(value)}: a reward must be finite"
+    with pytest.raises(ValueError, match=message):
+        reward([named("a", 1.0), returning(value)])
+
+
+@pytest.mark.parametrize(("raised", "seen"), [(KeyError("a"), KeyError), (StopIteration(), RuntimeError)])
+def test_an_error_names_the_function(raised: Exception, seen: type[Exception]) -> None:
+    def breaks(completion: str) -> float:
+        raise raised
+
+    with pytest.raises(seen) as error:
+        reward(breaks)
+    assert error.value.__notes__ == ["in the reward function 'breaks'"]
+
+
+def test_an_error_ends_the_others() -> None:
+    ended = []
+
+    async def waits(completion: str) -> float:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ended.append(completion)
+            raise
+        return 1.0
+
+    async def breaks(completion: str) -> float:
+        raise KeyError("a")
+
+    with pytest.raises(KeyError):
+        reward([waits, breaks])
+    assert ended == ["2 "]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_that_nothing_has_the_name_of() -> None:
+    def exact(completion: str, solution: str) -> float:
+        return 1.0
+
+    def batched(completions: list[str], completion: str) -> list[float]:
+        return [1.0]
+
+    Rewards(exact).check(["prompt", "solution"])
+    message = (
+        "the reward function 'exact' asks for 'solution'; there are prompt, completion, completion_ids, and the "
+        "columns 'answer', 'tests'"
+    )
+    with pytest.raises(ValueError) as error:
+        Rewards([Judge(), exact]).check(["prompt", "answer", "tests"])
+    assert str(error.value) == message
+    with pytest.raises(ValueError, match=r"asks for 'solution'; .* and the columns 'answer', 'tests', 'hint'"):
+        reward(exact)
+    with pytest.raises(
+        ValueError, match=r"'batched' asks for 'completion'; there are prompts, completions, completion_ids$"
+    ):
+        Rewards(batched).check([])
+
+
+def test_parameters_without_names() -> None:
+    def placed(completion: str, /) -> float:
+        return 1.0
+
+    def anything(*values: Any) -> float:
+        return 1.0
+
+    with pytest.raises(ValueError, match="'placed' takes 'completion' by its place only: it is called by names"):
+        Rewards(placed)
+    for function in (anything, lambda: 1.0):
+        with pytest.raises(ValueError, match="asks for nothing: give it a parameter such as 'completion'"):
+            Rewards(function)
+    with pytest.raises(ValueError, match="the reward function 'max' does not say what its parameters are"):
+        Rewards(max)
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "message"),
+    [
+        ([], None, "there are no reward functions"),
+        ([Judge(), Judge()], None, "two reward functions have the name 'Judge'"),
+        ([Judge()], [1.0, 2.0], "there are 2 weights for 1 reward functions"),
+        ([Judge(), awaited], [1.0], "there are 1 weights for 2 reward functions"),
+        ([Judge()], [float("nan")], "the weight of the reward function 'Judge' must be finite, got nan"),
+        ([Judge()], [float("inf")], "must be finite, got inf"),
+        ("no_such_package:f", None, "cannot import 'no_such_package'"),
+        (["exact"], None, "'exact' is no function's name"),
+    ],
+)
+def test_functions_and_weights_that_make_no_sense(functions: Any, weights: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rewards(functions, weights)
+
+
+def test_what_is_no_function() -> None:
+    with pytest.raises(TypeError, match=r"a reward function is a function or 'package\.module:function', got 3"):
+        Rewards([3])  # type: ignore[list-item]

@@ -1,0 +1,57 @@
+"""A tiny MoE that half knows a toy task: where GRPO starts from in tutorials, tests and benchmarks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from torchrl_moe.testing.arithmetic import ArithmeticTask, CharacterTokenizer
+from torchrl_moe.testing.tiny_moe import make_tiny_moe
+from torchrl_moe.testing.warm_up import WarmUp, warm_up
+
+__all__ = ["practised_tiny_moe"]
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 8, "num_experts": 32, "num_experts_per_tok": 4}
+
+
+def practised_tiny_moe(
+    task: ArithmeticTask | None = None, warmup: WarmUp | None = None, seed: int = 0, **sizes: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Return a tiny Qwen3-MoE that has been warmed up on a task, in eval mode, float32, and its tokenizer.
+
+    Args:
+        task: its training problems are practised on; default: numbers of 4 digits doubled, 200 held out by ``seed``.
+        warmup: how; default: ``WarmUp()``.
+        seed: of the weights, and of the practice. Equal seeds give equal models, on the same machine and with as many
+            threads; torch's global generators are left as they were.
+        **sizes: config keys of the architecture, over hidden size 64, 8 layers, and 4 of 32 experts for each token.
+
+    Raises:
+        ValueError: sizes, or options of the warm-up, that make no sense.
+
+    Warns:
+        UserWarning: the practice ran out of steps, so GRPO may have little to move.
+
+    >>> task = ArithmeticTask(digits=1, held_out=90)
+    >>> warmup = WarmUp(max_steps=1, noisy_target=1.0)
+    >>> model, tokenizer = practised_tiny_moe(task, warmup, num_hidden_layers=1, num_experts=8)
+    >>> model.config.num_experts, model.config.num_experts_per_tok, len(tokenizer)
+    (8, 4, 48)
+    """
+    task = ArithmeticTask(operation="double", digits=4, held_out=200, seed=seed) if task is None else task
+    warmup = WarmUp() if warmup is None else warmup
+    warmup.check()
+    tokenizer = CharacterTokenizer()
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    config = {"vocab_size": len(tokenizer), "mlp_only_layers": [], **special, **SIZES, **sizes}
+    model = make_tiny_moe("qwen3_moe", seed=seed, **config)
+    reached = warm_up(model, task.train, tokenizer, warmup, seed)
+    if reached > warmup.noisy_target:
+        warnings.warn(
+            f"the warm-up ran out of steps (max_steps={warmup.max_steps}): exact answers have probability "
+            f"{reached:.2f}, above {warmup.noisy_target:g}, and GRPO may have little to move",
+            stacklevel=2,
+        )
+    return model, tokenizer

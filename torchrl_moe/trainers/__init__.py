@@ -1,0 +1,1 @@
+"""Training MoE language models (namesake: ``torchrl.trainers``)."""

@@ -1,0 +1,99 @@
+"""One prompt, one answer, one reward: what a collector plays for a set of prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_moe.collectors.workflow import Ask
+from torchrl_moe.modules.policies.request_keys import ARGUMENTS
+from torchrl_moe.trainers.rewards import Rewards
+
+__all__ = ["PromptEpisode"]
+
+WRITTEN = {
+    *("history", "text", "tokens", "masks", "log_probs", "routed_experts", "sampling", "routing"),
+    *("policy_version", "policy_versions", "finish_reason", "num_cached_tokens", "num_segments", "resume"),
+    *("next", "done", "terminated", "truncated", "rewards"),
+}
+"""Entries of a row that rollouts write, and that a policy reads as those of an earlier turn."""
+TAKEN = WRITTEN | set(ARGUMENTS)
+
+
+class PromptEpisode:
+    """Asks a prompt, and rewards the answer; an async function for ``AsyncLLMCollector``, in place of an environment.
+
+    Each row carries the sample's columns and, at ``("rewards", name)``, what each reward function returned, float32
+    ``[1]``, NaN for one without an opinion. A column with the name of something that rollouts write, or requests read
+    (``"text"``, ``"tokens"``, ``"priority"``, ...), is there for the rewards, and is not in the rows.
+
+    The time that rewards may take is the collector's ``reward_timeout``; more than that costs the sample's group.
+
+    Args:
+        prompt_column: where the prompt stands: text, or a list of messages.
+        rewards: of the answers.
+        is_chat: whether the policy reads messages (``input_mode="history"``): then text is one message of the user.
+            Else the policy reads text, and prompts must be text.
+        tokenizer: decodes completions for the rewards, without special tokens. Default: the completion is the text as
+            the policy has it; in a chat without the token that ends it, else with that.
+
+    >>> def polite(completion):
+    ...     return float("please" in completion)
+    >>> prompts = load_prompts([{"prompt": "Ask for tea."}])  # doctest: +SKIP
+    >>> episode = PromptEpisode("prompt", Rewards(polite))
+    >>> collector = AsyncLLMCollector(episode, policy=policy, dataloader=prompts.loader(0))  # doctest: +SKIP
+    """
+
+    def __init__(self, prompt_column: str, rewards: Rewards, *, is_chat: bool = True, tokenizer: Any = None) -> None:
+        self.prompt_column = prompt_column
+        self.rewards = rewards
+        self.is_chat = is_chat
+        self.tokenizer = tokenizer
+
+    async def __call__(self, data: TensorDictBase, ask: Ask) -> float:
+        """Play a sample, and return its reward.
+
+        Args:
+            data: ``[]``, from :meth:`~torchrl_moe.trainers.prompts.PromptSet.loader`.
+            ask: returns the answer to a prompt.
+
+        Raises:
+            ValueError: no prompt in its column, a prompt that the policy cannot read, or see
+                :meth:`Rewards.__call__`.
+            TypeError: a reward function returned no number.
+        """
+        columns = {name: data[name] for name in data.keys()}  # noqa: SIM118  a TensorDict iterates over its batch
+        prompt = self._prompt(columns)
+        for name in TAKEN & columns.keys():
+            del data[name]
+        answer = await ask(prompt if isinstance(prompt, str) else _plain(prompt))
+        ids = answer["tokens"].response.tolist()
+        reward = await self.rewards(prompt, self._completion(answer, ids), ids, columns)
+        for name, value in reward.values.items():
+            data["rewards", name] = torch.tensor([float("nan") if value is None else value])
+        return reward.total
+
+    def _prompt(self, columns: dict[str, Any]) -> Any:
+        if self.prompt_column not in columns:
+            there = ", ".join(map(repr, columns))
+            raise ValueError(f"the sample has no column {self.prompt_column!r}; its columns are {there or 'none'}")
+        prompt = columns[self.prompt_column]
+        if not self.is_chat and not isinstance(prompt, str):
+            raise ValueError(f"the policy reads text, not messages: column {self.prompt_column!r} is {prompt!r:.60}")
+        return prompt
+
+    def _completion(self, answer: TensorDictBase, ids: list[int]) -> str:
+        if self.tokenizer is not None:
+            text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        elif self.is_chat:
+            text = answer["history"].response.content[0]
+        else:
+            text = answer["text"].response
+        return text
+
+
+def _plain(messages: Any) -> list[dict[str, str]]:
+    """Return messages without entries that are unset, as data sets of the hub have them."""
+    return [{"role": message["role"], "content": message["content"]} for message in messages]

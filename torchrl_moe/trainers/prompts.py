@@ -1,0 +1,194 @@
+"""Prompts to train on, and prompts that are held out, from wherever they come."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, TensorDict
+from torch.utils.data import DataLoader, Dataset
+
+from torchrl_moe.trainers.prompt_sources import Row, Rows, read_source
+
+__all__ = ["PromptSet", "load_prompts"]
+
+MESSAGE_KEYS = {"role", "content"}
+
+
+def load_prompts(
+    source: Any,
+    *,
+    prompt: str = "prompt",
+    held_out: int = 0,
+    seed: int = 0,
+    arguments: Mapping[str, Any] | None = None,
+) -> PromptSet:
+    """Read prompts.
+
+    Args:
+        source: one of
+
+            - rows: a sequence of mappings, each with a prompt and whatever columns the rewards read;
+            - a data set of the package ``datasets``, or a mapping of splits to data sets or rows. ``"train"`` is
+              trained on, the first of ``"held_out"``, ``"validation"`` and ``"test"`` is held out;
+            - the path of a ``.jsonl`` file, an object on each line, or of a folder, all of whose ``.jsonl`` files are
+              read in the order of their names;
+            - ``"package.module:function"``, which is called with ``arguments``, and returns any of the above but a
+              path, or a pair: rows to train on, and rows held out;
+            - any other text: a name on the Hugging Face hub, for ``datasets.load_dataset(source, **arguments)``.
+        prompt: column of the prompts. A prompt is text, asked as one message of the user, or a list of messages,
+            ``{"role": ..., "content": ...}``, both text.
+        held_out: rows to keep out of training, drawn by ``seed``. Of a source with a held-out part, draw so many of
+            that one; 0 keeps all of it.
+        seed: of that draw.
+        arguments: of the function or of ``load_dataset``, such as ``{"name": "main", "split": "train"}``.
+
+    Raises:
+        ValueError: there is no such source; a row without a prompt, or with one of another kind; no data; or
+            ``held_out`` is as large as the data, or larger than its held-out part.
+        ImportError: a name on the hub, and ``datasets`` is not installed.
+
+    >>> rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(10)]
+    >>> prompts = load_prompts(rows, held_out=2)
+    >>> len(prompts.train), len(prompts.held_out), prompts.columns
+    (8, 2, ('prompt', 'answer'))
+    """
+    if held_out < 0:
+        raise ValueError(f"held_out must be at least 0, got {held_out}")
+    train, kept_out = read_source(source, arguments)
+    if not len(train):
+        raise ValueError("there are no rows to train on")
+    if kept_out is None:
+        if held_out >= len(train):
+            raise ValueError(f"held_out={held_out} leaves none of {len(train)} rows to train on")
+        drawn = random.Random(seed).sample(range(len(train)), held_out)
+        left = sorted(set(range(len(train))) - set(drawn))
+        train, kept_out = (_select(train, left) if drawn else train), _select(train, drawn)
+    elif held_out > len(kept_out):
+        raise ValueError(f"held_out={held_out} is more than the {len(kept_out)} rows that the source holds out")
+    elif held_out:
+        kept_out = _select(kept_out, random.Random(seed).sample(range(len(kept_out)), held_out))
+    return PromptSet(train, kept_out, prompt)
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Rows to train on and rows held out, checked.
+
+    Args:
+        train: rows with a prompt each, and whatever else rewards read.
+        held_out: the same, never trained on.
+        prompt: column of the prompts: text, or a list of messages ``{"role": ..., "content": ...}``.
+
+    Attributes:
+        columns: names of all columns that some row has, in the order of their coming.
+
+    Raises:
+        ValueError: nothing to train on, or a row without a prompt, or with one of another kind.
+
+    >>> prompts = PromptSet([{"prompt": "1+1=", "answer": "2"}], [], "prompt")
+    >>> [(row["prompt"], row["answer"]) for row in prompts.loader(seed=0)]
+    [('1+1=', '2')]
+    """
+
+    train: Rows = field(repr=False)
+    held_out: Rows = field(repr=False)
+    prompt: str
+    columns: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not len(self.train):
+            raise ValueError("there are no rows to train on")
+        columns: dict[str, None] = {}
+        for part, rows in (("train", self.train), ("held_out", self.held_out)):
+            for place, row in enumerate(rows):
+                columns.update(dict.fromkeys(row))
+                _check_row(row, self.prompt, f"{part} row {place}")
+        if not all(isinstance(name, str) for name in columns):
+            raise ValueError(f"columns must be named by text, got {', '.join(map(repr, columns))}")
+        object.__setattr__(self, "columns", tuple(columns))
+
+    def loader(self, seed: int) -> DataLoader[TensorDict]:
+        """Return training rows for a collector, one at a time: each pass over them is a new shuffle.
+
+        A collector begins a pass again and again, without end, and restores its position from the loader's
+        ``generator``, which all orders come from.
+
+        Args:
+            seed: of the orders.
+
+        Returns:
+            A loader that yields a TensorDict ``[]`` with an entry for each of :attr:`columns`: the value as it stands
+            in the row, not as a tensor; ``None`` where the row has none.
+        """
+        return self._loader(self.train, shuffle=True, seed=seed)
+
+    def held_out_loader(self) -> DataLoader[TensorDict]:
+        """Return the rows held out, in their order, as :meth:`loader` yields them.
+
+        Raises:
+            ValueError: none are held out.
+        """
+        if not len(self.held_out):
+            raise ValueError("no rows are held out: load them with held_out=n")
+        # a generator of its own: a loader without one draws from torch's global one at the start of each pass
+        return self._loader(self.held_out, shuffle=False, seed=0)
+
+    def _loader(self, rows: Rows, shuffle: bool, seed: int) -> DataLoader[TensorDict]:
+        return DataLoader(
+            _RowData(rows, self.columns),
+            batch_size=None,
+            shuffle=shuffle,
+            collate_fn=_unchanged,
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+
+class _RowData(Dataset[TensorDict]):
+    def __init__(self, rows: Rows, columns: tuple[str, ...]) -> None:
+        self._rows = rows
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, place: int) -> TensorDict:
+        row = self._rows[place]
+        # else a list would be a column of several rows, and a number a tensor
+        return TensorDict({name: NonTensorData(row.get(name)) for name in self._columns})
+
+
+def _unchanged(row: TensorDict) -> TensorDict:
+    return row
+
+
+def _select(rows: Rows, places: Sequence[int]) -> Rows:
+    select = getattr(rows, "select", None)
+    return [rows[place] for place in places] if select is None else select(places)
+
+
+def _check_row(row: Row, column: str, where: str) -> None:
+    if column not in row:
+        raise ValueError(f"{where} has no column {column!r}; its columns are {', '.join(map(repr, row)) or 'none'}")
+    problem = _problem(row[column])
+    if problem:
+        raise ValueError(f"{where}: column {column!r} must be text or a list of messages, {problem}")
+
+
+def _problem(prompt: Any) -> str:
+    """What is wrong with a prompt; nothing for a good one."""
+    if isinstance(prompt, str):
+        return "" if prompt else "and not empty"
+    if not isinstance(prompt, list | tuple):
+        return f"got {prompt!r:.60}"
+    for message in prompt:
+        is_message = isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in MESSAGE_KEYS)
+        if not is_message:
+            return f"{{'role': text, 'content': text}}; got {message!r:.60}"
+        more = [key for key, value in message.items() if key not in MESSAGE_KEYS and value is not None]
+        if more:
+            return f"which have a role and a content; got {', '.join(map(repr, more))} too"
+    return "" if prompt else "and not empty"

@@ -1,0 +1,231 @@
+"""Reward functions: what each may ask for, how it is called, and what its values come to."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from numbers import Real
+from typing import Any, TypeAlias
+
+from torchrl_moe.collectors.episode import gather
+from torchrl_moe.trainers.function_names import import_function
+
+__all__ = ["Reward", "RewardFunction", "Rewards"]
+
+RewardFunction: TypeAlias = "Callable[..., Any] | str"
+"""A function, or its name: ``"package.module:function"``."""
+OF_ONE = ("prompt", "completion", "completion_ids")
+OF_LISTS = ("prompts", "completions", "completion_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """What one sample is worth.
+
+    Attributes:
+        total: the weighted sum.
+        values: of each function, by its name; ``None`` of one that has no opinion.
+    """
+
+    total: float
+    values: Mapping[str, float | None]
+
+
+class Rewards:
+    """A weighted sum of reward functions.
+
+    A function is called for one sample, and gets what its parameters are named after: ``prompt`` (text, or messages, as
+    in the data), ``completion`` (text), ``completion_ids`` (a list of ints), or any column of the data; ``**kwargs``
+    gets all the rest. One that has a parameter ``completions`` gets lists of one, and returns a list of one, as TRL's
+    functions do: ``prompts``, ``completions``, ``completion_ids`` and columns. There the completion of a prompt that is
+    a list of messages is one, too: ``[{"role": "assistant", "content": text}]``.
+
+    It returns a number, or ``None`` if it has no opinion: then it counts for nothing. It may be async. A plain function
+    runs in a thread, several at a time, so it must be safe for that; it must not change what it is given. One that
+    hangs keeps its thread, of which an event loop has few (``asyncio.to_thread``).
+
+    Args:
+        functions: functions, or their names, ``"package.module:function"``.
+        weights: of each; default: 1.
+
+    Raises:
+        ValueError: no functions, two of one name, a name that cannot be imported, a function whose parameters have no
+            names, or weights that are not finite, or not one for each function.
+        TypeError: something that is no function.
+
+    >>> def exact(completion, answer):
+    ...     return float(completion == answer)
+    >>> def short(completion_ids):
+    ...     return -len(completion_ids) / 10
+    >>> rewards = Rewards([exact, short], weights=[1.0, 0.5])
+    >>> rewards.check(["prompt", "answer"])
+    >>> asyncio.run(rewards("1+1=", "2", [6, 1], {"prompt": "1+1=", "answer": "2"}))
+    Reward(total=0.9, values={'exact': 1.0, 'short': -0.2})
+    """
+
+    def __init__(
+        self, functions: Sequence[RewardFunction] | RewardFunction, weights: Sequence[float] | None = None
+    ) -> None:
+        given = [functions] if isinstance(functions, str) or callable(functions) else list(functions)
+        if not given:
+            raise ValueError("there are no reward functions")
+        self._functions = [_Function(function) for function in given]
+        names = self.names
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two reward functions have the name {twice[0]!r}: their values could not be told apart")
+        self.weights = [1.0] * len(given) if weights is None else [float(weight) for weight in weights]
+        if len(self.weights) != len(given):
+            raise ValueError(f"there are {len(self.weights)} weights for {len(given)} reward functions")
+        for name, weight in zip(names, self.weights, strict=True):
+            if not math.isfinite(weight):
+                raise ValueError(f"the weight of the reward function {name!r} must be finite, got {weight}")
+
+    def __repr__(self) -> str:
+        terms = (f"{weight:g} * {name}" for name, weight in zip(self.names, self.weights, strict=True))
+        return f"{type(self).__name__}({' + '.join(terms)})"
+
+    @property
+    def names(self) -> list[str]:
+        """Of the functions, in their order."""
+        return [function.name for function in self._functions]
+
+    def check(self, columns: Collection[str]) -> None:
+        """Check that the data has what each function asks for.
+
+        Args:
+            columns: names of the data's columns.
+
+        Raises:
+            ValueError: a function has a parameter, without a default, that is named after nothing there is.
+
+        >>> Rewards(lambda completion, answer: 0.0).check(["prompt"])
+        Traceback (most recent call last):
+        ValueError: the reward function '<lambda>' asks for 'answer'; there are prompt, completion, completion_ids
+        """
+        for function in self._functions:
+            function.check(columns)
+
+    async def __call__(
+        self, prompt: Any, completion: str, completion_ids: Sequence[int], columns: Mapping[str, Any]
+    ) -> Reward:
+        """Return what a sample is worth.
+
+        Args:
+            prompt: text or messages.
+            completion: the text that was generated.
+            completion_ids: its token ids.
+            columns: the sample's row of the data, by name.
+
+        Raises:
+            ValueError: a function returned NaN or an infinity, or none has an opinion.
+            TypeError: a function returned no number.
+        """
+        ids = list(completion_ids)
+        found = await gather([function(prompt, completion, ids, columns) for function in self._functions])
+        weighted = [weight * value for weight, value in zip(self.weights, found, strict=True) if value is not None]
+        if not weighted:
+            raise ValueError(f"no reward function has an opinion: {', '.join(self.names)} returned None")
+        return Reward(sum(weighted), dict(zip(self.names, found, strict=True)))
+
+
+class _Function:
+    """One reward function, and what it asks for."""
+
+    def __init__(self, given: Any) -> None:
+        if isinstance(given, str):
+            given = import_function(given)
+        if not callable(given):
+            raise TypeError(f"a reward function is a function or 'package.module:function', got {given!r:.60}")
+        self.name = _name(given)
+        self._call = given
+        self._is_async = _is_async(given)
+        try:
+            parameters = list(inspect.signature(given).parameters.values())
+        except ValueError as error:  # some functions written in C
+            raise ValueError(f"{self} does not say what its parameters are: wrap it in a function") from error
+        for parameter in parameters:
+            if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+                raise ValueError(f"{self} takes {parameter.name!r} by its place only: it is called by names")
+        self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        self._names = {parameter.name for parameter in named}
+        self._needed = [parameter.name for parameter in named if parameter.default is parameter.empty]
+        self._takes_lists = "completions" in self._names
+        if not self._names and not self._takes_all:
+            raise ValueError(f"{self} asks for nothing: give it a parameter such as 'completion'")
+
+    def __str__(self) -> str:
+        return f"the reward function {self.name!r}"
+
+    def check(self, columns: Iterable[str]) -> None:
+        ours = OF_LISTS if self._takes_lists else OF_ONE
+        others = [column for column in columns if column not in ours]
+        for name in self._needed:
+            if name not in ours and name not in others:
+                known = ", ".join(map(repr, others))
+                there = f", and the column{'s' * (len(others) > 1)} {known}" if others else ""
+                raise ValueError(f"{self} asks for {name!r}; there are {', '.join(ours)}{there}")
+
+    async def __call__(
+        self, prompt: Any, completion: str, completion_ids: list[int], columns: Mapping[str, Any]
+    ) -> float | None:
+        self.check(columns)
+        there = self._arguments(prompt, completion, completion_ids, columns)
+        arguments = there if self._takes_all else {name: there[name] for name in self._names & there.keys()}
+        try:
+            call = partial(self._call, **arguments)
+            value = await (call() if self._is_async else asyncio.to_thread(_called, call))
+            if inspect.isawaitable(value):  # of a plain function around an async one
+                value = await value
+        except Exception as error:
+            error.add_note(f"in {self}")
+            raise
+        return self._number(self._only(value) if self._takes_lists else value)
+
+    def _arguments(
+        self, prompt: Any, completion: str, completion_ids: list[int], columns: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        if not self._takes_lists:
+            return {**columns, "prompt": prompt, "completion": completion, "completion_ids": completion_ids}
+        is_text = isinstance(prompt, str)
+        answer = completion if is_text else [{"role": "assistant", "content": completion}]
+        ours = {"prompts": [prompt], "completions": [answer], "completion_ids": [completion_ids]}
+        return {**{name: [value] for name, value in columns.items()}, **ours}
+
+    def _only(self, values: Any) -> Any:
+        plain = values.tolist() if hasattr(values, "tolist") else values
+        if not isinstance(plain, list | tuple) or len(plain) != 1:
+            raise TypeError(f"{self} was given one completion, and must return a list of one value, got {values!r:.60}")
+        return plain[0]
+
+    def _number(self, value: Any) -> float | None:
+        if value is None:
+            return None
+        plain = value.item() if getattr(value, "shape", None) == () else value  # a tensor or a number of NumPy's
+        if not isinstance(plain, Real):
+            raise TypeError(f"{self} must return a number or None, got {value!r:.60}")
+        if not math.isfinite(plain):
+            raise ValueError(f"{self} returned {float(plain)}: a reward must be finite")
+        return float(plain)
+
+
+def _called(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except StopIteration as error:  # no future takes one, and a wait for it would not end
+        raise RuntimeError("a reward function raised StopIteration") from error
+
+
+def _name(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def _is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
