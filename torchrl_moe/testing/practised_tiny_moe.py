@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -17,13 +18,16 @@ SIZES = {"hidden_size": 64, "num_hidden_layers": 8, "num_experts": 32, "num_expe
 
 
 def practised_tiny_moe(
-    task: ArithmeticTask | None = None, warmup: WarmUp | None = None, seed: int = 0, **sizes: Any
+    task: ArithmeticTask | Mapping[str, Any] | None = None,
+    warmup: WarmUp | Mapping[str, Any] | None = None,
+    seed: int = 0,
+    **sizes: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Return a tiny Qwen3-MoE that has been warmed up on a task, in eval mode, float32, and its tokenizer.
 
     Args:
-        task: its training problems are practised on; default: numbers of 4 digits doubled, 200 held out by ``seed``.
-        warmup: how; default: ``WarmUp()``.
+        task: its training problems are practised on, or its options by name; default: numbers of 4 digits doubled, 200 held out by ``seed``.
+        warmup: how, or its options by name; default: ``WarmUp()``.
         seed: of the weights, and of the practice. Equal seeds give equal models, on the same machine and with as many
             threads; torch's global generators are left as they were.
         **sizes: config keys of the architecture, over hidden size 64, 8 layers, and 4 of 32 experts for each token.
@@ -40,8 +44,9 @@ def practised_tiny_moe(
     >>> model.config.num_experts, model.config.num_experts_per_tok, len(tokenizer)
     (8, 4, 48)
     """
-    task = ArithmeticTask(operation="double", digits=4, held_out=200, seed=seed) if task is None else task
-    warmup = WarmUp() if warmup is None else warmup
+    default = {"operation": "double", "digits": 4, "held_out": 200, "seed": seed}
+    task = task if isinstance(task, ArithmeticTask) else ArithmeticTask(**{**default, **(task or {})})
+    warmup = warmup if isinstance(warmup, WarmUp) else WarmUp(**(warmup or {}))
     warmup.check()
     tokenizer = CharacterTokenizer()
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}

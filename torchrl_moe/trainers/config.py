@@ -161,7 +161,7 @@ class LossConfig:
         replay: ``"R3"``: the engine's experts; ``"R2"``: the trainer's own of the first forward pass; ``"none"``.
         reference: where its log-probs come from, if the loss asks for any: ``"adapter"`` switches the adapter off,
             ``"model"`` is a second model, ``"engine"`` a second engine; ``"auto"`` is the first that can be.
-        router: arguments of :class:`~torchrl_moe.objectives.MoERouterLoss`; ``None``: no such loss.
+        router: arguments of :class:`~torchrl_moe.objectives.MoERouterLoss`; without any there is no such loss.
     """
 
     name: str = "GRPOLoss"
@@ -169,7 +169,7 @@ class LossConfig:
     advantage: str = "grpo"
     replay: str = "R3"
     reference: str = "auto"
-    router: dict[str, Any] | None = None
+    router: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

@@ -36,7 +36,7 @@ def build_loss(actor: TransformersWrapper, config: GRPOConfig) -> GRPOLoss:
     if _needs_reference(arguments) and _where(config, actor.model) == "adapter":
         arguments["reference"] = "adapter"
     try:
-        if config.loss.router is not None:
+        if config.loss.router:
             arguments["router_loss"] = objectives.MoERouterLoss(actor, **_router_arguments(actor, config))
         return kind(actor, **{"entropy_bonus": False, **arguments})
     except (TypeError, ValueError) as error:
@@ -57,7 +57,7 @@ def _arguments(given: dict[str, Any]) -> dict[str, Any]:
 def _router_arguments(actor: TransformersWrapper, config: GRPOConfig) -> dict[str, Any]:
     text_config = actor.model.config.get_text_config()  # type: ignore[union-attr, operator]
     top_k = getattr(text_config, "num_experts_per_tok", None) or getattr(text_config, "moe_topk", None)
-    return {**({} if top_k is None else {"top_k": top_k}), **(config.loss.router or {})}
+    return {**({} if top_k is None else {"top_k": top_k}), **config.loss.router}
 
 
 def _needs_reference(arguments: dict[str, Any]) -> bool:
