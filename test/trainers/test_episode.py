@@ -15,6 +15,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
 from support.collecting import TOKENIZER, policy_of
 from torchrl_moe.collectors import AsyncLLMCollector
@@ -206,7 +207,8 @@ def test_a_batch_goes_into_a_buffer_and_into_a_checkpoint(engine: FakeAsyncVLLM,
     rows = [{"prompt": "q0", "answer": 0, "tests": [], "hint": "a"}, other]
     collector = collector_of(engine, PromptEpisode("prompt", Rewards(by_answer)), rows, groups_per_batch=2)
     batch = next(iter(collector))
-    buffer = ReplayBuffer(storage=LazyStackStorage(4), batch_size=4, transform=GRPOAdvantage())
+    sampler = SamplerWithoutReplacement()
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), sampler=sampler, batch_size=4, transform=GRPOAdvantage())
     buffer.extend(batch)
     written = BytesIO()
     torch.save(buffer.sample(), written)
