@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,15 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
 from support.collecting import TOKENIZER, policy_of
 from torchrl_moe.collectors import AsyncLLMCollector
+from torchrl_moe.collectors.packed import pack, unpack
+from torchrl_moe.collectors.prompt_stream import PromptStream
 from torchrl_moe.collectors.workflow import is_episode_function
+from torchrl_moe.objectives import GRPOAdvantage
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.trainers.episode import TAKEN, PromptEpisode
 from torchrl_moe.trainers.prompts import load_prompts
@@ -193,6 +199,36 @@ def test_an_episode_is_one_and_goes_to_another_process() -> None:
     copy = pickle.loads(pickle.dumps(episode))
     assert is_episode_function(copy)
     assert (copy.prompt_column, copy.rewards.names) == ("prompt", ["exact_answer"])
+
+
+def test_a_batch_goes_into_a_buffer_and_into_a_checkpoint(engine: FakeAsyncVLLM, collector_of: Any) -> None:
+    """Rows whose columns are lists of other lengths, messages, mappings or nothing, one beside the other."""
+    other = {"prompt": CHAT, "answer": 9, "tests": [1, [2, None]], "case": {"x": [1]}}
+    rows = [{"prompt": "q0", "answer": 0, "tests": [], "hint": "a"}, other]
+    collector = collector_of(engine, PromptEpisode("prompt", Rewards(by_answer)), rows, groups_per_batch=2)
+    batch = next(iter(collector))
+    sampler = SamplerWithoutReplacement()
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), sampler=sampler, batch_size=4, transform=GRPOAdvantage())
+    buffer.extend(batch)
+    written = BytesIO()
+    torch.save(buffer.sample(), written)
+    written.seek(0)
+    for sample in (batch, buffer[:], torch.load(written, weights_only=False), unpack(pack(batch))):
+        found = [{name: row[name] for name in ("answer", "tests", "hint", "case")} for row in sample.unbind(0)]
+        for row in rows:
+            assert found.count({"hint": None, "case": None, **{key: row[key] for key in row if key != "prompt"}}) == 2
+
+
+def test_a_restored_collector_uses_each_prompt_once(engine: FakeAsyncVLLM, collector_of: Any) -> None:
+    episode = PromptEpisode("prompt", Rewards(by_answer))
+    first = collector_of(engine, episode, ROWS)
+    before = [batch["answer"][0] for batch in islice(first, 4)]
+    state = first.state_dict()
+    second = collector_of(engine, episode, ROWS)
+    second.load_state_dict(state)
+    after = [batch["answer"][0] for batch in islice(second, 8)]
+    expected = [prompt.data["answer"] for prompt in islice(PromptStream(load_prompts(ROWS).loader(seed=0)), 12)]
+    assert before + after == expected
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------
