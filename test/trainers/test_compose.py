@@ -86,5 +86,5 @@ def test_what_weights_and_data_depend_on_stays(tmp_path: Path, change: str) -> N
 
 def test_a_saved_configuration_that_was_spoiled_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("stepz: 3\n")
-    with pytest.raises(ConfigError, match="config.yaml: .*stepz"):
+    with pytest.raises(ConfigError, match=r"config\.yaml: .*stepz"):
         load_config("tiny_cpu", [f"out={tmp_path}", "resume=true"])

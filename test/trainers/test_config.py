@@ -56,7 +56,7 @@ def test_an_engine_that_sleeps_while_the_trainer_trains_generates_nothing_beside
     config = changed("engine.sleep", True)
     config.check()
     config.rollout.max_staleness = 1
-    with pytest.raises(ConfigError, match="engine.sleep=True needs rollout.max_staleness=0"):
+    with pytest.raises(ConfigError, match=r"engine\.sleep=True needs rollout\.max_staleness=0"):
         config.check()
 
 

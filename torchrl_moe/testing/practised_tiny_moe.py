@@ -26,7 +26,8 @@ def practised_tiny_moe(
     """Return a tiny Qwen3-MoE that has been warmed up on a task, in eval mode, float32, and its tokenizer.
 
     Args:
-        task: its training problems are practised on, or its options by name; default: numbers of 4 digits doubled, 200 held out by ``seed``.
+        task: its training problems are practised on, or its options by name; default: numbers of 4 digits
+            doubled, 200 held out by ``seed``.
         warmup: how, or its options by name; default: ``WarmUp()``.
         seed: of the weights, and of the practice. Equal seeds give equal models, on the same machine and with as many
             threads; torch's global generators are left as they were.

@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState, StateDictCheckpointAdapter
+from torchrl.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointRotation,
+    GlobalRNGState,
+    StateDictCheckpointAdapter,
+)
+
+from torchrl_moe.trainers.config import ConfigError
 
 __all__ = ["Checkpoints", "NothingKept", "TrainedWeights"]
 
@@ -106,12 +114,19 @@ class Checkpoints:
         return True
 
     def load(self, path: Path | None = None) -> bool:
-        """Load a checkpoint, the newest by default; return whether there is one."""
+        """Load a checkpoint, the newest by default; return whether there is one.
+
+        Raises:
+            ConfigError: it does not fit: it is of another model, say.
+        """
         path = path or self.rotation.latest()
         if path is None:
             return False
         # it is this project's own: a collector's state has objects that weights_only refuses
-        self.checkpoint.load(path, map_location="cpu", tensor_load_kwargs={"weights_only": False})
+        try:
+            self.checkpoint.load(path, map_location="cpu", tensor_load_kwargs={"weights_only": False})
+        except CheckpointError as error:
+            raise ConfigError(f"resume=true, but {path} does not fit: {error.__cause__ or error}") from error
         return True
 
     @staticmethod

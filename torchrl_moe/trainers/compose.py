@@ -20,8 +20,8 @@ CONFIGS = Path(__file__).parent / "configs"
 FIXED = ("model", "data", "seed", "loss.replay")
 """What a checkpoint's weights, or its place in the data, depend on."""
 OPEN = (
-    "model.arguments", "data.arguments", "engine.arguments", "engine.sync", "rollout.sampling", "loss.arguments",
-    "loss.router", "log.arguments",
+    "model.arguments", "model.pretrained", "data.arguments", "engine.arguments", "engine.sync", "rollout.sampling",
+    "loss.arguments", "loss.router", "log.arguments",
 )  # fmt: skip
 """Groups whose keys are someone else's parameters."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
+
 __all__ = [
     "CheckpointConfig",
     "ConfigError",
@@ -18,6 +20,8 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "RolloutConfig",
+    "as_dict",
+    "as_yaml",
 ]
 
 REPLAYS = ("R3", "R2", "none")
@@ -57,7 +61,8 @@ class ModelConfig:
     Attributes:
         source: a folder, a hub name, or ``package.module:function`` that returns a model and its tokenizer; unused if
             a model is given.
-        arguments: of the function, or of ``from_pretrained``.
+        arguments: of the function.
+        pretrained: more arguments of ``from_pretrained``, such as ``attn_implementation``.
         dtype: of forward passes: ``"auto"`` is bfloat16 where there is CUDA, else float32. What is trained, its
             gradients and the optimizer are float32 in any case.
         activation_checkpointing: compute activations again in the backward pass instead of keeping them.
@@ -66,6 +71,7 @@ class ModelConfig:
 
     source: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
+    pretrained: dict[str, Any] = field(default_factory=dict)
     dtype: str = "auto"
     activation_checkpointing: bool = False
     lora: LoRAConfig = field(default_factory=LoRAConfig)
@@ -346,3 +352,8 @@ def as_dict(config: Any) -> Any:
     if is_dataclass(config) and not isinstance(config, type):
         return {item.name: as_dict(getattr(config, item.name)) for item in fields(config)}
     return config
+
+
+def as_yaml(config: GRPOConfig) -> str:
+    """Return a configuration as YAML, which :func:`~torchrl_moe.trainers.compose.load_config` reads again."""
+    return str(yaml.safe_dump(as_dict(config), sort_keys=False))

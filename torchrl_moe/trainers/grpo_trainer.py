@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from rich.table import Table
 from tensordict import TensorDictBase
 from torchrl.record.loggers.utils import get_logger
@@ -22,7 +21,7 @@ from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrappe
 from torchrl_moe.render.curves import training_figure
 from torchrl_moe.trainers.batch_figures import batch_figures
 from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept, TrainedWeights
-from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_dict
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_yaml
 from torchrl_moe.trainers.function_names import import_function
 from torchrl_moe.trainers.health import HealthMonitor
 from torchrl_moe.trainers.learner import Learner
@@ -140,7 +139,7 @@ class MoEGRPOTrainer(Trainer):
         start = folder / "start"
         made_here = self.config.resume and model is None and (start / "config.json").is_file()
         if made_here:  # by the function that the configuration names: no need to make it again
-            self.config.model.source, self.config.model.arguments = str(start), {}
+            self.config.model.source = str(start)
         return PolicyModel.load(model, tokenizer, self.config.model)
 
     def _assemble(self, folder: Path) -> None:
@@ -175,7 +174,7 @@ class MoEGRPOTrainer(Trainer):
         )
         if config.resume and not self.checkpoints.load():
             LOG.warning("there is no checkpoint in %s: starting from the beginning", folder)
-        self.record = RunRecord(folder, yaml.safe_dump(as_dict(config), sort_keys=False), self.steps_done)
+        self.record = RunRecord(folder, as_yaml(config), self.steps_done)
         self.record.loggers = [self._make_logger(name, folder) for name in config.log.loggers]
         self.logger = self.record.loggers[0] if self.record.loggers else None
         if self.steps_done or not self.rollout_engine.has_the_models_weights:
@@ -222,8 +221,8 @@ class MoEGRPOTrainer(Trainer):
         if self.steps_done >= self.config.steps:
             LOG.warning("all %d steps are done", self.config.steps)
             return
-        steps = {"initial": self.steps_done, "total": self.config.steps}
-        with tqdm(desc="GRPO", unit="step", disable=not self.config.log.progress, **steps) as self._bar:
+        total, is_silent = self.config.steps, not self.config.log.progress
+        with tqdm(desc="GRPO", unit="step", disable=is_silent, initial=self.steps_done, total=total) as self._bar:
             if not self.steps_done and self.config.eval.every:
                 self._figures["held_out_reward"] = self.evaluate()
             self.clock.begin()

@@ -45,12 +45,12 @@ def build_loss(actor: TransformersWrapper, config: GRPOConfig) -> GRPOLoss:
 
 def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     """Return arguments as Python has them: YAML knows no tuples and no dataclasses."""
-    found = {
-        name: tuple(value) if name == "clip_epsilon" and isinstance(value, list) else value
-        for name, value in given.items()
-    }
-    if isinstance(found.get("thresholds"), dict):
-        found["thresholds"] = objectives.Thresholds(**found["thresholds"])
+    found = dict(given)
+    clip, thresholds = found.get("clip_epsilon"), found.get("thresholds")
+    if isinstance(clip, list):
+        found["clip_epsilon"] = tuple(clip)
+    if isinstance(thresholds, dict):
+        found["thresholds"] = objectives.Thresholds(**thresholds)
     return found
 
 

@@ -140,9 +140,9 @@ def _from_pretrained(source: str, tokenizer: Any, config: ModelConfig, dtype: to
     try:
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype if frozen else torch.float32, **config.arguments
+            source, dtype=dtype if frozen else torch.float32, **config.pretrained
         )
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise ConfigError(f"model.source={source}: {str(error).splitlines()[0]}") from error
     return model, tokenizer
 

@@ -47,7 +47,12 @@ class RolloutEngine:
         try:
             self.sender.register_model(policy_model.model)
             self.sender.init_all_workers_group(None, vllm_engine=self.engine)
-            self.policy = vLLMWrapper(self.engine, tokenizer=policy_model.tokenizer, generate_kwargs=_sampling(config))
+            self.policy = vLLMWrapper(
+                self.engine,
+                tokenizer=policy_model.tokenizer,
+                generate_kwargs=_sampling(config),
+                return_routed_experts=None if config.loss.replay == "R3" else False,  # nothing else reads them
+            )
         except BaseException:
             self.shutdown()
             raise
@@ -75,8 +80,11 @@ class RolloutEngine:
         return int(self.sender.version)
 
     def restore(self, version: int) -> None:
-        """Bring the trainer's weights to the engine, under the number that they had."""
-        self.sender.version = version - 1
+        """Bring the trainer's weights to the engine, under the number that they had or, if it is beyond that, its next.
+
+        Numbers of an engine never fall: what asks for a version would wait for it forever.
+        """
+        self.sender.version = max(self.sender.version, version - 1)
         self.sender.update_weights()
 
     def sync(self) -> SyncReport:

@@ -13,7 +13,7 @@ from tensordict import set_list_to_stack
 
 from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.trainers.compose import CONFIGS, load_config
-from torchrl_moe.trainers.config import ConfigError, GRPOConfig
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_yaml
 from torchrl_moe.trainers.grpo_trainer import MoEGRPOTrainer
 
 __all__ = ["main", "run"]
@@ -48,15 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
-
-
-def as_yaml(config: GRPOConfig) -> str:
-    """Return a configuration as YAML."""
-    import yaml
-
-    from torchrl_moe.trainers.config import as_dict
-
-    return yaml.safe_dump(as_dict(config), sort_keys=False)
 
 
 def run(config: GRPOConfig) -> None:
