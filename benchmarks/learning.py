@@ -1,4 +1,4 @@
-"""Does it learn, and does replay help? Five seeds of the trainer script as it is, and faults that checks must notice.
+"""Does it learn, and does replay help? Five seeds in turns and asynchronously, and faults that checks must notice.
 
 ``python -m benchmarks.learning [--steps N] [--seeds N]``. Each run starts an engine of its own; all curves go to
 ``runs/bench/learning.png``. Faults are looked for in a smaller float32 run: only where trainer and engine agree to
@@ -18,20 +18,29 @@ from pathlib import Path
 from benchmarks.report import RESULTS, Row, finish, median_range
 
 ROOT = Path(__file__).parents[1]
-GRPO = ROOT / "tutorials/grpo"
+SCRIPT = ROOT / "tutorials/grpo/train.py"
 RISE, RISE_HELD_OUT, SECONDS, DLOGP_BOUND = 0.4, 0.1, 180.0, 1e-3
 QWEN3 = ("rollout.temperature=0.6", "rollout.top_p=0.95", "rollout.top_k=20")
 """The sampling that Qwen3's card asks for."""
-CONTROLS = ("shift_routes", "wrong_ids", "no_sync", "shuffle_advantages")
+FAULTS = {
+    **{
+        name: f"hooks=[torchrl_moe.testing.faults:{name}]"
+        for name in ("shift_routes", "wrong_ids", "shuffle_advantages")
+    },
+    "no_sync": "engine.sync_every=1000",
+}
+ARMS = {"in turns": "tiny_cpu", "asynchronous": "tiny_async"}
+SLACK = 0.05
+"""What the asynchronous arm may lack in reward after the same tokens."""
 MISMATCH = ("dlogp_live", "dlogp_mean", "agreement")
 ABOVE = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
 Rows = list[dict[str, str]]
 
 
-def run(name: str, *overrides: str) -> tuple[Rows, float]:
+def run(name: str, config: str, *overrides: str) -> tuple[Rows, float]:
     """Run the trainer script; return its metrics and the seconds it took."""
-    folder = RESULTS / "learning" / name
-    command = [sys.executable, str(GRPO / "train.py"), f"out={folder}", *overrides]
+    folder = RESULTS / "learning" / name.replace(" ", "-").replace("'", "").replace(",", "")
+    command = [sys.executable, str(SCRIPT), "--config", config, f"out={folder}", *overrides]
     started = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)
     seconds = time.perf_counter() - started
@@ -76,8 +85,10 @@ def draw(runs: dict[str, Rows]) -> None:
     seeds, mismatch, controls = figure.subplots(1, 3)
     colours = iter(f"C{number}" for number in range(10))
     for name, rows in runs.items():
-        if not name.startswith("seed"):
+        if name in FAULTS:
             controls.plot(column(rows, "step"), column(rows, "reward"), label=name)
+            continue
+        if not name.startswith("in turns"):
             continue
         style = {"color": next(colours), "alpha": 0.8}
         tested = [row for row in rows if row["held_out_reward"]]
@@ -110,7 +121,7 @@ def removed(rows: Rows) -> float:
 
 
 def seed_rows(runs: list[Rows], seconds: list[float]) -> list[Row]:
-    """Say how the seeds did."""
+    """Say how the seeds did, in turns."""
     rises, gains = [rise(rows) for rows in runs], [held_out_gain(rows) for rows in runs]
     last = statistics.median(column(rows, "held_out_reward")[-1] for rows in runs)
     means = {name: statistics.median(statistics.mean(column(rows, name)) for rows in runs) for name in MISMATCH}
@@ -127,6 +138,42 @@ def seed_rows(runs: list[Rows], seconds: list[float]) -> list[Row]:
             value=median_range(seconds, 0),
             target=f"<= {SECONDS:.0f}",
             met=statistics.median(seconds) <= SECONDS,
+        ),
+    ]
+
+
+def last_reward(rows: Rows) -> float:
+    """Return the mean reward of the last five steps."""
+    return statistics.mean(column(rows, "reward")[-5:])
+
+
+def steps_seconds(rows: Rows) -> float:
+    """Return the seconds of all steps, without evaluations and checkpoints."""
+    return sum(sum(column(rows, f"seconds_{phase}")) for phase in ("generate", "score", "train", "sync"))
+
+
+def arm_rows(arms: dict[str, list[Rows]]) -> list[Row]:
+    """Compare training in turns with asynchronous training, seed by seed, after the same steps."""
+    ours, others = arms["in turns"], arms["asynchronous"]
+    pairs = list(zip(ours, others, strict=True))
+    gaps = [last_reward(other) - last_reward(one) for one, other in pairs]
+    held_out = [column(other, "held_out_reward")[-1] - column(one, "held_out_reward")[-1] for one, other in pairs]
+    tokens = [column(rows, "trained_tokens")[-1] for one_arm in (ours, others) for rows in one_arm]
+    found = [
+        Row(
+            claim=f"{name}: reward of the last five steps; seconds of all steps",
+            value=f"{median_range([last_reward(rows) for rows in runs])}; "
+            f"{median_range([steps_seconds(rows) for rows in runs], 1)}",
+        )
+        for name, runs in arms.items()
+    ]
+    return [
+        *found,
+        Row(
+            claim="reward, asynchronous less in turns, after the same steps",
+            value=f"{median_range(gaps)}; held out {median_range(held_out)}; tokens of a run {median_range(tokens, 0)}",
+            target=f"median >= -{SLACK}",
+            met=statistics.median(gaps) >= -SLACK,
         ),
     ]
 
@@ -158,29 +205,32 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--control-steps", type=int, default=30)
     options = parser.parse_args(arguments)
-    sys.path.insert(0, str(GRPO))
-    from settings import ONE_DIGIT
-
     RESULTS.mkdir(parents=True, exist_ok=True)
-    plan = {f"seed {seed}": (f"seed={seed}", f"train.steps={options.steps}") for seed in range(options.seeds)}
-    plan["Qwen3's sampling"] = (*QWEN3, f"train.steps={options.steps}")
-    plan |= {name: (*ONE_DIGIT, f"control={name}", f"train.steps={options.control_steps}") for name in CONTROLS}
+    steps = f"steps={options.steps}"
+    plan: dict[str, tuple[str, ...]] = {
+        f"{arm}, seed {seed}": (config, f"seed={seed}", steps)
+        for seed in range(options.seeds)
+        for arm, config in ARMS.items()
+    }
+    plan["Qwen3's sampling"] = ("tiny_cpu", *QWEN3, steps)
+    plan |= {name: ("tiny_sums", fault, f"steps={options.control_steps}") for name, fault in FAULTS.items()}
     runs: dict[str, Rows] = {}
     seconds: list[float] = []
     broken = []
-    for name, overrides in plan.items():
+    for name, arguments_ in plan.items():
         try:
-            runs[name], took = run(name.replace(" ", "-").replace("'", ""), *overrides)
+            runs[name], took = run(name, *arguments_)
         except RuntimeError as error:
             print(error, flush=True)
             broken.append(Row(claim=name, value="broke: see above", target="ends", met=False))
         else:
-            seconds += [took] if name.startswith("seed") else []
-    seeds = [rows for name, rows in runs.items() if name.startswith("seed")]
-    rows = seed_rows(seeds, seconds) if seeds else []
+            seconds += [took] if name.startswith("in turns") else []
+    arms = {arm: [rows for name, rows in runs.items() if name.startswith(arm)] for arm in ARMS}
+    rows = seed_rows(arms["in turns"], seconds) if arms["in turns"] else []
+    rows += arm_rows(arms) if not broken else []
     if "Qwen3's sampling" in runs:
         rows.append(_bar("rise with Qwen3's sampling, seed 0", [rise(runs["Qwen3's sampling"])], RISE))
-    rows += [control_row(name, runs[name]) for name in CONTROLS if name in runs]
+    rows += [control_row(name, runs[name]) for name in FAULTS if name in runs]
     draw(runs)
     finish("learning", rows + broken)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
@@ -24,15 +23,17 @@ from tensordict import set_list_to_stack
 from benchmarks.report import RESULTS, Row, finish
 from torchrl_moe._errors import TorchRLMoEError
 from torchrl_moe.modules import AsyncVLLM
-from torchrl_moe.testing.arithmetic import ArithmeticTask
-from torchrl_moe.testing.warm_up import WarmUp, warm_up
+from torchrl_moe.trainers import MoEGRPOTrainer
+from torchrl_moe.trainers.compose import load_config
+from torchrl_moe.trainers.policy_model import PolicyModel
 
-GRPO = Path(__file__).parents[1] / "tutorials/grpo"
 FALL, WINDOW = 0.2, 5
 ARMS = {"R3": "with R3", "none": "plain"}
-MODEL = ("model.num_hidden_layers=6", "model.num_experts=64", "model.num_experts_per_tok=8")
+MODEL = (
+    "model.arguments.num_hidden_layers=6", "model.arguments.num_experts=64", "model.arguments.num_experts_per_tok=8",
+)  # fmt: skip
 # Twice the trainer's default rate: what is stable here is not stable because nothing moves.
-TRAINING = ("train.lr=1e-3", "engine.dtype=bfloat16", "rollout.answers=64")
+TRAINING = ("optim.lr=1e-3", "rollout.prompts_per_step=8")
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
     "enforce_eager": True,
@@ -93,18 +94,10 @@ class Bench:
 
     def warm(self, seed: int) -> Path:
         """Warm one model up and save it; every run of the seed starts from it."""
-        from settings import ONE_DIGIT, load_settings
-        from train import make_model
-
-        settings = load_settings([f"seed={seed}", *ONE_DIGIT, *MODEL])
-        task = ArithmeticTask(**settings.task, seed=seed)
-        torch.manual_seed(seed)
-        model, tokenizer = make_model(settings)
-        reached = warm_up(model, task.train, tokenizer, WarmUp(**settings.warmup), seed)
-        print(f"seed {seed}: exact answers have probability {reached:.2f}", flush=True)
+        config = load_config("tiny_sums", [f"seed={seed}", *MODEL])
+        made = PolicyModel.load(None, None, config.model)
         path = (self.folder / f"start-{seed}").absolute()
-        model.save_pretrained(path)
-        tokenizer.save_pretrained(path)
+        made.save(path)
         return path
 
     def engine(self, path: Path) -> AsyncVLLM:
@@ -122,23 +115,20 @@ class Bench:
 
     def run(self, path: Path, seed: int, sync_every: int, arm: str) -> Outcome:
         """Train once; a run that its own numbers end is an outcome like any."""
-        from settings import ONE_DIGIT, load_settings
-        from train import Run
-
         name = f"{arm}-every-{sync_every}-seed-{seed}"
-        sizes = (f"train.steps={self.steps}", f"train.checkpoint_every={self.steps}", f"eval.every={self.steps}")
-        arguments = (f"out={self.folder / name}", f"model.path={path}", f"seed={seed}", f"replay={arm}")
-        settings = load_settings([*ONE_DIGIT, *arguments, *sizes, *TRAINING, f"train.sync_every={sync_every}"])
-        run = Run(settings, engine=self.engine(path))
+        sizes = (f"steps={self.steps}", f"checkpoint.every={self.steps}", f"eval.every={self.steps}")
+        arguments = (f"out={self.folder / name}", f"model.source={path}", f"seed={seed}", f"loss.replay={arm}")
+        config = load_config("tiny_sums", [*arguments, *sizes, *TRAINING, f"engine.sync_every={sync_every}"])
+        trainer = MoEGRPOTrainer(config=config, engine=self.engine(path))
         broke = False
         try:
-            run.train()
+            trainer.train()
         except (TorchRLMoEError, ValueError) as error:
             broke = True
-            print(f"{name} broke at step {len(run.folder.rows)}: {error}", flush=True)
+            print(f"{name} broke at step {trainer.steps_done}: {error}", flush=True)
         finally:
-            run.shutdown()
-        outcome = Outcome(arm, seed, sync_every, run.folder.rows, broke)
+            trainer.shutdown()
+        outcome = Outcome(arm, seed, sync_every, trainer.record.rows, broke)
         print(f"{name}: last reward {outcome.last:.2f}, fall {outcome.fall:.2f}", flush=True)
         if broke:
             self.close()
@@ -198,7 +188,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--sync-every", type=int, nargs="+", default=[1, 4, 8])
     options = parser.parse_args(arguments)
-    sys.path.insert(0, str(GRPO))
     set_list_to_stack(True).set()
     torch.set_num_threads(1)
     bench, outcomes = Bench(options.steps), []

@@ -16,6 +16,7 @@ import torch
 from tensordict import set_list_to_stack
 
 from support.engines import EngineShelf, start_engine
+from support.processes import process_of
 from support.training import DLOGP_BOUND, STEPS, failed_checks, numbers, rows_of, short, versions
 from torchrl_moe.testing.faults import shift_routes, wrong_ids
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
@@ -69,7 +70,7 @@ def test_a_short_run_passes_every_check_and_leaves_its_records(first_run: MoEGRP
     assert failed_checks(rows) == set()
     assert [int(row["step"]) for row in rows] == list(range(STEPS))
     assert next(name for name in rows[0] if "reward" in name) == "reward"
-    assert [bool(row["held_out_reward"]) for row in rows] == [i in (0, 7, 15) for i in range(STEPS)]
+    assert [bool(row["held_out_reward"]) for row in rows] == [i in (0, 8, 15) for i in range(STEPS)]
     names = {path.name for path in folder.iterdir()}
     assert {"metrics.csv", "config.yaml", "versions.json", "samples.jsonl", "checkpoints", "model"} <= names
     assert list(folder.rglob("events.out.tfevents*"))
@@ -219,6 +220,24 @@ def test_a_reward_that_raises_costs_its_group(run: Make, caplog: pytest.LogCaptu
     assert len(trainer.record.rows) == 2
     assert trainer.collector.stats()["collector/groups_dropped/failed"] >= 2
     assert "no opinion" in caplog.text
+
+
+@pytest.mark.engine
+def test_a_replica_that_is_killed_costs_nothing(run: Make) -> None:
+    trainer = run("steps=3")
+    entry = trainer.rollout_engine.engine.replica_table[0]
+    first = process_of(entry.replica)
+
+    def kill() -> None:
+        if trainer.steps_done == 1:
+            first.kill()
+
+    trainer.register_op("post_steps", kill)
+    trainer.train()
+    rows = rows_of(trainer.record.folder)
+    assert [int(row["step"]) for row in rows] == [0, 1, 2]
+    assert "agreement" not in failed_checks(rows)
+    assert process_of(entry.replica) != first
 
 
 @pytest.mark.engine

@@ -205,10 +205,10 @@ class OptimConfig:
 
 @dataclass(kw_only=True)
 class EvalConfig:
-    """Greedy answers to held-out prompts.
+    """Greedy answers to held-out prompts, asked for while the next step is generated and trained.
 
     Attributes:
-        every: steps between evaluations; 0 for never.
+        every: steps between evaluations, the first before any update, one more at the end; 0 for never.
         prompts: how many, at most.
         mismatch_every: steps between measurements of the mismatch, which cost a forward pass with replay and one
             without; 0 for never.

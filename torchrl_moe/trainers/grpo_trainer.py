@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.rollout_engine import RolloutEngine
 from torchrl_moe.trainers.rollout_source import RolloutSource
 from torchrl_moe.trainers.run_record import Row, RunRecord
+from torchrl_moe.trainers.step_clock import StepClock
 from torchrl_moe.trainers.summary import summary
 
 __all__ = ["MoEGRPOTrainer"]
@@ -41,27 +41,6 @@ SHOWN = {"reward": ".2f", "loss": ".3f", "kl": ".1e", "staleness": ".1f", "token
 """Columns beside the bar, and their formats."""
 REWARDED = 5
 """Steps whose mean reward chooses the best checkpoint where nothing is held out."""
-
-
-class Clock:
-    """Seconds of each phase of a step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.began = time.perf_counter()
-
-    def begin(self) -> None:
-        """Begin a step: what comes before its batch is generation."""
-        self.seconds, self.began = {}, time.perf_counter()
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Count what is inside towards a phase."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
 
 
 class MoEGRPOTrainer(Trainer):
@@ -125,10 +104,12 @@ class MoEGRPOTrainer(Trainer):
         if not config.resume:
             Checkpoints.forget(folder / "checkpoints")
         self.rollout_engine = RolloutEngine(self.policy_model, config, folder, engine)
-        self.clock, self.health = Clock(), HealthMonitor()
+        self.clock, self.health = StepClock(), HealthMonitor()
         self.steps_done = self.trained_tokens = self._restored_version = 0
         self._figures: dict[str, Any] = {}
         self._bar: Any = None
+        self._beside = ThreadPoolExecutor(1, "torchrl_moe-evaluation")
+        self._evaluation: Future[float | None] | None = None
         try:
             self._assemble(folder)
         except BaseException:
@@ -223,15 +204,28 @@ class MoEGRPOTrainer(Trainer):
             return
         total, is_silent = self.config.steps, not self.config.log.progress
         with tqdm(desc="GRPO", unit="step", disable=is_silent, initial=self.steps_done, total=total) as self._bar:
-            if not self.steps_done and self.config.eval.every:
-                self._figures["held_out_reward"] = self.evaluate()
+            self._begin_evaluation()
             self.clock.begin()
             super().train()
 
+    def _begin_evaluation(self) -> None:
+        """Evaluate beside the next step, if that is due: its weights are the engine's until the next sync."""
+        every = self.config.eval.every
+        if every and self.steps_done % every == 0:
+            self._evaluation = self._beside.submit(self.evaluate)
+
+    def _end_evaluation(self) -> None:
+        """Wait for the evaluation beside this step, if there is one."""
+        if self._evaluation is not None:
+            self._figures["held_out_reward"] = self._evaluation.result()
+            self._evaluation = None
+
     def _receive(self, batch: TensorDictBase) -> TensorDictBase:
         """Take a batch: its figures, advantages, scores."""
-        self.clock.seconds["generate"] = time.perf_counter() - self.clock.began
-        self.rollout_engine.sleep()
+        self.clock.end("generate")
+        if self.config.engine.sleep:
+            self._end_evaluation()
+            self.rollout_engine.sleep()
         version = self.rollout_engine.version
         self._figures |= batch_figures(batch, version)
         if self.config.log.samples:
@@ -242,28 +236,28 @@ class MoEGRPOTrainer(Trainer):
             every = self.config.eval.mismatch_every
             due = bool(every) and self.steps_done % every == 0
             self._figures |= self.learner.scores(batch, version, due)
-        self._training_since = time.perf_counter()
+        self.clock.begin_phase()
         return batch
 
     def _sync(self) -> None:
         """Note what the updates gave, and bring the weights to the engine."""
-        self.clock.seconds["train"] = time.perf_counter() - self._training_since
+        self.clock.end("train")
         self._figures |= self.learner.stepper.take_figures()
         self.steps_done += 1
         self.trained_tokens += int(self._figures["tokens"])
         with self.clock("sync"):
+            self._end_evaluation()
             if self.steps_done % self.config.engine.sync_every == 0:
                 self.rollout_engine.sync()
             self.rollout_engine.wake_up()
 
     def _finish_step(self, batch: TensorDictBase) -> None:
-        """Evaluate, record the step, and stop after the last one."""
+        """Record the step, begin an evaluation, and stop after the last one."""
         del batch
-        every = self.config.eval.every
         seconds = dict(self.clock.seconds)
-        # the first row has the evaluation before any step
-        if every and self.steps_done % every == 0 and (held_out := self.evaluate()) is not None:
-            self._figures["held_out_reward"] = held_out
+        is_last = self.steps_done >= self.config.steps
+        if is_last and self.config.eval.every:
+            self._figures["held_out_reward"] = self.evaluate()
         row = self.record.add(
             {
                 "step": self.steps_done - 1,
@@ -278,8 +272,10 @@ class MoEGRPOTrainer(Trainer):
         self._figures = {}
         self.health.check(self.record.rows)
         self._show(row)
-        if self.steps_done >= self.config.steps:
+        if is_last:
             self.request_stop("all steps are done")
+        else:
+            self._begin_evaluation()
 
     def _show(self, row: Row) -> None:
         shown = [f"{name} {row[name]:{form}}" for name, form in SHOWN.items() if row.get(name, "") != ""]
@@ -359,6 +355,7 @@ class MoEGRPOTrainer(Trainer):
         collector = getattr(self, "_collector", None)
         if collector is not None:
             collector.shutdown()
+        self._beside.shutdown(wait=False, cancel_futures=True)
         self.learner.shutdown()
         self.rollout_engine.shutdown()
 
