@@ -58,7 +58,13 @@ PLACES: dict[str, tuple[str, ...]] = {
         *(f"modules.backends.ray.{file}" for file in ("actor", "actor_link", "cluster")),
         "collectors.remote_host",
     ),
-    "transformers": ("modules.policies", "modules.replay", "modules.backends.tokenizer_files", "testing"),
+    "transformers": (
+        "modules.policies",
+        "modules.replay",
+        "modules.backends.tokenizer_files",
+        "testing",
+        "trainers.policy_model",
+    ),
 }
 COMPAT = {"_compat", "_compat_sampling", "_compat_routing"}
 """Files that may touch private names of vLLM and TorchRL."""
