@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,13 @@ from torchrl_moe.modules.backends.kept_ids import KeptIds, name_kept
 
 WORDS = 6
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0, -1.0, -2.0], [1.0, 1.0, 0.0, 2.5, 0.5, -9.0]])
+
+
+@pytest.fixture(autouse=True)
+def eager() -> Iterator[None]:
+    """As in an engine's process on a CPU: g++ would work 16 s on the drawing of words, which is none of ours."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def test_importing_imports_no_vllm() -> None:

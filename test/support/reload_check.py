@@ -145,5 +145,8 @@ def check(case: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    from torchrl_moe import _compat
+
     torch.set_num_threads(1)
+    _compat.inspect_models_here()  # as an engine's process does: no other process imports vLLM for each family
     print(json.dumps({case: check(case) for case in sys.argv[1:]}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from torchrl_moe import _compat
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.vllm.engine_args import (
     WORKER_EXTENSION,
@@ -18,6 +20,17 @@ from torchrl_moe.modules.backends.vllm.engine_args import (
     seeded,
 )
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
+
+
+@pytest.fixture(scope="module", autouse=True)
+def inspected_here() -> Iterator[None]:
+    """vLLM looks at models' classes in this process, as in an engine's: else each takes another one 9 s, once."""
+    from vllm.model_executor.models import registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_run_in_subprocess", registry._run_in_subprocess)  # put back at the end
+        _compat.inspect_models_here()
+        yield
 
 
 @pytest.fixture(scope="module")
