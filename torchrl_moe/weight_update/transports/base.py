@@ -46,7 +46,7 @@ class StageReport:
         fetched: seconds until the bytes were there and checked.
         loaded: seconds to load them into the shadow, or beside other adapters.
         stage: ``"shadow"``: loaded already; ``"plain"``: in the pause; ``"adapter"``: loaded, and needs no pause.
-        reason: why there is no shadow; empty if there is.
+        reason: why there is no shadow, or no copy on the replica's node; empty if nothing is missing.
     """
 
     seconds: float
@@ -126,8 +126,11 @@ class Receiver(Protocol):
             ManifestMismatch: it is not.
         """
 
-    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
+    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> str | None:
         """Bring a version here, and compare its digests if asked to. May wait for the sender: it runs in a thread.
+
+        Returns:
+            What the report shall say of it, if anything.
 
         Raises:
             DigestMismatch: other bytes arrived than were published.
