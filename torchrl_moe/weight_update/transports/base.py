@@ -6,7 +6,7 @@ too, and a collective transport sends the store's flat bytes as they lie there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -75,10 +75,8 @@ class Peer(Protocol):
     ) -> StageReport:
         """Fetch a version and check it, while requests run."""
 
-    def collective_rpc(
-        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float
-    ) -> list[Any]:
-        """Call a method of every worker; one result for each. Plain data only."""
+    def pass_weights_on(self, order: Mapping[str, Any], timeout: float) -> None:
+        """Have its workers send a version to those of another replica; see :meth:`PassesOn.pass_on`."""
 
 
 @contextmanager
