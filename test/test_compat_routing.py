@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,3 +176,133 @@ def test_routers_are_found_by_their_layers() -> None:
 def test_a_layer_whose_experts_are_chosen_elsewhere_is_named(attributes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         _compat_routing.routers_of(model_of(**attributes))
+
+
+# -- a worker's steps -------------------------------------------------------------------------------------------------
+
+
+class Router:
+    def _compute_routing(self, logits: str) -> str:
+        return f"live {logits}"
+
+
+class Runner:
+    """What a step of vLLM's model runner is, and how deep in calls its routers are asked."""
+
+    def __init__(self) -> None:
+        self.routers = {layer: Router() for layer in (1, 3)}
+        self.input_batch = SimpleNamespace(req_ids=["a", "b"], num_computed_tokens_cpu=np.array([4, 0, 0]))
+        self.routed_experts_capturer = SimpleNamespace(get_device_buffer=lambda: "recorded")
+        self.log: list[Any] = []
+        self.depth = 0
+
+    def execute_model(self, scheduler_output: Any) -> list[str]:
+        self._update_states(scheduler_output)
+        if not scheduler_output.tokens:
+            return []
+        self._prepare_inputs(scheduler_output, np.array(scheduler_output.tokens))
+        return self._model_forward(input_ids="ids")
+
+    def _update_states(self, scheduler_output: Any) -> None:
+        self.log.append("update")
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> str:
+        self.log.append("prepare")
+        return "prepared"
+
+    def _model_forward(self, *, input_ids: str) -> list[str]:
+        frame, self.depth = sys._getframe(), 0
+        while frame is not None:
+            frame, self.depth = frame.f_back, self.depth + 1  # type: ignore[assignment]
+        return [router._compute_routing(f"{input_ids} {layer}") for layer, router in self.routers.items()]
+
+
+class Follower:
+    """Follows in layer 3, and writes down what it hears."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log, self.follows = log, True
+        self.rows: dict[str, Any] = {}
+
+    def take(self, rows: Any, params: Any, ended: Any) -> None:
+        self.log.append(("take", dict(rows), params, set(ended)))
+        self.rows.update(rows)
+        for name in ended:
+            self.rows.pop(name, None)
+
+    def begin(self, spans: Any) -> bool:
+        self.log.append(("begin", spans))
+        return self.follows
+
+    def route(self, layer: int, live: Callable[[], Any]) -> Any:
+        return "followed" if layer == 3 else live()
+
+    def end(self, captured: Any) -> None:
+        self.log.append(("end", captured))
+
+
+def scheduled(*tokens: int, rows: Any = None, new: Any = (), ended: Any = ()) -> Any:
+    output = SimpleNamespace(tokens=tokens, scheduled_new_reqs=list(new), finished_req_ids=set(ended))
+    if rows is not None:
+        setattr(output, _compat_routing.ROWS, rows)
+    return output
+
+
+@pytest.fixture
+def driven() -> tuple[Runner, Follower, Callable[[bool], None]]:
+    runner = Runner()
+    follower = Follower(runner.log)
+    return runner, follower, _compat_routing.drive_routers(runner, runner.routers, follower)
+
+
+LIVE = ["live ids 1", "live ids 3"]
+
+
+def test_a_step_that_follows_nothing_runs_the_model_as_if_nothing_were_in_place(driven: Any) -> None:
+    """One more call around the model costs a step 5 %, where Python's stack of frames then ends in its hottest call."""
+    runner, _, drive = driven
+    assert runner.execute_model(scheduled(1, 1)) == LIVE
+    before = runner.depth
+    drive(True)
+    runner.log.clear()
+    assert runner.execute_model(scheduled(1, 1)) == LIVE
+    assert runner.depth == before
+    assert runner.log == ["update", "prepare"]
+    assert all(not vars(router) for router in runner.routers.values())
+
+
+def test_a_step_that_follows_asks_and_hears_what_was_recorded(driven: Any) -> None:
+    runner, follower, drive = driven
+    drive(True)
+    new = SimpleNamespace(req_id="b", sampling_params="of b")
+    assert runner.execute_model(scheduled(1, 3, rows={"a": "rows"}, new=[new])) == ["live ids 1", "followed"]
+    assert runner.log == [
+        ("take", {"a": "rows"}, {"b": "of b"}, set()),
+        "update",
+        "prepare",
+        ("begin", [("a", 4, 1), ("b", 0, 3)]),
+        ("end", "recorded"),
+    ]
+    follower.follows = False
+    runner.log.clear()
+    assert runner.execute_model(scheduled(1, 1)) == LIVE
+    assert [one if isinstance(one, str) else one[0] for one in runner.log] == ["take", "update", "prepare", "begin"]
+
+
+def test_requests_end_also_in_a_step_without_tokens(driven: Any) -> None:
+    runner, follower, drive = driven
+    drive(True)
+    runner.execute_model(scheduled(1, 1, rows={"a": "rows"}))
+    assert runner.execute_model(scheduled(ended=["a"])) == []
+    assert follower.rows == {}
+    runner.log.clear()
+    assert runner.execute_model(scheduled(1, 1)) == LIVE
+    assert runner.log == ["update", "prepare"]
+
+
+def test_a_worker_can_be_told_to_route_live(driven: Any) -> None:
+    runner, _, drive = driven
+    drive(True)
+    drive(False)
+    assert runner.execute_model(scheduled(1, 1, rows={"a": "rows"})) == LIVE
+    assert runner.log == ["update", "prepare"]

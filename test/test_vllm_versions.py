@@ -58,7 +58,7 @@ MEMBERS = {
     "vllm.v1.outputs.ModelRunnerOutput": "sampling_masks",
     "vllm.v1.worker.gpu_model_runner.AsyncGPUModelRunnerOutput": "_model_runner_output",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": (
-        "sampler sample_tokens requests input_batch _prepare_inputs execute_model"
+        "sampler sample_tokens requests input_batch _prepare_inputs _update_states _model_forward"
         " _get_prompt_logprobs_dict num_prompt_logprobs"
     ),
     "vllm.v1.worker.gpu_input_batch.CachedRequestState": "output_token_ids",
@@ -100,6 +100,7 @@ PARAMETERS = {
     "vllm.v1.sample.sampler.Sampler.sample": "logits sampling_metadata",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner.sample_tokens": "grammar_output",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner._prepare_inputs": "scheduler_output num_scheduled_tokens",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner._update_states": "scheduler_output",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner._get_prompt_logprobs_dict": "hidden_states num_scheduled_tokens",
     "vllm.v1.core.sched.scheduler.Scheduler._preempt_request": "request timestamp drop_stale_output",
     "vllm.v1.core.kv_cache_utils.generate_block_hash_extra_keys": "request start_token_idx end_token_idx start_mm_idx",

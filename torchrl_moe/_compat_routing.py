@@ -175,41 +175,42 @@ def drive_routers(runner: Any, routers: Mapping[int, Any], follower: Follower) -
     Returns:
         What turns that on, as it is not yet, and off.
 
-    In a step in which nothing is followed, routers are as vLLM made them, with no call in between.
+    In a step in which nothing is followed, the model runs as vLLM made it, with no call of ours in between, nor around
+    it: Python 3.11 maps and unmaps memory in calls at which the stack of its frames happens to reach a new chunk, and
+    one frame more moves that into calls that are made hundreds of times a step.
     """
-    prepare, execute = runner._prepare_inputs, runner.execute_model
+    update, prepare, forward = runner._update_states, runner._prepare_inputs, runner._model_forward
     asking = [(router, _asking(router._compute_routing, layer, follower)) for layer, router in routers.items()]
-    are_asking = False
 
-    def prepare_and_begin(scheduler_output: Any, num_scheduled_tokens: NDArray[np.int32]) -> Any:
-        nonlocal are_asking
-        prepared = prepare(scheduler_output, num_scheduled_tokens)
-        if follower.rows:
-            batch, count = runner.input_batch, len(num_scheduled_tokens)
-            starts = batch.num_computed_tokens_cpu[:count].tolist()
-            are_asking = follower.begin(list(zip(batch.req_ids, starts, num_scheduled_tokens.tolist(), strict=True)))
-            if are_asking:
-                for router, asks in asking:
-                    router._compute_routing = asks
-        return prepared
-
-    def execute_and_end(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal are_asking
+    def update_and_take(scheduler_output: Any) -> Any:
         rows, new = getattr(scheduler_output, ROWS, None), scheduler_output.scheduled_new_reqs
         if rows or new or follower.rows:
             params = {one.req_id: one.sampling_params for one in new}
             follower.take(rows or {}, params, scheduler_output.finished_req_ids)
-        output = execute(scheduler_output, *args, **kwargs)
-        if are_asking:  # a step that fails ends the engine
-            are_asking = False
-            for router, _ in asking:
-                del router._compute_routing
-            follower.end(runner.routed_experts_capturer.get_device_buffer())
+        return update(scheduler_output)
+
+    def prepare_and_begin(scheduler_output: Any, num_scheduled_tokens: NDArray[np.int32]) -> Any:
+        prepared = prepare(scheduler_output, num_scheduled_tokens)
+        if follower.rows:
+            batch, count = runner.input_batch, len(num_scheduled_tokens)
+            starts = batch.num_computed_tokens_cpu[:count].tolist()
+            if follower.begin(list(zip(batch.req_ids, starts, num_scheduled_tokens.tolist(), strict=True))):
+                runner._model_forward = forward_and_end
+                for router, asks in asking:
+                    router._compute_routing = asks
+        return prepared
+
+    def forward_and_end(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)  # a step that fails ends the engine
+        del runner._model_forward
+        for router, _ in asking:
+            del router._compute_routing
+        follower.end(runner.routed_experts_capturer.get_device_buffer())
         return output
 
     def drive(on: bool) -> None:
+        runner._update_states = update_and_take if on else update
         runner._prepare_inputs = prepare_and_begin if on else prepare
-        runner.execute_model = execute_and_end if on else execute
 
     return drive
 

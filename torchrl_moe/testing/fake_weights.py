@@ -169,16 +169,14 @@ class FakeWeightReplica(FakeReplica):
         place = SimpleNamespace(data_parallel_index=0, world_size=self._workers, rank=rank)
         return open_receiver("gloo", options, SimpleNamespace(parallel_config=place))
 
-    def command_collective_rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[None]:
+    def command_pass_weights_on(self, epoch: int, order: Mapping[str, Any]) -> None:
         """Have the workers pass a version on."""
-        if method != "torchrl_moe_pass_on" or kwargs:
-            raise EngineError(f"the fake engine's workers have no {method!r}")
+        self.owner.check(epoch)
         if not self.receivers:
             raise EngineError("the weight transport is not initialised")
         for receiver in self.receivers:
             assert isinstance(receiver, PassesOn)
-            receiver.pass_on(args[0])
-        return [None] * len(self.receivers)
+            receiver.pass_on(order)
 
     def command_stage_weights(
         self, epoch: int, version: int, stage: str, verify: str, threads: int, manifest: str | None

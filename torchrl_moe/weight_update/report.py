@@ -23,7 +23,7 @@ class ReplicaSync:
         loaded: seconds of these that loading took.
         stage: ``"shadow"`` if it had loaded the version before the pause, ``"adapter"`` if that was one, else
             ``"plain"``.
-        reason: why there was no shadow.
+        reason: why there was no shadow, or no copy on the replica's node.
         attempts: how often it was swapped.
         rejected: whether the replica itself turned the new weights down; one that died, or did not answer, has not.
         unproved: why it was not asked, or did not answer in time, whether its new weights are right.

@@ -429,6 +429,24 @@ def test_a_replica_that_dies_as_it_passes_on_fails_alone(
     assert sent == [4, 4]  # by then all have a place in the tree again
 
 
+def test_a_replica_that_another_driver_took_passes_nothing_on_for_the_old_one(
+    store: WeightStoreWriter, fleet: MakeFleet, sent: list[int]
+) -> None:
+    three = fleet(3)
+    manifest = publish(store, 1)
+    three.stage(manifest)
+    below = next(index for index in range(3) if three.sender(index) is not None)
+    above, replica = three.sender(below), three.replicas[below]
+    assert above is not None
+    three.replicas[above].owner.claim("another", "another driver", True)
+    sent.clear()
+    report = three.transport.stage(replica, manifest, StageOptions(), TIMEOUT)
+    assert (report.digest, sent) == (manifest.digest, [1])  # from the trainer
+    check_held(replica, manifest, 1)
+    with pytest.raises(WeightSyncError, match="takes its weights from another driver now"):
+        three.replicas[above].pass_weights_on({"place": 0}, TIMEOUT)
+
+
 def flip(receiver: Any, fetch: Callable[..., None]) -> Callable[..., None]:
     """Damage a byte as soon as a version was received and checked."""
 

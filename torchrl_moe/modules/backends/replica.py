@@ -314,6 +314,14 @@ class Replica(Protocol):
         ``verify``: ``"digest"``, ``"canary"`` or ``"off"``. ``manifest``: where the transport does not bring it.
         """
 
+    def pass_weights_on(self, order: Mapping[str, Any], timeout: float) -> None:
+        """Send a version that came by gloo to another replica; ``order`` is plain data.
+
+        Args:
+            order: see :meth:`~torchrl_moe.weight_update.transports.relay.Relay.pass_on`.
+            timeout: in seconds, until the workers know of it; they send in threads.
+        """
+
     def swap_weights(
         self,
         version: int,

@@ -35,6 +35,7 @@ __all__ = [
     "check_digest",
     "header_end",
     "lay_out",
+    "not_published",
     "pieces_of",
     "read_header",
     "send",
@@ -188,7 +189,12 @@ def check_digest(version: int, entry: TensorEntry, content: Buffer) -> None:
         DigestMismatch: they differ.
     """
     if xxhash.xxh3_64_hexdigest(content) != entry.digest:
-        raise DigestMismatch(f"version {version}: bytes of {entry.name} are not those published; publish it again")
+        raise not_published(version, entry)
+
+
+def not_published(version: int, entry: TensorEntry) -> DigestMismatch:
+    """Return the error that says that a tensor's bytes are others than those published."""
+    return DigestMismatch(f"version {version}: bytes of {entry.name} are not those published; publish it again")
 
 
 def verify_entries(manifest: Manifest, view_of: Callable[[TensorEntry], memoryview], threads: int) -> None:

@@ -6,7 +6,7 @@ too, and a collective transport sends the store's flat bytes as they lie there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class StageReport:
         fetched: seconds until the bytes were there and checked.
         loaded: seconds to load them into the shadow, or beside other adapters.
         stage: ``"shadow"``: loaded already; ``"plain"``: in the pause; ``"adapter"``: loaded, and needs no pause.
-        reason: why there is no shadow; empty if there is.
+        reason: why there is no shadow, or no copy on the replica's node; empty if nothing is missing.
     """
 
     seconds: float
@@ -75,10 +75,8 @@ class Peer(Protocol):
     ) -> StageReport:
         """Fetch a version and check it, while requests run."""
 
-    def collective_rpc(
-        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float
-    ) -> list[Any]:
-        """Call a method of every worker; one result for each. Plain data only."""
+    def pass_weights_on(self, order: Mapping[str, Any], timeout: float) -> None:
+        """Have its workers send a version to those of another replica; see :meth:`PassesOn.pass_on`."""
 
 
 @contextmanager
@@ -126,8 +124,11 @@ class Receiver(Protocol):
             ManifestMismatch: it is not.
         """
 
-    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
+    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> str | None:
         """Bring a version here, and compare its digests if asked to. May wait for the sender: it runs in a thread.
+
+        Returns:
+            What the report shall say of it, if anything.
 
         Raises:
             DigestMismatch: other bytes arrived than were published.

@@ -207,7 +207,7 @@ class GlooTransport:
         order = {"place": place.number, "digest": manifest.digest, **edge.options}
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(_give_up, sender, order)
-            sender.collective_rpc("torchrl_moe_pass_on", (order,), None, timeout)
+            sender.pass_weights_on(order, timeout)
             with asked(replica, manifest, options, timeout) as answer:
                 while not answer.done():
                     check()
@@ -270,7 +270,7 @@ def _give_up(sender: Peer, order: dict[str, Any]) -> None:
     """Have a replica send no more to another one; it would find out by itself, only later."""
     if sender.is_alive():
         with contextlib.suppress(RuntimeError, OSError, TorchRLMoEError):
-            sender.collective_rpc("torchrl_moe_pass_on", ({**order, "meeting": None},), None, GRACE_SECONDS)
+            sender.pass_weights_on({**order, "meeting": None}, GRACE_SECONDS)
 
 
 def _own_words(answer: Future[Any]) -> BaseException | None:

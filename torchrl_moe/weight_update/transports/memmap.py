@@ -47,7 +47,7 @@ class MemmapTransport:
 
 
 class MemmapReceiver:
-    """A worker's end, which reads the store in place: there is nothing to fetch.
+    """A worker's end, which reads the store in place, or the copy of this node if another host's disk holds it.
 
     Args:
         folder: of the store.
@@ -62,8 +62,13 @@ class MemmapReceiver:
         """Return the manifest of a published version."""
         return self._reader.manifest(version)
 
-    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
-        """Do nothing: the bytes are here, and compared as they are read; else the engine process compares them."""
+    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> str:
+        """Have the version on this node, once for all replicas; slots are there already.
+
+        What is copied is compared. Everything is compared again as it is read, or else by the engine process.
+        """
+        del verify
+        return self._reader.bring(manifest, threads)
 
     def reading(self, manifest: Manifest, *, verify: bool = False) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Give the tensors as they lie in the store."""
@@ -74,4 +79,5 @@ class MemmapReceiver:
         raise WeightSyncError(f"version {manifest.version} is read from the store, and not received")
 
     def close(self) -> None:
-        """Nothing is held between two readings."""
+        """Let go of the copy. Idempotent."""
+        self._reader.close()

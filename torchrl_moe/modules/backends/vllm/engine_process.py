@@ -314,13 +314,16 @@ async def _main(connection: Connection, driver_is_gone: Callable[[], bool]) -> N
     gc.collect()
     gc.freeze()  # what vLLM brings are 600 000 objects: looking through them all takes 0.3 s
     inbox.serving = True
+    process = EngineProcess(engine, info, load, inbox, outbox.put)
     try:
         outbox.put(("ready", info))
-        await EngineProcess(engine, info, load, inbox, outbox.put).serve()
+        await process.serve()
     finally:
         end_group_later()
         outbox.close()
         engine.shutdown(timeout=SHUTDOWN_SECONDS)
+        if process.weights.reader is not None:
+            process.weights.reader.close()  # the workers have ended: copies that only they needed go
 
 
 def run(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:

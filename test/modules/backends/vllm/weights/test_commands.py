@@ -29,6 +29,12 @@ class Weights:
         self.staged = 0
         self.is_paused = False
         self.error: str | None = None
+        self.orders: list[Any] = []
+        self.engine = self
+
+    async def collective_rpc(self, method: str, args: tuple[Any]) -> None:
+        assert method == "torchrl_moe_pass_on"
+        self.orders += args
 
     async def init(self, transport: str, options: Any) -> None:
         self.opened.append(transport)
@@ -130,6 +136,19 @@ def test_of_two_that_stage_at_the_same_time_the_first_hears_of_it(commands: Any)
     first, second = asyncio.run(run())
     assert isinstance(first, WeightSyncError) and "another version was staged meanwhile" in str(first)
     assert second.digest == "digest 0"
+
+
+def test_a_version_is_passed_on_for_the_last_claim_only(commands: Any) -> None:
+    async def run() -> None:
+        old = await commands.command_claim_weights("a", "a", False)
+        await commands.command_pass_weights_on(old.epoch, {"place": 1})
+        new = await commands.command_claim_weights("b", "b", True)
+        with pytest.raises(WeightSyncError, match="takes its weights from b now"):
+            await commands.command_pass_weights_on(old.epoch, {"place": 2})
+        await commands.command_pass_weights_on(new.epoch, {"place": 3})
+
+    asyncio.run(run())
+    assert commands.weights.orders == [{"place": 1}, {"place": 3}]
 
 
 @pytest.mark.parametrize("offset", range(8))

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from support.processes import toy_environment
 from torchrl_moe import _compat
 from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.modules.backends.vllm.weights import memory
-from torchrl_moe.modules.backends.vllm.weights.memory import MemoryReservation
 from torchrl_moe.modules.backends.vllm.weights.shadow import ShadowModel, reason_against
+from torchrl_moe.weight_update.store import memory
+from torchrl_moe.weight_update.store.memory import MemoryReservation
 
 CPU = torch.device("cpu")
 

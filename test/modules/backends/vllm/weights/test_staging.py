@@ -28,6 +28,7 @@ class FakeReceiver:
     def __init__(self) -> None:
         self.fetched: list[tuple[int, bool, int]] = []
         self.error: Exception | None = None
+        self.remark: str | None = None
         self.during: dict[str, Any] = {}
         self.open = 0
         self.read_verifying: bool | None = None
@@ -35,7 +36,7 @@ class FakeReceiver:
     def manifest(self, version: int) -> Manifest:
         return Manifest(version, 0, ())
 
-    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
+    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> str | None:
         self.during = {
             "thread": threading.current_thread(),
             "turn": sys.getswitchinterval(),
@@ -45,6 +46,7 @@ class FakeReceiver:
         self.fetched.append((manifest.version, verify, threads))
         if self.error is not None:
             raise self.error
+        return self.remark
 
     @contextmanager
     def reading(self, manifest: Manifest, *, verify: bool) -> Iterator[Mapping[str, Tensor]]:
@@ -118,6 +120,15 @@ def test_without_a_shadow_it_is_fetched_only_and_the_reason_is_told() -> None:
 def test_a_shadow_that_cannot_change_places_leaves_the_plain_way() -> None:
     report = run(FakeReceiver(), FakeShadow(says="head is tied")).report()
     assert (report["stage"], report["reason"], report["error"]) == ("plain", "head is tied", None)
+
+
+def test_what_a_receiver_remarks_is_reported_and_no_hindrance_to_a_shadow() -> None:
+    receiver = FakeReceiver()
+    receiver.remark = "no room for a copy"
+    report = run(receiver, FakeShadow()).report()
+    assert (report["stage"], report["reason"]) == ("shadow", "no room for a copy")
+    report = run(receiver, FakeShadow(says="head is tied")).report()
+    assert (report["stage"], report["reason"]) == ("plain", "head is tied; no room for a copy")
 
 
 def test_what_goes_wrong_in_the_thread_is_reported() -> None:

@@ -461,7 +461,7 @@ def test_a_version_is_not_left_to_a_transport_that_was_given_up(
     from torchrl_moe.modules.backends.vllm.weights.worker import InitInfo
 
     release = threading.Event()
-    monkeypatch.setattr(MemmapReceiver, "fetch", lambda *_, **__: release.wait(60.0))
+    monkeypatch.setattr(MemmapReceiver, "fetch", lambda *_, **__: "" if release.wait(60.0) else "late")
     version = store.publish(values(1.0).items(), 1)
     assert shadowed.stage(version.to_json(), shadow=True, verify=False, threads=1)
     shadowed.init_transfer_engine(InitInfo(transport="memmap", options={"folder": str(store.folder)}))

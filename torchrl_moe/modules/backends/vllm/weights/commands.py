@@ -85,6 +85,10 @@ class WeightCommands:
         self._staged = report.digest
         return report
 
+    async def command_pass_weights_on(self, epoch: int, order: dict[str, Any]) -> None:
+        self.owner.check(epoch)
+        await self.weights.engine.collective_rpc("torchrl_moe_pass_on", args=(order,))
+
     async def command_swap_weights(
         self,
         epoch: int,

@@ -74,7 +74,7 @@ class EngineWeights:
         self._proved.set()
         self._held: set[str] = set()  # requests whose completion waits for that
         self._spoiled: set[str] = set()  # requests that may have tokens of weights that failed
-        self._reader: WeightStoreReader | None = None
+        self.reader: WeightStoreReader | None = None
         self._stagings = 0
         self._in_shadow: int | None = None  # the version that waits in the workers' shadows
         self._marks: dict[str, list[tuple[int, dict[int, int]]]] = {}  # request -> version, tokens of each answer
@@ -85,7 +85,7 @@ class EngineWeights:
 
         info = {"transport": transport, "options": dict(options)}
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
-        self._reader = WeightStoreReader(options["folder"]) if transport == "memmap" else None
+        self.reader = WeightStoreReader(options["folder"]) if transport == "memmap" else None
         self._expected = await asyncio.to_thread(self._read_expected)
 
     @property
@@ -177,8 +177,8 @@ class EngineWeights:
         reports = await self._stage_in_workers(found, stage != "plain", verify == "digest", threads)
         shadow = all(report["stage"] == "shadow" for report in reports)
         verifying = time.perf_counter()
-        if self._reader is not None and verify == "digest" and not shadow:  # a shadow is compared as it is loaded
-            await asyncio.to_thread(self._reader.verify, found, threads)
+        if self.reader is not None and verify == "digest" and not shadow:  # a shadow is compared as it is loaded
+            await asyncio.to_thread(self.reader.verify, found, threads)
         verified = time.perf_counter()
         self._in_shadow = version if shadow else None
         return StageReport(
@@ -195,8 +195,8 @@ class EngineWeights:
         """Return the manifest of a version that fits, its bytes and digest; takes long if it names many tensors."""
         if manifest is not None:
             found = Manifest.from_json(manifest)
-        elif self._reader is not None:
-            found = self._reader.manifest(version)
+        elif self.reader is not None:
+            found = self.reader.manifest(version)
         else:
             raise WeightSyncError(f"the transport cannot look version {version} up: give its manifest")
         check_tensors(found.tensors, expected)

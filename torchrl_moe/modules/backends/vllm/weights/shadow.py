@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from torchrl_moe import _compat
 from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.modules.backends.vllm.weights.memory import MemoryReservation
+from torchrl_moe.weight_update.store.memory import MemoryReservation
 
 __all__ = ["ShadowModel", "reason_against"]
 

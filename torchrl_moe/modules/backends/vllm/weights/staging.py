@@ -85,6 +85,7 @@ class Staging:
         self._text = manifest
         self._receiver, self._shadow, self._reason = receiver, shadow, reason
         self._verify, self._threads = verify, threads
+        self._remark = ""  # of the receiver
         self._fetched = self._loaded = 0.0
         self._cancelled = threading.Event()
         self._job = run_politely(self._run)
@@ -111,7 +112,7 @@ class Staging:
         return {
             "running": False,
             "stage": self.stage,
-            "reason": self._reason,
+            "reason": "; ".join(filter(None, (self._reason, self._remark))),
             "fetched": self._fetched,
             "loaded": self._loaded,
             "error": None if error is None else f"{type(error).__name__}: {error}",
@@ -127,7 +128,7 @@ class Staging:
     def _fetch_and_load(self) -> None:
         started = time.perf_counter()
         self.manifest = manifest = Manifest.from_json(self._text)
-        self._receiver.fetch(manifest, verify=self._verify, threads=self._threads)
+        self._remark = self._receiver.fetch(manifest, verify=self._verify, threads=self._threads) or ""
         fetched = time.perf_counter()
         self._fetched = fetched - started
         if self._shadow is None:

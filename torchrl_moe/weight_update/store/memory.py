@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["MemoryReservation", "available_memory"]
+__all__ = ["MemoryReservation", "available_memory", "node_folder"]
 
 LOCK = "lock"
 NUMBERS = itertools.count()
@@ -25,6 +25,11 @@ MOUNT = Path("/sys/fs/cgroup")
 # of a control group's folder: its limit, its use, and what begins the names of its statistics
 UNIFIED = ("memory.max", "memory.current", "")
 LEGACY = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+
+def node_folder() -> Path:
+    """Return the folder that all processes of a host see: in memory, where it has one."""
+    return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path("/tmp")
 
 
 class MemoryReservation:
@@ -38,8 +43,7 @@ class MemoryReservation:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        place = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path("/tmp")
-        self._folder = folder or place / f"torchrl_moe-memory-{os.getuid()}"
+        self._folder = folder or node_folder() / f"torchrl_moe-memory-{os.getuid()}"
         self._held: tuple[Path, int] | None = None
 
     def reserve(self, needed: int) -> str:

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from torchrl_moe.modules.backends.vllm.weights import memory
-from torchrl_moe.modules.backends.vllm.weights.memory import MemoryReservation, available_memory
+from torchrl_moe.weight_update.store import memory
+from torchrl_moe.weight_update.store.memory import MemoryReservation, available_memory
 
 GB = 1 << 30
 
@@ -126,7 +126,7 @@ def test_a_reservation_takes_the_place_of_the_one_before(tmp_path: Path, free: l
 HOLD = """
 import sys
 from pathlib import Path
-from torchrl_moe.modules.backends.vllm.weights import memory
+from torchrl_moe.weight_update.store import memory
 memory.available_memory = lambda: 10 << 30
 print(memory.MemoryReservation(Path(sys.argv[1])).reserve(6 << 30), flush=True)
 sys.stdin.read()
