@@ -123,7 +123,7 @@ def test_what_cannot_be_loaded_is_one_line(source: str | None, message: str) -> 
 
 
 def test_arguments_that_a_function_does_not_know() -> None:
-    with pytest.raises(ConfigError, match="tiny_and_tokenizer: .*unexpected keyword argument 'depth'"):
+    with pytest.raises(ConfigError, match=r"tiny_and_tokenizer: .*unexpected keyword argument 'depth'"):
         loaded(source=f"{__name__}:tiny_and_tokenizer", arguments={"depth": 3})
 
 
