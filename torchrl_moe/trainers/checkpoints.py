@@ -38,9 +38,12 @@ class TrainedWeights:
         self._model = model
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)
-        frozen = {name for name, weight in self._model.named_parameters() if not weight.requires_grad}
-        return {name: tensor for name, tensor in state.items() if name not in frozen}
+        state: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)  # a tied weight under all of its names
+        return {
+            name: tensor
+            for name, tensor in state.items()
+            if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+        }
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return name -> tensor."""
@@ -57,6 +60,10 @@ class TrainedWeights:
         if own.keys() != state_dict.keys():
             names = sorted(own.keys() ^ state_dict.keys())
             raise ValueError(f"the checkpoint is of another model: {len(names)} names differ, {names[0]} first")
+        for name, tensor in own.items():
+            there, here = tuple(state_dict[name].shape), tuple(tensor.shape)
+            if there != here:  # some would be broadcast: factors of an adapter of rank 1
+                raise ValueError(f"the checkpoint is of another model: {name} is {there} there and {here} here")
         for name, tensor in own.items():
             tensor.copy_(state_dict[name])
 
@@ -126,7 +133,8 @@ class Checkpoints:
         try:
             self.checkpoint.load(path, map_location="cpu", tensor_load_kwargs={"weights_only": False})
         except CheckpointError as error:
-            raise ConfigError(f"resume=true, but {path} does not fit: {error.__cause__ or error}") from error
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            raise ConfigError.of(f"resume=true, but {path} does not fit", cause) from error
         return True
 
     @staticmethod

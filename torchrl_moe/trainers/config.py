@@ -36,6 +36,19 @@ LOGGERS = ("csv", "tensorboard", "wandb", "trackio", "mlflow")
 class ConfigError(ValueError):
     """A setting that cannot be meant."""
 
+    @classmethod
+    def of(cls, name: str, error: Exception) -> ConfigError:
+        """Return an error that something else raised about a setting, as one line.
+
+        >>> ConfigError.of("data", KeyError("answer")), ConfigError.of("data", ValueError("no rows\\nat all"))
+        (ConfigError("data: KeyError: 'answer'"), ConfigError('data: no rows'))
+        """
+        if isinstance(error, cls):
+            return error
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        speaks_for_itself = first and isinstance(error, OSError | TypeError | ValueError | ImportError)
+        return cls(f"{name}: " + (first if speaks_for_itself else f"{type(error).__name__}: {first}".rstrip(": ")))
+
 
 @dataclass(kw_only=True)
 class LoRAConfig:

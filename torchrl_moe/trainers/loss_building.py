@@ -28,19 +28,23 @@ def build_loss(actor: TransformersWrapper, config: GRPOConfig) -> GRPOLoss:
     Raises:
         ConfigError: there is no such loss, or it knows no such argument.
     """
-    name, arguments = config.loss.name, _arguments(config.loss.arguments)
+    name = config.loss.name
     kind = getattr(objectives, name, None)
     if not (isinstance(kind, type) and issubclass(kind, GRPOLoss)):
         known = [key for key in dir(objectives) if key.endswith("Loss") and key != "MoERouterLoss"]
         raise ConfigError(f"loss.name={name} must be one of {', '.join([*known, 'DAPO'])}")
-    if _needs_reference(arguments) and _where(config, actor.model) == "adapter":
-        arguments["reference"] = "adapter"
+    setting = "loss.arguments"
     try:
+        arguments = _arguments(config.loss.arguments)
+        if _needs_reference(arguments) and _where(config, actor.model) == "adapter":
+            arguments["reference"] = "adapter"
         if config.loss.router:
+            setting = "loss.router"
             arguments["router_loss"] = objectives.MoERouterLoss(actor, **_router_arguments(actor, config))
+            setting = "loss.arguments"
         return kind(actor, **{"entropy_bonus": False, **arguments})
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"loss.arguments: {error}") from error
+        raise ConfigError.of(setting, error) from error
 
 
 def _arguments(given: dict[str, Any]) -> dict[str, Any]:
@@ -92,6 +96,7 @@ def build_reference(
         tokenizer=policy_model.tokenizer,
         input_mode="tokens",
         generate=False,
+        replay="R3" if config.loss.replay == "R3" else "none",  # without R3 the rollouts carry no experts to follow
         log_probs_key=REFERENCE_KEY,
     )
     return scorer, engine.shutdown

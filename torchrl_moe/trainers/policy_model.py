@@ -84,10 +84,17 @@ class PolicyModel:
         return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
     def save(self, folder: Path) -> Path:
-        """Write the model under its hub names, adapters merged, with tokenizer and generation config; atomically.
+        """Write the model under its hub names, adapters merged, with tokenizer and generation config.
 
-        vLLM and ``AutoModelForCausalLM.from_pretrained`` load it.
+        vLLM and ``AutoModelForCausalLM.from_pretrained`` load it. It is written beside the folder and takes its place
+        when it is whole: a failure or a kill costs no older model.
+
+        Raises:
+            FileExistsError: the folder holds something else than a model.
         """
+        folder = folder.absolute()
+        if folder.exists() and not (folder / "config.json").is_file() and any(folder.iterdir()):
+            raise FileExistsError(f"{folder} holds something else than a model, which would be removed: name another")
         draft = folder.with_name(f".{folder.name}.draft")
         shutil.rmtree(draft, ignore_errors=True)
         base: Any = base_model(self.model)
@@ -96,8 +103,7 @@ class PolicyModel:
         else:
             base.save_pretrained(draft)
         self.tokenizer.save_pretrained(draft)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(draft, folder)
+        _exchange(draft, folder)
         return folder
 
     def _save_merged(self, base: Any, folder: Path) -> None:
@@ -114,14 +120,31 @@ class PolicyModel:
         (folder / "config.json").write_text(json.dumps(saved, indent=2))
 
 
+def _exchange(draft: Path, folder: Path) -> None:
+    """Put a folder in the place of an older one, which is back there if that fails."""
+    older = folder.with_name(f".{folder.name}.older")
+    shutil.rmtree(older, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, older)  # a folder that is not empty cannot be replaced
+    try:
+        os.replace(draft, folder)
+    except BaseException:
+        if older.exists():
+            os.replace(older, folder)
+        raise
+    shutil.rmtree(older, ignore_errors=True)
+
+
 def _made(name: str, arguments: dict[str, Any]) -> tuple[Any, Any]:
     try:
         made = import_function(name)(**arguments)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"model.source={name}: {error}") from error
-    if not (isinstance(made, tuple) and len(made) == 2):
-        raise ConfigError(f"model.source={name} must return a model and its tokenizer, got a {type(made).__name__}")
-    return made
+    except Exception as error:  # someone else's function raises what it likes
+        raise ConfigError.of(f"model.source={name}", error) from error
+    parts = made if isinstance(made, tuple) else (made,)
+    if len(parts) != 2 or not isinstance(parts[0], nn.Module):
+        got = ", ".join(type(part).__name__ for part in parts)
+        raise ConfigError(f"model.source={name} must return a model and its tokenizer, got {got}")
+    return parts[0], parts[1]
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
@@ -143,7 +166,9 @@ def _from_pretrained(source: str, tokenizer: Any, config: ModelConfig, dtype: to
             source, dtype=dtype if frozen else torch.float32, **config.pretrained
         )
     except (OSError, TypeError, ValueError) as error:
-        raise ConfigError(f"model.source={source}: {str(error).splitlines()[0]}") from error
+        raise ConfigError.of(f"model.source={source}", error) from error
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers makes one out of nothing
+        raise ConfigError(f"model.source={source}: there is no tokenizer beside the model")
     return model, tokenizer
 
 
@@ -155,7 +180,6 @@ def _prepared(model: Any, config: ModelConfig, dtype: torch.dtype) -> Any:
         model = _with_adapter(model.to(dtype), config)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.config.use_cache = False
         if config.lora.rank:
             model.enable_input_require_grads()
     for weight in model.parameters():
@@ -169,8 +193,8 @@ def _with_adapter(model: Any, config: ModelConfig) -> Any:
     from peft import LoraConfig, get_peft_model
 
     experts = [f"mlp.experts.{name}" for name in STACKED_EXPERTS]
-    attention = [name for name in ATTENTION if any(key.endswith(name) for key, _ in model.named_modules())]
-    known = [name for name in experts if any(key.endswith(name) for key, _ in model.named_parameters())]
+    attention = [name for name in ATTENTION if any(key.endswith(f".{name}") for key, _ in model.named_modules())]
+    known = [name for name in experts if any(key.endswith(f".{name}") for key, _ in model.named_parameters())]
     wanted = {"attention": (attention, []), "experts": ([], known), "all": (attention, known)}[config.lora.target]
     if (config.lora.target != "experts" and not attention) or (config.lora.target != "attention" and not known):
         raise ConfigError(
@@ -181,7 +205,7 @@ def _with_adapter(model: Any, config: ModelConfig) -> Any:
         model,
         LoraConfig(
             r=config.lora.rank,
-            lora_alpha=int(config.lora.alpha),
+            lora_alpha=config.lora.alpha,  # type: ignore[arg-type]  # any number: it is divided by the rank
             lora_dropout=config.lora.dropout,
             target_modules=wanted[0],
             target_parameters=wanted[1] or None,

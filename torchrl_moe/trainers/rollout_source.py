@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +19,10 @@ from torchrl_moe.trainers.rewards import Rewards
 
 __all__ = ["RolloutSource"]
 
-TASKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gsm8k": ("GSM8KEnv", {"split": "test"}),
-    "math": ("MATHEnv", {"split": "test"}),
-    "countdown": ("CountdownEnv", {"seed": 1}),
-    "ifeval": ("IFEvalEnv", {}),
-}
-"""Name -> class of :mod:`torchrl.envs.llm`, and what makes an environment of its held-out prompts."""
+TASKS = {"gsm8k": "GSM8KEnv", "math": "MATHEnv", "countdown": "CountdownEnv", "ifeval": "IFEvalEnv"}
+"""Name -> class of :mod:`torchrl.envs.llm`."""
+DRAWN = ("countdown",)
+"""Tasks whose prompts are drawn, so that another seed holds some out. The others have no argument for a split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +67,18 @@ class RolloutSource:
         Raises:
             ConfigError: there is no data, or no reward, or they do not fit together.
         """
-        if env is not None:
-            return cls._of_env(config, env, dataset, rewards, held_out)
         source = config.data.source if dataset is None else dataset
-        if source is None:
-            raise ConfigError("data.source=None: name a dataset, or give the trainer a dataset or an env")
-        if isinstance(source, str) and source in TASKS:
-            return cls._of_task(source, config, tokenizer)
         try:
+            if env is not None:
+                return cls._of_env(config, env, dataset, rewards, held_out)
+            if isinstance(source, str) and source in TASKS:
+                return cls._of_task(source, config, tokenizer, rewards, held_out)
             return cls._of_prompts(config, source, rewards, held_out)
-        except (OSError, TypeError, ValueError) as error:
-            raise ConfigError(f"data: {error}") from error
+        except ConfigError:
+            raise
+        except Exception as error:  # a function or a dataset's host raises what it likes
+            name = f"data.source={source}" if isinstance(source, str) and source in TASKS else "data"
+            raise ConfigError.of(name, error) from error
 
     @classmethod
     def _of_env(cls, config: GRPOConfig, env: Any, dataset: Any, rewards: Any, held_out: Any) -> RolloutSource:
@@ -91,43 +88,56 @@ class RolloutSource:
             raise ConfigError(
                 "dataset and env: give one of them, or a dataset and an async function that plays a sample"
             )
+        if not (isinstance(env, EnvBase) or callable(env)):
+            raise ConfigError(
+                "env must be an environment, a callable that makes one, or an async function that plays a sample, got "
+                f"{type(env).__name__}"
+            )
         if not is_episode_function(env):
-            return cls(env, None, held_out, None, config.eval.prompts if held_out is not None else 0)
+            return cls._with_env(config, env, held_out)
         prompts = cls._load(config, config.data.source if dataset is None else dataset, held_out)
         return cls._with_prompts(config, env, prompts)
 
     @classmethod
-    def _of_task(cls, name: str, config: GRPOConfig, tokenizer: Any) -> RolloutSource:
+    def _with_env(cls, config: GRPOConfig, env: Any, held_out: Any) -> RolloutSource:
+        if held_out is not None and not (isinstance(held_out, EnvBase) or callable(held_out)):
+            raise ConfigError(f"held_out must be an environment, as env is, got {type(held_out).__name__}")
+        return cls(env, None, held_out, None, 0 if held_out is None else config.eval.prompts)
+
+    @classmethod
+    def _of_task(cls, name: str, config: GRPOConfig, tokenizer: Any, rewards: Any, held_out: Any) -> RolloutSource:
         from torchrl.envs import llm
 
-        kind, held_out = TASKS[name]
-        make = getattr(llm, kind, None)
+        if rewards is not None:
+            raise ConfigError(f"data.source={name} has rewards of its own: leave rewards out")
+        make = getattr(llm, TASKS[name], None)
         if make is None:
-            raise ConfigError(f"data.source={name}: this TorchRL has no {kind}")
-        make = functools.partial(make, tokenizer=tokenizer, **config.data.arguments)
-        size = (config.rollout.group_size,)
-        try:
-            env: EnvBase = make(batch_size=size)
-            other = make(batch_size=(1,), **held_out) if held_out and config.eval.every else None
-        except Exception as error:  # a dataset's host that cannot be reached raises what it likes
-            raise ConfigError(f"data.source={name}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
-        return cls(env, None, other, None, config.eval.prompts if other is not None else 0)
+            raise ConfigError(f"data.source={name}: this TorchRL has no {TASKS[name]}")
+        arguments = {"tokenizer": tokenizer, "seed": config.seed, **config.data.arguments}
+        env: EnvBase = make(num_envs=config.rollout.group_size, **arguments)
+        if held_out is None and name in DRAWN and config.eval.every:
+            held_out = make(**{**arguments, "num_envs": 1, "seed": arguments["seed"] + 1})
+        return cls._with_env(config, env, held_out)
 
     @classmethod
     def _of_prompts(cls, config: GRPOConfig, source: Any, rewards: Any, held_out: Any) -> RolloutSource:
         functions = config.data.rewards if rewards is None else rewards
-        functions = [functions] if callable(functions) else list(functions)
+        functions = [functions] if callable(functions) or isinstance(functions, str) else list(functions)
+        prompts = cls._load(config, source, held_out)
         if not functions:
             raise ConfigError("data.rewards=[]: name a function, package.module:function, or give the trainer rewards")
-        prompts = cls._load(config, source, held_out)
         found = Rewards(functions, config.data.weights)
-        found.check(list(prompts.train[0]))
+        found.check(prompts.columns)
         return cls._with_prompts(config, PromptEpisode(prompts.prompt, found), prompts)
 
     @staticmethod
     def _load(config: GRPOConfig, source: Any, held_out: Any) -> PromptSet:
         data = config.data
-        arguments = data.arguments if source is data.source else None
+        if source is None:
+            raise ConfigError("data.source=None: name a dataset, or give the trainer a dataset or an env")
+        # arguments are of the source that the configuration names; where it names none, of the one that is given
+        is_theirs = source is data.source or (data.source is None and isinstance(source, str))
+        arguments = data.arguments if is_theirs else None
         count = data.held_out if held_out is None else 0
         found = load_prompts(source, prompt=data.prompt, held_out=count, seed=config.seed, arguments=arguments)
         if held_out is None:

@@ -1,0 +1,304 @@
+"""The model that is trained: where it comes from, what of it is trained, and the folder that it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
+from torchrl_moe.testing.tiny_moe import save_tiny_moe
+from torchrl_moe.trainers.config import ConfigError, LoRAConfig, ModelConfig
+from torchrl_moe.trainers.policy_model import PolicyModel
+
+IDS = torch.tensor([[72, 105, 33, 10, 65, 66]])
+
+
+def tiny(layers: int = 2, **config: Any) -> Any:
+    return make_tiny_moe("qwen3_moe", num_hidden_layers=layers, **config)
+
+
+def tiny_and_tokenizer(layers: int = 2) -> tuple[Any, Any]:
+    return tiny(layers, seed=3), ByteTokenizer()
+
+
+def only_a_model() -> Any:
+    return tiny()
+
+
+def two_of_another_kind() -> tuple[str, int]:
+    return "model", 1
+
+
+def of_two_lines() -> Any:
+    raise KeyError("no such\ntask")
+
+
+def without_words() -> Any:
+    raise RuntimeError
+
+
+def lora(target: str = "attention", **changes: Any) -> LoRAConfig:
+    return LoRAConfig(rank=2, target=target, **changes)
+
+
+def loaded(model: Any = None, tokenizer: Any = None, **config: Any) -> PolicyModel:
+    return PolicyModel.load(model, tokenizer, ModelConfig(**config))
+
+
+def given(config: ModelConfig | None = None, **hf_config: Any) -> PolicyModel:
+    return PolicyModel.load(tiny(**hf_config), ByteTokenizer(), config or ModelConfig())
+
+
+def disturb(policy_model: PolicyModel) -> None:
+    """Give every trained weight another value: an adapter begins with 0."""
+    generator = torch.Generator().manual_seed(1)
+    for weight in policy_model.trained.values():
+        weight.data.add_(0.05 * torch.randn(weight.shape, generator=generator))
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    found: Tensor = model.eval()(IDS, use_cache=False).logits
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_moe(tmp_path_factory.mktemp("model") / "tiny", num_hidden_layers=2)
+
+
+# -- where it comes from ----------------------------------------------------------------------------------------------
+
+
+def test_of_a_folder(folder: Path) -> None:
+    for found in (loaded(source=str(folder)), loaded(folder), loaded(str(folder), source="unused")):
+        assert found.source == str(folder)
+        assert len(found.tokenizer) == 259
+        torch.testing.assert_close(logits(found.model), logits(tiny()), atol=1e-5, rtol=0)
+
+
+def test_that_is_given() -> None:
+    model, tokenizer = tiny(), ByteTokenizer()
+    found = loaded(model, tokenizer, source="unused")
+    assert found.model is model
+    assert (found.tokenizer, found.source, found.dtype) == (tokenizer, None, torch.float32)
+    assert found.trained.keys() == dict(model.named_parameters()).keys()
+    assert not model.training  # no dropout: the engine has none
+
+
+def test_of_a_function_by_name() -> None:
+    found = loaded(source=f"{__name__}:tiny_and_tokenizer", arguments={"layers": 3})
+    assert found.source is None  # an engine cannot start from it
+    assert found.model.config.num_hidden_layers == 3
+    own = ByteTokenizer()
+    assert loaded(tokenizer=own, source=f"{__name__}:tiny_and_tokenizer").tokenizer is own
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, "model.source=None: name a folder"),
+        ("./no/such/folder", "model.source=./no/such/folder: there is no model in that folder"),
+        ("no_such_module:function", "cannot import 'no_such_module'"),
+        (f"{__name__}:no_such_function", "there is no"),
+        (f"{__name__}:of_two_lines", "KeyError: 'no such"),
+        (f"{__name__}:without_words", "RuntimeError"),
+        (f"{__name__}:only_a_model", "must return a model and its tokenizer, got Qwen3MoeForCausalLM"),
+        (f"{__name__}:two_of_another_kind", "must return a model and its tokenizer, got str, int"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_line(source: str | None, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(source=source)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_arguments_that_a_function_does_not_know() -> None:
+    with pytest.raises(ConfigError, match=r"tiny_and_tokenizer: .*unexpected keyword argument 'depth'"):
+        loaded(source=f"{__name__}:tiny_and_tokenizer", arguments={"depth": 3})
+
+
+def test_a_model_without_its_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a model that is given needs its tokenizer"):
+        loaded(tiny())
+    tiny().save_pretrained(tmp_path / "bare")
+    with pytest.raises(ConfigError, match="bare: there is no tokenizer beside the model"):
+        loaded(source=str(tmp_path / "bare"))
+
+
+def test_a_folder_whose_loading_fails_without_words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoTokenizer
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise OSError
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", failing)
+    with pytest.raises(ConfigError, match="OSError"):
+        loaded(source=str(folder))
+
+
+# -- what is trained --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "layers"),
+    [
+        ("attention", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("experts", {"experts"}),
+        ("all", {"q_proj", "k_proj", "v_proj", "o_proj", "experts"}),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_is_all_that_is_trained(target: str, layers: set[str], dtype: str) -> None:
+    found = given(ModelConfig(lora=lora(target), dtype=dtype))
+    assert all("lora_" in name for name in found.trained)
+    known = {"q_proj", "k_proj", "v_proj", "o_proj", "experts"}
+    assert {part for name in found.trained for part in name.split(".")} & known == layers
+    frozen = {weight.dtype for weight in found.model.parameters() if not weight.requires_grad}
+    assert {weight.dtype for weight in found.trained.values()} == {torch.float32}
+    assert frozen == {found.dtype} == {getattr(torch, dtype)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_is_trained_whole_is_float32(dtype: str) -> None:
+    found = loaded(tiny(dtype=torch.bfloat16), ByteTokenizer(), dtype=dtype)
+    assert {weight.dtype for weight in found.trained.values()} == {torch.float32}
+    with found.precision():
+        assert torch.is_autocast_enabled("cpu") == (dtype == "bfloat16")
+
+
+@pytest.mark.parametrize("alpha", [0.5, 32.0])
+def test_an_adapter_is_scaled_by_alpha_over_rank(alpha: float) -> None:
+    found = given(ModelConfig(lora=lora(alpha=alpha)))
+    scales = [module.scaling["default"] for module in found.model.modules() if hasattr(module, "lora_A")]
+    assert set(scales) == {alpha / 2}
+
+
+@pytest.mark.parametrize("target", ["experts", "all"])
+def test_a_dense_model_has_no_experts_for_an_adapter(target: str) -> None:
+    with pytest.raises(ConfigError, match=f"model.lora.target={target}: Qwen3ForCausalLM has no such layers"):
+        loaded(make_tiny_moe("qwen3", num_hidden_layers=1), ByteTokenizer(), lora=lora(target))
+
+
+def test_a_model_whose_attention_has_other_names_is_refused() -> None:
+    from transformers import AutoModelForCausalLM, GPTNeoXConfig, Phi3Config
+
+    small: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 259}
+    odd = AutoModelForCausalLM.from_config(GPTNeoXConfig(num_attention_heads=2, **small))
+    with pytest.raises(ConfigError, match="has no such layers"):
+        loaded(odd, ByteTokenizer(), lora=lora())
+    stacked = AutoModelForCausalLM.from_config(Phi3Config(num_attention_heads=2, pad_token_id=0, **small))
+    # its qkv_proj is no v_proj
+    names = loaded(stacked, ByteTokenizer(), lora=lora()).trained
+    assert names and all("o_proj" in name for name in names)
+
+
+def test_a_model_with_an_adapter_gets_no_second_one() -> None:
+    first = given(ModelConfig(lora=lora()))
+    with pytest.raises(ConfigError, match="has an adapter already"):
+        loaded(first.model, first.tokenizer, lora=lora())
+    assert all("lora_" in name for name in loaded(first.model, first.tokenizer).trained)
+
+
+# -- the folder that it leaves ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["", "attention", "experts", "all"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_saved_model_computes_the_same(tmp_path: Path, target: str, checkpointing: bool) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = ModelConfig(lora=lora(target) if target else LoRAConfig(), activation_checkpointing=checkpointing)
+    policy_model = given(config)
+    before = logits(policy_model.model)
+    disturb(policy_model)
+    trained = logits(policy_model.model)
+    assert (trained - before).abs().max() > 1e-2
+    path = policy_model.save(tmp_path / "deep" / "model")
+    again = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    torch.testing.assert_close(logits(again), trained, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits(policy_model.model), trained, atol=0, rtol=0)  # and it is left as it was
+    assert AutoTokenizer.from_pretrained(path)("1+1=")["input_ids"] == ByteTokenizer()("1+1=")["input_ids"]
+    assert again.generation_config.eos_token_id == policy_model.model.generation_config.eos_token_id is not None
+    config_file = json.loads((path / "config.json").read_text())
+    assert config_file["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert config_file["use_cache"] is True  # how it was trained is no business of who generates with it
+    assert [item.name for item in path.parent.iterdir()] == ["model"]
+
+
+def interrupted(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def break_tokenizer(policy_model: PolicyModel, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(type(policy_model.tokenizer), "save_pretrained", interrupted)
+
+
+def break_weights(policy_model: PolicyModel, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(type(policy_model.model), "save_pretrained", interrupted)
+
+
+def break_removal(_: PolicyModel, patch: pytest.MonkeyPatch) -> None:
+    def remove(path: Path, **__: Any) -> None:
+        if not path.name.endswith(".draft"):
+            interrupted()
+
+    patch.setattr(shutil, "rmtree", remove)
+
+
+def break_exchange(_: PolicyModel, patch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+
+    def only_others(source: Path, target: Path) -> None:
+        if str(source).endswith(".draft"):
+            interrupted()
+        replace(source, target)
+
+    patch.setattr(os, "replace", only_others)
+
+
+@pytest.mark.parametrize("broken", [break_weights, break_tokenizer, break_exchange])
+def test_a_save_that_is_interrupted_leaves_the_older_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Callable[..., None]
+) -> None:
+    policy_model = given()
+    path = policy_model.save(tmp_path / "model")
+    older = {file.name: file.read_bytes() for file in path.iterdir()}
+    disturb(policy_model)
+    with monkeypatch.context() as patch:
+        broken(policy_model, patch)
+        with pytest.raises(KeyboardInterrupt):
+            policy_model.save(path)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == older
+    policy_model.save(path)
+    assert (path / "model.safetensors").read_bytes() != older["model.safetensors"]
+    assert [item.name for item in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_save_whose_removal_is_interrupted_has_a_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy_model = given()
+    path = policy_model.save(tmp_path / "model")
+    older = {file.name for file in path.iterdir()}
+    with monkeypatch.context() as patch:
+        break_removal(policy_model, patch)
+        with pytest.raises(KeyboardInterrupt):
+            policy_model.save(path)
+    assert {file.name for file in path.iterdir()} == older
+
+
+def test_a_folder_with_something_else_in_it_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("three years of work")
+    with pytest.raises(FileExistsError, match="holds something else than a model"):
+        given().save(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()
+    (tmp_path / "empty").mkdir()
+    assert (given().save(tmp_path / "empty") / "config.json").exists()
