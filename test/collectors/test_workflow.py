@@ -363,17 +363,18 @@ def test_a_shutdown_cancels_it_and_aborts_its_answers(
 
 
 def test_stale_groups_are_cancelled(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
-    held = threading.Event()
+    held = threading.Barrier(3)  # both samples of the group, and who updates the weights
     cancelled: list[str] = []
 
     async def episode(data: TensorDictBase, ask: Ask) -> float:
         await ask(data["query"])
         if data["query"] == "q1":
-            held.set()
+            arrived = asyncio.create_task(asyncio.to_thread(held.wait, 60))
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
                 cancelled.append("q1")
+                await arrived
                 raise
         return 1.0
 

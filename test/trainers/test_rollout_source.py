@@ -79,7 +79,9 @@ def prompts(source: RolloutSource) -> list[str]:
 @pytest.mark.parametrize("rewards", [exact, [exact], [exact, half], f"{__name__}:exact"])
 @pytest.mark.parametrize("dataset", [ROWS, FakeDataset(ROWS), f"{__name__}:rows_of"])
 def test_a_dataset_and_its_rewards(dataset: Any, rewards: Any) -> None:
-    source = of(DataConfig(arguments={"count": 10} if isinstance(dataset, str) else {}), dataset=dataset, rewards=rewards)
+    source = of(
+        DataConfig(arguments={"count": 10} if isinstance(dataset, str) else {}), dataset=dataset, rewards=rewards
+    )
     assert prompts(source) == sorted(row["prompt"] for row in ROWS)
     assert isinstance(source.env, PromptEpisode)
     assert source.env.rewards.names == (["exact", "half"] if isinstance(rewards, list) and rewards[1:] else ["exact"])
@@ -210,7 +212,11 @@ NO_COLUMN = "data: train row 0 has no column 'prompt'; its columns are 'question
         ({}, {"dataset": [{"question": "1+1=", "answer": "2"}], "rewards": exact}, NO_COLUMN),
         ({}, {"dataset": [{"question": "1+1=", "answer": "2"}], "env": play}, NO_COLUMN),
         ({}, {"env": play}, "data.source=None: "),
-        ({}, {"dataset": ROWS, "rewards": lambda completion, solution: 0.0}, "asks for 'solution'; there are .*'answer'"),
+        (
+            {},
+            {"dataset": ROWS, "rewards": lambda completion, solution: 0.0},
+            "asks for 'solution'; there are .*'answer'",
+        ),
         ({}, {"dataset": ROWS}, r"^data.rewards=\[\]: name a function, package.module:function"),
         ({}, {"dataset": [], "rewards": exact}, "data: there are no rows to train on"),
         ({"held_out": 10}, {"dataset": ROWS, "rewards": exact}, "data: held_out=10 leaves none of 10 rows to train on"),
