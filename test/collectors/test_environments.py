@@ -8,8 +8,11 @@ import time
 from typing import Any
 
 import pytest
-from torchrl.envs import EnvBase, StepCounter, TransformedEnv
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from torchrl.envs import EnvBase, StepCounter, Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv, DatasetChatEnv
+from torchrl.envs.llm.transforms import DataLoadingPrimer
 
 from support.collecting import TOKENIZER, Questions, chat
 from torchrl_moe._errors import CollectionError
@@ -32,8 +35,27 @@ def test_a_dataloader_is_taken_from_a_copy() -> None:
     bare, dataloader, repeats = take_dataloader(env)
     assert isinstance(dataloader, Questions)
     assert repeats == 4
-    assert [type(transform) for transform in bare.transform] == [StepCounter]
+    assert not any(isinstance(transform, DataLoadingPrimer) for transform in bare.transform)
+    assert [type(transform) for transform in bare.transform][1:] == [StepCounter]
     assert len(env.transform) == 2
+
+
+class Right(Transform):
+    """Rewards as TorchRL's tasks do: the answer stands in ``next``, where the data loader's transform puts it."""
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        right = [answer == "4" for answer in next_tensordict["answer"]]
+        next_tensordict.set("reward", torch.tensor(right).float().reshape(-1, 1, 1))
+        return next_tensordict
+
+
+def test_rewards_see_the_data_without_its_loader() -> None:
+    bare, _, _ = take_dataloader(dataset_env().append_transform(Right()))
+    sample = TensorDict({"query": NonTensorData("2+2="), "answer": NonTensorData("4")})
+    env = with_batch_size(bare, 2)
+    root = env.reset(lazy_stack([sample, sample.copy()]))
+    root["history"].full = root["history"].prompt
+    assert env.step(root)["next", "reward"].flatten().tolist() == [1.0, 1.0]
 
 
 def test_an_environment_without_one_is_itself() -> None:

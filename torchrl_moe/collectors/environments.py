@@ -18,7 +18,7 @@ from torchrl.envs.llm.transforms import DataLoadingPrimer, RayDataLoadingPrimer
 from torchrl.envs.transforms import Compose, Transform
 
 from torchrl_moe._errors import CollectionError
-from torchrl_moe.collectors.episode import Episode, Generate, InThread
+from torchrl_moe.collectors.episode import SHOWN, Episode, Generate, InThread
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
 __all__ = [
@@ -53,8 +53,17 @@ def take_dataloader(env: EnvBase) -> tuple[EnvBase, Iterable[Any] | None, int | 
     primer = primer_of(env)
     if primer is None:
         return env, None, None
-    kept = [transform.clone() for transform in transforms if not isinstance(transform, DataLoadingPrimer)]
+    kept = [_ShownData() if isinstance(one, DataLoadingPrimer) else one.clone() for one in transforms]
     return TransformedEnv(env.base_env, Compose(*kept)), rows_of_primer(primer), primer.repeats or None
+
+
+class _ShownData(Transform):
+    """Shows the data of a sample in ``next`` too, as a primer does: TorchRL's rewards read the answer there."""
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        for name in set(tensordict.keys()) - set(next_tensordict.keys()) - set(SHOWN):
+            next_tensordict.set(name, tensordict.get(name))
+        return next_tensordict
 
 
 def primer_of(env: EnvBase) -> DataLoadingPrimer | None:

@@ -21,7 +21,7 @@ from torchrl_moe.render.curves import training_figure
 from torchrl_moe.trainers.batch_figures import batch_figures
 from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept, TrainedWeights
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_yaml
-from torchrl_moe.trainers.function_names import import_function
+from torchrl_moe.trainers.function_names import import_function, is_function_name
 from torchrl_moe.trainers.health import HealthMonitor
 from torchrl_moe.trainers.learner import Learner
 from torchrl_moe.trainers.loss_building import advantages, with_signal
@@ -100,10 +100,14 @@ class MoEGRPOTrainer(Trainer):
             config, self.policy_model.tokenizer, dataset=dataset, env=env, rewards=rewards, held_out=held_out
         )
         self.learner = Learner(actor, self.policy_model, config)
-        # nothing was written so far: a mistake leaves an older run's folder as it was
+        try:
+            self.rollout_engine = RolloutEngine(self.policy_model, config, folder, engine)
+        except BaseException:
+            self.learner.shutdown()
+            raise
+        # a mistake has been noticed by now, and has left an older run as it was
         if not config.resume:
             Checkpoints.forget(folder / "checkpoints")
-        self.rollout_engine = RolloutEngine(self.policy_model, config, folder, engine)
         self.clock, self.health = StepClock(), HealthMonitor()
         self.steps_done = self.trained_tokens = self._restored_version = 0
         self._figures: dict[str, Any] = {}
@@ -117,9 +121,9 @@ class MoEGRPOTrainer(Trainer):
             raise
 
     def _load_model(self, model: Any, tokenizer: Any, folder: Path) -> PolicyModel:
-        start = folder / "start"
-        made_here = self.config.resume and model is None and (start / "config.json").is_file()
-        if made_here:  # by the function that the configuration names: no need to make it again
+        start, source = folder / "start", self.config.model.source
+        is_made = model is None and source is not None and is_function_name(source)
+        if self.config.resume and is_made and (start / "config.json").is_file():  # no need to make it again
             self.config.model.source = str(start)
         return PolicyModel.load(model, tokenizer, self.config.model)
 

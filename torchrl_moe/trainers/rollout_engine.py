@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 
+from torchrl_moe.modules.policies.generate_kwargs import sampling_params_of
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
@@ -38,12 +39,19 @@ class RolloutEngine:
         self.config, self.policy_model = config, policy_model
         self._owns_engine = engine is None
         self._sender_arguments = dict(config.engine.sync)
+        setting = "engine.sync"
         try:
             scheme = VLLMWeightSyncScheme(**self._sender_arguments)
+            setting = "rollout.sampling"
+            sampling_params_of(_sampling(config))
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"engine.sync: {error}") from error
-        self.engine = self._start(folder) if engine is None else engine
+            raise ConfigError.of(setting, error) from error
         self.sender = scheme.create_sender()
+        try:
+            self.engine = self._start(folder) if engine is None else engine
+        except BaseException:
+            self.sender.shutdown()
+            raise
         try:
             self.sender.register_model(policy_model.model)
             self.sender.init_all_workers_group(None, vllm_engine=self.engine)
@@ -60,7 +68,10 @@ class RolloutEngine:
     def _start(self, folder: Path) -> AsyncVLLM:
         engine = self.config.engine
         arguments = {"seed": self.config.seed, **engine.arguments}
-        check_room(self.policy_model, engine.num_replicas, arguments)
+        if engine.backend == "local":
+            check_room(self.policy_model, engine.num_replicas, arguments)
+        if engine.sleep and not torch.cuda.is_available():
+            raise ConfigError("engine.sleep=True needs a GPU, whose memory the trainer gets meanwhile")
         if not torch.cuda.is_available():
             arguments.setdefault("enforce_eager", True)  # a CPU has nothing to capture, and compiling takes a minute
         if engine.sleep:
@@ -117,7 +128,7 @@ def _sampling(config: GRPOConfig) -> dict[str, Any]:
 
 
 def check_room(policy_model: PolicyModel, num_replicas: int, arguments: dict[str, Any]) -> None:
-    """Refuse more replicas than the machine holds; with Ray other machines may hold them.
+    """Refuse more replicas than this machine holds.
 
     Raises:
         ConfigError: there are fewer GPUs, or there is less memory.

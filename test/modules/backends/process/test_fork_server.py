@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 import signal
@@ -175,11 +176,12 @@ def test_many_starts_leave_no_file_and_no_process(forks: Forks) -> None:
     server = psutil.Process(forks.server().pid)
     assert forks.start().end() == GONE
     others = server.children()
+    gc.collect()  # what other tests left may close files of its own meanwhile
     before = len(os.listdir("/proc/self/fd")), server.num_fds()
     for _ in range(50):
         launch, connection = forks.ask(forks.server())
         assert Forked(launch.wait(), connection).end() == GONE
-    until(lambda: (len(os.listdir("/proc/self/fd")), server.num_fds()) == before, 60)
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before[0] and server.num_fds() <= before[1], 60)
     assert server.children() == others  # no zombies either
 
 
