@@ -79,7 +79,9 @@ def prompts(source: RolloutSource) -> list[str]:
 @pytest.mark.parametrize("rewards", [exact, [exact], [exact, half], f"{__name__}:exact"])
 @pytest.mark.parametrize("dataset", [ROWS, FakeDataset(ROWS), f"{__name__}:rows_of"])
 def test_a_dataset_and_its_rewards(dataset: Any, rewards: Any) -> None:
-    source = of(DataConfig(arguments={"count": 10} if isinstance(dataset, str) else {}), dataset=dataset, rewards=rewards)
+    source = of(
+        DataConfig(arguments={"count": 10} if isinstance(dataset, str) else {}), dataset=dataset, rewards=rewards
+    )
     assert prompts(source) == sorted(row["prompt"] for row in ROWS)
     assert isinstance(source.env, PromptEpisode)
     assert source.env.rewards.names == (["exact", "half"] if isinstance(rewards, list) and rewards[1:] else ["exact"])
@@ -141,11 +143,12 @@ def test_a_column_that_not_every_row_has() -> None:
 
 
 def test_an_environment_and_another_to_evaluate_on(engine: FakeAsyncVLLM) -> None:
-    env, other = chat(3), of(DataConfig(held_out=2), dataset=ROWS, rewards=exact)
+    env = chat(3)
     source = of(env=env)
     assert (source.env, source.dataloader, source.evaluate(policy_of(engine))) == (env, None, None)
     assert of(env=lambda: chat(3)).dataloader is None
-    del other
+    other = chat(1)
+    assert of(None, EvalConfig(prompts=7), env=env, held_out=other).held_out == 7
 
 
 def test_an_async_function_that_plays_a_sample(engine: FakeAsyncVLLM) -> None:
@@ -210,7 +213,11 @@ NO_COLUMN = "data: train row 0 has no column 'prompt'; its columns are 'question
         ({}, {"dataset": [{"question": "1+1=", "answer": "2"}], "rewards": exact}, NO_COLUMN),
         ({}, {"dataset": [{"question": "1+1=", "answer": "2"}], "env": play}, NO_COLUMN),
         ({}, {"env": play}, "data.source=None: "),
-        ({}, {"dataset": ROWS, "rewards": lambda completion, solution: 0.0}, "asks for 'solution'; there are .*'answer'"),
+        (
+            {},
+            {"dataset": ROWS, "rewards": lambda completion, solution: 0.0},
+            "asks for 'solution'; there are .*'answer'",
+        ),
         ({}, {"dataset": ROWS}, r"^data.rewards=\[\]: name a function, package.module:function"),
         ({}, {"dataset": [], "rewards": exact}, "data: there are no rows to train on"),
         ({"held_out": 10}, {"dataset": ROWS, "rewards": exact}, "data: held_out=10 leaves none of 10 rows to train on"),
