@@ -251,7 +251,7 @@ def test_a_mistake_ends_the_engine_of_the_reference(tmp_path: Path, monkeypatch:
     config = GRPOConfig(out=str(tmp_path / "run"), model=ModelConfig(source=str(folder)))
     config.loss.reference, config.loss.arguments = "engine", {"kl_to_ref_coeff": 0.1}
     config.engine.sync = {"mode": "later"}
-    with pytest.raises(ConfigError, match="engine.sync"):
+    with pytest.raises(ConfigError, match=r"engine\.sync"):
         MoEGRPOTrainer(dataset=rows(), rewards=exact, config=config)
     (reference,) = references
     with pytest.raises(RuntimeError):
