@@ -10,7 +10,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tensordict import set_list_to_stack
+from tensordict import TensorDict, set_list_to_stack
+from torchrl.data.llm import History
+from torchrl.modules.llm.policies import ChatHistory
 
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.policies.unstack import model_metadata
@@ -163,10 +165,6 @@ def test_routes_are_fetched_where_they_are_read(policy_model: PolicyModel, fleet
         own = RolloutEngine(policy_model, config, tmp_path, fleet)
         fleet.fakes[0].submitted.clear()
         fleet.fakes[1].submitted.clear()
-        from tensordict import TensorDict
-        from torchrl.data.llm import History
-        from torchrl.modules.llm.policies import ChatHistory
-
         with set_list_to_stack(True):
             history = ChatHistory(prompt=History(role=["user"], content=["1+1="], batch_size=[1])[None])
             row = own.policy(TensorDict({"history": history}, batch_size=[1]))[0]

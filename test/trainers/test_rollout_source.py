@@ -143,11 +143,12 @@ def test_a_column_that_not_every_row_has() -> None:
 
 
 def test_an_environment_and_another_to_evaluate_on(engine: FakeAsyncVLLM) -> None:
-    env, other = chat(3), of(DataConfig(held_out=2), dataset=ROWS, rewards=exact)
+    env = chat(3)
     source = of(env=env)
     assert (source.env, source.dataloader, source.evaluate(policy_of(engine))) == (env, None, None)
     assert of(env=lambda: chat(3)).dataloader is None
-    del other
+    other = chat(1)
+    assert of(None, EvalConfig(prompts=7), env=env, held_out=other).held_out == 7
 
 
 def test_an_async_function_that_plays_a_sample(engine: FakeAsyncVLLM) -> None:

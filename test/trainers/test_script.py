@@ -1,0 +1,258 @@
+"""The command line: bad input is one clear line and exit code 2, and costs an older run nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import yaml  # type: ignore[import-untyped]
+from tensordict import set_list_to_stack
+
+from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.policies.unstack import model_metadata
+from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
+from torchrl_moe.testing.fake_weights import FakeFleet
+from torchrl_moe.testing.tiny_moe import save_tiny_moe
+from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
+from torchrl_moe.trainers.compose import CONFIGS, load_config
+from torchrl_moe.trainers.config import ModelConfig, RolloutConfig
+from torchrl_moe.trainers.policy_model import PolicyModel
+from torchrl_moe.trainers.script import main
+
+REWARD = f"{__name__}:exact"
+
+
+def rows(columns: str = "prompt,answer") -> Any:
+    return [dict(zip(columns.split(","), (f"{i}+1=", str(i + 1)), strict=True)) for i in range(8)]
+
+
+def exact(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+def unkind() -> Any:
+    raise RuntimeError("not today\nnor tomorrow")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of a model with experts and of one without."""
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_moe(folder / "moe", num_hidden_layers=2)
+    save_tiny_moe(folder / "dense", "qwen3", num_hidden_layers=1)
+    named = {"model": {"source": str(folder / "moe")}, "data": {"source": f"{__name__}:rows", "rewards": [REWARD]}}
+    (folder / "base.yaml").write_text(yaml.safe_dump({"defaults": ["grpo_config", "_self_"], **named}))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: Any, **__: Any) -> Any:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(AsyncVLLM, "from_pretrained", start)
+
+
+def run(models: Path, out: Path, *overrides: str) -> int:
+    return main(["--config", str(models / "base.yaml"), f"out={out}", *overrides])
+
+
+def older_run(out: Path) -> dict[str, bytes]:
+    """Leave the files of an older run; return them."""
+    files = ("config.yaml", "metrics.csv", "checkpoints/step-000000000004/manifest.json", "start/config.json")
+    for name in files:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(name)
+    return contents(out)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+BAD = [
+    (["nonsense=1"], "nonsense"),
+    (["optim.speed=1"], "speed"),
+    (["optim.lr=fast"], "optim.lr"),
+    (["steps=0"], "steps=0 must be positive"),
+    (["engine.num_replicas=0"], "engine.num_replicas=0 must be positive"),
+    (["engine.sync_every=0"], "engine.sync_every=0 must be positive"),
+    (["rollout.group_size=1"], "rollout.group_size=1 is too few"),
+    (
+        ["rollout.prompts_per_step=3", "rollout.group_size=4", "optim.minibatches=5"],
+        "optim.minibatches=5 does not divide",
+    ),
+    (["rollout.temperature=hot"], "rollout.temperature"),
+    (["rollout.sampling.num_beams=4"], "rollout.sampling: "),
+    (["loss.replay=R4"], "loss.replay=R4 must be one of R3, R2, none"),
+    (["loss.name=Loss"], "loss.name=Loss must be one of"),
+    (["loss.arguments.clip=0.2"], "loss.arguments: "),
+    (["loss.arguments.thresholds={tsi: 3}"], "loss.arguments: "),
+    (["loss.arguments.clip_epsilon=[0.1]"], "loss.arguments: "),
+    (["loss.reference=adapter"], "loss.reference=adapter needs an adapter"),
+    (["model.dtype=float16"], "model.dtype=float16 must be one of"),
+    (["model.lora.rank=2", "model.lora.target=router"], "model.lora.target=router must be one of"),
+    (["model.source=./no/such/folder"], "model.source=./no/such/folder: there is no model in that folder"),
+    (["model.source=no_such_module:model"], "cannot import 'no_such_module'"),
+    ([f"model.source={__name__}:unkind"], "RuntimeError: not today"),
+    (["model.source=null"], "model.source=None"),
+    (["data.source=null"], "data.source=None"),
+    (["data.rewards=[]"], "data.rewards=[]"),
+    (["data.rewards=[no_such_module:reward]"], "cannot import 'no_such_module'"),
+    (["data.arguments.columns='question,answer'"], "no column 'prompt'; its columns are 'question', 'answer'"),
+    (["data.arguments.columns='prompt,solution'"], "asks for 'answer'"),
+    (["data.held_out=8"], "held_out=8 leaves none of 8 rows to train on"),
+    (["data.source=./no/such.jsonl"], "there is no file or folder"),
+    (["engine.sync.mode=later"], "engine.sync: mode must be"),
+    (["hooks=[no_such_module:hook]"], "hooks: cannot import 'no_such_module'"),
+    (["--config", "nonsense"], "there is no configuration nonsense; of the package: olmoe_1b_7b"),
+    (["--config", "nonsense.yaml"], "there is no configuration nonsense.yaml"),
+    (["resume=true", "out=./no/such/run"], "resume=true, but there is no run in ./no/such/run"),
+    (["log.loggers=[paper]"], "log.loggers=paper"),
+    (["rollout.top_p=0"], "rollout.top_p=0"),
+    (["out=null"], "out"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), BAD, ids=[" ".join(overrides)[:50] for overrides, _ in BAD])
+def test_bad_input_is_one_clear_line_and_nothing_is_written(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
+) -> None:
+    before = older_run(tmp_path / "run")
+    capsys.readouterr()
+    assert run(models, tmp_path / "run", *overrides) == 2
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if line and "it/s]" not in line
+    ]  # transformers' bars
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert contents(tmp_path / "run") == before
+
+
+def test_replicas_that_memory_does_not_hold(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = older_run(tmp_path / "run")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    assert run(models, tmp_path / "run", "engine.num_replicas=1000") == 2
+    assert "engine.num_replicas=1000 needs " in capsys.readouterr().err
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_dense_model_cannot_replay(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(models, tmp_path / "run", f"model.source={models / 'dense'}") == 2
+    assert "dense model" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_name_that_the_hub_does_not_have(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # the variable is read at import
+    assert run(models, tmp_path / "run", "model.source=no/such-model") == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "model.source=no/such-model: " in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in CONFIGS.glob("*.yaml")))
+def test_a_configuration_that_is_printed_is_read_again(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ["optim.lr=3e-5", "loss.arguments.clip_epsilon=[0.1, 0.3]", f"out={tmp_path / 'run'}"]
+    assert main(["--config", name, "--cfg", *changes]) == 0
+    file = tmp_path / "printed.yaml"
+    file.write_text("defaults: [grpo_config, _self_]\n" + capsys.readouterr().out)
+    again = load_config(file)
+    assert again == load_config(name, changes)
+    assert (again.optim.lr, again.loss.arguments["clip_epsilon"]) == (3e-5, [0.1, 0.3])
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_names_the_configurations(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert "tiny_cpu" in shown and "key=value" in shown and "resume=true" in shown
+
+
+# -- what a run leaves, on a fake engine ------------------------------------------------------------------------------
+
+
+def other_model(seed: int) -> Any:
+    return make_tiny_moe("qwen3_moe", seed=seed, num_hidden_layers=4, num_experts=8, num_experts_per_tok=2)
+
+
+def made(seed: int) -> Any:
+    return other_model(seed), ByteTokenizer()
+
+
+def trainer_of(out: Path, source: str, seed: int = 0, **changes: Any) -> MoEGRPOTrainer:
+    arguments = {"seed": seed} if ":" in source else {}
+    config = GRPOConfig(out=str(out), steps=2, model=ModelConfig(source=source, arguments=arguments))
+    config.rollout = RolloutConfig(prompts_per_step=2, group_size=2, max_new_tokens=3)
+    config.log.loggers, config.log.progress, config.eval.every, config.checkpoint.every = [], False, 0, 1
+    for name, value in changes.items():
+        setattr(config, name, value)
+    fleet = FakeFleet(1, expected=model_metadata(other_model(0)))
+    return MoEGRPOTrainer(dataset=rows(), rewards=exact, config=config, engine=fleet)
+
+
+def first_weight(trainer: MoEGRPOTrainer) -> float:
+    return float(trainer.policy_model.model.lm_head.weight[0, 0])
+
+
+def test_a_run_begins_with_the_model_that_was_made_for_it(tmp_path: Path) -> None:
+    PolicyModel.load(*made(3), ModelConfig()).save(tmp_path / "run" / "start")
+    (tmp_path / "run" / "config.yaml").write_text("steps: 1")
+    with set_list_to_stack(True), trainer_of(tmp_path / "run", f"{__name__}:made", seed=3, resume=True) as trainer:
+        assert first_weight(trainer) == float(other_model(3).lm_head.weight[0, 0])
+        assert trainer.policy_model.source == str(tmp_path / "run" / "start")
+
+
+def test_a_run_from_a_folder_does_not_go_on_with_another_runs_model(tmp_path: Path) -> None:
+    """A model that a function made for an older run lies in the same folder."""
+    PolicyModel.load(*made(3), ModelConfig()).save(tmp_path / "run" / "start")
+    folder = PolicyModel.load(*made(4), ModelConfig()).save(tmp_path / "mine")
+    with set_list_to_stack(True), trainer_of(tmp_path / "run", str(folder), resume=True) as trainer:
+        assert first_weight(trainer) == float(other_model(4).lm_head.weight[0, 0])
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    folder = PolicyModel.load(*made(1), ModelConfig()).save(tmp_path / "mine")
+    with set_list_to_stack(True):
+        with trainer_of(tmp_path / "run", str(folder)) as first:
+            first.config.optim.warmup_steps = 0
+            first.train()
+            lr, step = first.learner.stepper.schedule.last_epoch, first.steps_done
+            weights = {name: weight.clone() for name, weight in first.policy_model.trained.items()}
+        with trainer_of(tmp_path / "run", str(folder), resume=True, steps=3) as again:
+            assert (again.learner.stepper.schedule.last_epoch, again.steps_done) == (lr, step) == (2, 2)
+            assert all(weights[name].equal(weight) for name, weight in again.policy_model.trained.items())
+            again.train()
+            assert [row["step"] for row in again.record.rows] == [0, 1, 2]
+
+
+def test_a_mistake_ends_the_engine_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    references = []
+
+    def start(*_: Any, **__: Any) -> FakeFleet:
+        references.append(FakeFleet(1))
+        return references[-1]
+
+    monkeypatch.setattr(AsyncVLLM, "from_pretrained", start)
+    folder = PolicyModel.load(*made(1), ModelConfig()).save(tmp_path / "mine")
+    config = GRPOConfig(out=str(tmp_path / "run"), model=ModelConfig(source=str(folder)))
+    config.loss.reference, config.loss.arguments = "engine", {"kl_to_ref_coeff": 0.1}
+    config.engine.sync = {"mode": "later"}
+    with pytest.raises(ConfigError, match=r"engine\.sync"):
+        MoEGRPOTrainer(dataset=rows(), rewards=exact, config=config)
+    (reference,) = references
+    with pytest.raises(RuntimeError):
+        reference.generate("after the end", use_tqdm=False)
