@@ -229,7 +229,7 @@ class MoEGRPOTrainer(Trainer):
         self.clock.end("generate")
         if self.config.engine.sleep:
             self._end_evaluation()
-            self.rollout_engine.sleep()
+        self.rollout_engine.sleep()
         version = self.rollout_engine.version
         self._figures |= batch_figures(batch, version)
         if self.config.log.samples:

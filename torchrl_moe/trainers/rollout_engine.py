@@ -106,8 +106,9 @@ class RolloutEngine:
         return report
 
     def sleep(self) -> None:
-        """Give the GPU's memory to the trainer."""
-        self.engine.sleep()
+        """Give the GPU's memory to the trainer, if the run asks for it."""
+        if self.config.engine.sleep:
+            self.engine.sleep()
 
     def wake_up(self) -> None:
         """Take it back."""
