@@ -38,7 +38,7 @@ def test_the_defaults_can_be_meant() -> None:
         ("optim.schedule", "step", "optim.schedule=step must be one of constant, linear, cosine"),
         ("loss.replay", "R4", "loss.replay=R4 must be one of R3, R2, none"),
         ("loss.advantage", "gae", "loss.advantage=gae must be one of"),
-        ("loss.reference", "adapter", "loss.reference=adapter needs an adapter to switch off"),
+        ("loss.reference", "host", "loss.reference=host must be one of auto, adapter, model, engine"),
         ("model.dtype", "float16", "model.dtype=float16 must be one of auto, float32, bfloat16"),
         ("model.lora", LoRAConfig(rank=-1), "model.lora.rank=-1 must be 0 or more"),
         ("model.lora", LoRAConfig(target="mlp"), "model.lora.target=mlp must be one of attention, experts, all"),

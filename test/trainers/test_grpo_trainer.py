@@ -223,6 +223,19 @@ def test_a_reward_that_raises_costs_its_group(run: Make, caplog: pytest.LogCaptu
 
 
 @pytest.mark.engine
+def test_an_evaluation_that_raises_costs_no_more_than_that(run: Make, caplog: pytest.LogCaptureFixture) -> None:
+    def reward(completion: str, answer: str) -> float:
+        if answer == "held out":
+            raise ZeroDivisionError("no opinion")
+        return float(completion == answer)
+
+    trainer = run("steps=2", "eval.every=1", rewards=reward, held_out=[{"prompt": "1+1=", "answer": "held out"}])
+    trainer.train()
+    assert trainer.record.column("held_out_reward") == []
+    assert caplog.text.count("no evaluation at step") == 3
+
+
+@pytest.mark.engine
 def test_a_replica_that_is_killed_costs_nothing(run: Make) -> None:
     trainer = run("steps=3")
     entry = trainer.rollout_engine.engine.replica_table[0]

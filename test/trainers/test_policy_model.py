@@ -197,9 +197,14 @@ def test_a_model_whose_attention_has_other_names_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no such layers"):
         loaded(odd, ByteTokenizer(), lora=lora())
     stacked = AutoModelForCausalLM.from_config(Phi3Config(num_attention_heads=2, pad_token_id=0, **small))
-    # its qkv_proj is no v_proj
-    names = loaded(stacked, ByteTokenizer(), lora=lora()).trained
-    assert names and all("o_proj" in name for name in names)
+    names = loaded(stacked, ByteTokenizer(), lora=lora()).trained  # its qkv_proj is no v_proj
+    assert {name.split(".")[-4] for name in names} == {"qkv_proj", "o_proj"}
+
+
+def test_latent_attention_is_adapted_as_a_whole() -> None:
+    names = loaded(make_tiny_moe("deepseek_v3"), ByteTokenizer(), lora=lora()).trained
+    layers = {name.split(".")[-4] for name in names}
+    assert {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= layers
 
 
 def test_a_model_with_an_adapter_gets_no_second_one() -> None:

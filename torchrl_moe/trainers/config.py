@@ -179,7 +179,8 @@ class LossConfig:
         advantage: ``"grpo"``, ``"rloo"``, ``"dr_grpo"`` or ``"reinforce_plus_plus"``.
         replay: ``"R3"``: the engine's experts; ``"R2"``: the trainer's own of the first forward pass; ``"none"``.
         reference: where its log-probs come from, if the loss asks for any: ``"adapter"`` switches the adapter off,
-            ``"model"`` is a second model, ``"engine"`` a second engine; ``"auto"`` is the first that can be.
+            ``"model"`` is a second model, ``"engine"`` a second engine; ``"auto"`` is the first that can be. It
+            follows the experts that the policy follows.
         router: arguments of :class:`~torchrl_moe.objectives.MoERouterLoss`; without any there is no such loss.
     """
 
@@ -353,9 +354,6 @@ def _check(holds: bool, name: str, value: Any, problem: str) -> None:
 
 def _check_lora(config: GRPOConfig) -> None:
     lora = config.model.lora
-    if not lora.rank:
-        adapter = config.loss.reference == "adapter"
-        _check(not adapter, "loss.reference", "adapter", "needs an adapter to switch off: set model.lora.rank")
     _check(lora.target in LORA_TARGETS, "model.lora.target", lora.target, f"must be one of {', '.join(LORA_TARGETS)}")
     _check(0 <= lora.dropout < 1, "model.lora.dropout", lora.dropout, "must be at least 0 and below 1")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -85,7 +86,7 @@ class MoEGRPOTrainer(Trainer):
         tokenizer: Any = None,
         engine: Any = None,
     ) -> None:
-        self.config = config = config or GRPOConfig()
+        self.config = config = copy.deepcopy(config) if config is not None else GRPOConfig()
         config.check()
         self._hooks = _functions(config.hooks)
         torch.manual_seed(config.seed)
@@ -219,10 +220,15 @@ class MoEGRPOTrainer(Trainer):
             self._evaluation = self._beside.submit(self.evaluate)
 
     def _end_evaluation(self) -> None:
-        """Wait for the evaluation beside this step, if there is one."""
-        if self._evaluation is not None:
-            self._figures["held_out_reward"] = self._evaluation.result()
-            self._evaluation = None
+        """Wait for the evaluation beside this step, if there is one; a reward that raises costs no more than that."""
+        evaluation, self._evaluation = self._evaluation, None
+        if evaluation is None:
+            return
+        error = evaluation.exception()
+        if error is None:
+            self._figures["held_out_reward"] = evaluation.result()
+        else:
+            LOG.warning("no evaluation at step %d: %r", self.steps_done, error)
 
     def _receive(self, batch: TensorDictBase) -> TensorDictBase:
         """Take a batch: its figures, advantages, scores."""
@@ -261,7 +267,8 @@ class MoEGRPOTrainer(Trainer):
         seconds = dict(self.clock.seconds)
         is_last = self.steps_done >= self.config.steps
         if is_last and self.config.eval.every:
-            self._figures["held_out_reward"] = self.evaluate()
+            self._evaluation = self._beside.submit(self.evaluate)
+            self._end_evaluation()
         row = self.record.add(
             {
                 "step": self.steps_done - 1,

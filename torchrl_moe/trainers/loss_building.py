@@ -69,10 +69,15 @@ def _needs_reference(arguments: dict[str, Any]) -> bool:
 
 
 def _where(config: GRPOConfig, model: Any) -> str:
-    """Return where the reference is."""
-    if config.loss.reference != "auto":
-        return config.loss.reference
-    return "adapter" if has_adapters(model) else "model"
+    """Return where the reference is.
+
+    Raises:
+        ConfigError: an adapter that is not there.
+    """
+    where, adapted = config.loss.reference, has_adapters(model)
+    if where == "adapter" and not adapted:
+        raise ConfigError("loss.reference=adapter needs an adapter to switch off: set model.lora.rank")
+    return ("adapter" if adapted else "model") if where == "auto" else where
 
 
 def build_reference(
@@ -87,7 +92,8 @@ def build_reference(
     if where == "adapter":  # the loss scores it by itself
         return None, _nothing
     if where == "model":
-        return actor.reference().get_new_version(log_probs_key=REFERENCE_KEY), _nothing
+        follows = config.loss.replay != "none"  # as the adapter switched off does: both score the same routes
+        return actor.reference(replay=follows).get_new_version(log_probs_key=REFERENCE_KEY), _nothing
     if policy_model.source is None:
         raise ConfigError("loss.reference=engine needs a model that is in a folder or on the hub: set model.source")
     engine = AsyncVLLM.from_pretrained(policy_model.source, **config.engine.arguments)

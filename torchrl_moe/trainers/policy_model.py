@@ -21,7 +21,10 @@ from torchrl_moe.trainers.function_names import import_function, is_function_nam
 
 __all__ = ["PolicyModel"]
 
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ATTENTION = [
+    "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+]  # fmt: skip
+"""Linear layers of attention, and of DeepSeek's latent attention."""
 STACKED_EXPERTS = ("gate_up_proj", "down_proj")
 """Parameters of all experts of a layer at once, as transformers holds them."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -58,7 +60,7 @@ class RolloutSource:
 
         Args:
             config: of the run.
-            tokenizer: of the policy, for the environments of TorchRL's tasks.
+            tokenizer: of the policy: it decodes answers, and TorchRL's tasks read it.
             dataset: see :func:`~torchrl_moe.trainers.prompts.load_prompts`.
             env: an environment, a callable that makes one, or an async function that plays a sample, instead.
             rewards: functions of an answer; for a dataset.
@@ -73,7 +75,7 @@ class RolloutSource:
                 return cls._of_env(config, env, dataset, rewards, held_out)
             if isinstance(source, str) and source in TASKS:
                 return cls._of_task(source, config, tokenizer, rewards, held_out)
-            return cls._of_prompts(config, source, rewards, held_out)
+            return cls._of_prompts(config, source, tokenizer, rewards, held_out)
         except ConfigError:
             raise
         except Exception as error:  # a function or a dataset's host raises what it likes
@@ -120,7 +122,7 @@ class RolloutSource:
         return cls._with_env(config, env, held_out)
 
     @classmethod
-    def _of_prompts(cls, config: GRPOConfig, source: Any, rewards: Any, held_out: Any) -> RolloutSource:
+    def _of_prompts(cls, config: GRPOConfig, source: Any, tokenizer: Any, rewards: Any, held_out: Any) -> RolloutSource:
         functions = config.data.rewards if rewards is None else rewards
         functions = [functions] if callable(functions) or isinstance(functions, str) else list(functions)
         prompts = cls._load(config, source, held_out)
@@ -128,7 +130,7 @@ class RolloutSource:
             raise ConfigError("data.rewards=[]: name a function, package.module:function, or give the trainer rewards")
         found = Rewards(functions, config.data.weights)
         found.check(prompts.columns)
-        return cls._with_prompts(config, PromptEpisode(prompts.prompt, found), prompts)
+        return cls._with_prompts(config, PromptEpisode(prompts.prompt, found, tokenizer=tokenizer), prompts)
 
     @staticmethod
     def _load(config: GRPOConfig, source: Any, held_out: Any) -> PromptSet:
@@ -137,7 +139,7 @@ class RolloutSource:
             raise ConfigError("data.source=None: name a dataset, or give the trainer a dataset or an env")
         # arguments are of the source that the configuration names; where it names none, of the one that is given
         is_theirs = source is data.source or (data.source is None and isinstance(source, str))
-        arguments = data.arguments if is_theirs else None
+        arguments = data.arguments if is_theirs and not _is_on_disk(source) else None
         count = data.held_out if held_out is None else 0
         found = load_prompts(source, prompt=data.prompt, held_out=count, seed=config.seed, arguments=arguments)
         if held_out is None:
@@ -150,9 +152,17 @@ class RolloutSource:
         return cls(env, prompts.loader(config.seed), env if count else None, prompts.held_out_loader, count)
 
     def evaluate(self, policy: vLLMWrapper) -> float | None:
-        """Return the mean reward of greedy answers to held-out prompts; ``None``: nothing is held out."""
+        """Return the mean reward of greedy answers to held-out prompts, of several turns the last one's.
+
+        ``None``: nothing is held out.
+        """
         if not self.held_out:
             return None
         loader = None if self.held_out_loader is None else self.held_out_loader()
         rows: TensorDictBase = evaluate(policy, self.held_out_env, self.held_out, loader, temperature=0.0)
         return float(sum(float(row.get(("next", "reward")).sum()) for row in rows.unbind(0)) / len(rows))
+
+
+def _is_on_disk(source: Any) -> bool:
+    """Whether a source is a file or a folder, which take no arguments."""
+    return isinstance(source, str | os.PathLike) and (Path(source).exists() or str(source).endswith(".jsonl"))
