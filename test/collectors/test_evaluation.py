@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import pytest
+from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, StepCounter
 from torchrl.envs.llm import DatasetChatEnv
 
 from support.collecting import TOKENIZER, Questions, chat, policy_of, queries
 from torchrl_moe.collectors import AsyncLLMCollector
+from torchrl_moe.collectors.environments import EnvironmentTimeoutError
 from torchrl_moe.collectors.evaluation import evaluate
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -33,6 +36,22 @@ def test_each_prompt_is_answered_once_in_the_order_of_the_data(engine: FakeAsync
 def test_the_last_turn_is_returned(engine: FakeAsyncVLLM) -> None:
     rows = evaluate(policy_of(engine), lambda: chat(1, turns=3), 2, Questions())
     assert rows["next", "step_count"].flatten().tolist() == [3, 3]
+
+
+def test_rewards_of_all_turns_are_summed(engine: FakeAsyncVLLM) -> None:
+    rows = evaluate(policy_of(engine), lambda: chat(1, turns=3, reward=lambda query: 0.5), 2, Questions())
+    assert rows["next", "episode_reward"].flatten().tolist() == [1.5, 1.5]
+    assert rows["next", "reward"].flatten().tolist() == [0.5, 0.5]
+
+
+def test_an_episode_that_does_not_go_on_ends_the_evaluation(engine: FakeAsyncVLLM) -> None:
+    async def episode(data: TensorDictBase, ask: Any) -> float:
+        await ask(data["query"])
+        await asyncio.Event().wait()
+        return 0.0
+
+    with pytest.raises(EnvironmentTimeoutError, match=r"within 0\.2 s"):
+        evaluate(policy_of(engine), episode, 1, Questions(), reward_timeout=0.2)
 
 
 def test_an_environment_of_many_samples_is_made_again_and_brings_its_data(engine: FakeAsyncVLLM) -> None:

@@ -6,8 +6,13 @@ import csv
 from pathlib import Path
 from typing import Any
 
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.policies.unstack import model_metadata
+from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
+from torchrl_moe.testing.fake_weights import FakeFleet
+from torchrl_moe.trainers import MoEGRPOTrainer
 from torchrl_moe.trainers.compose import load_config
-from torchrl_moe.trainers.config import GRPOConfig
+from torchrl_moe.trainers.config import GRPOConfig, RolloutConfig
 
 DLOGP_BOUND = 1e-4
 RISE = 0.1  # healthy runs rise by 0.2 and more, those with shuffled advantages by less than 0.05
@@ -46,3 +51,30 @@ def failed_checks(rows: list[dict[str, str]]) -> set[str]:
         "learning": sum(reward[-8:]) / 8 - sum(reward[:4]) / 4 >= RISE,
     }
     return {name for name, good in checks.items() if not good}
+
+
+LAYOUT = RoutingLayout(num_layers=2, moe_layers=(1,), top_k=2, num_experts=8)
+
+
+def fake_model() -> Any:
+    return make_tiny_moe("qwen3_moe", num_hidden_layers=2, num_experts=8, num_experts_per_tok=2)
+
+
+def fake_fleet(count: int = 2) -> FakeFleet:
+    """Replicas that take such a model's weights."""
+    return FakeFleet(count, expected=model_metadata(fake_model()), layout=LAYOUT)
+
+
+def fake_config(out: Path, steps: int) -> GRPOConfig:
+    config = GRPOConfig(out=str(out), steps=steps)
+    config.rollout = RolloutConfig(prompts_per_step=2, group_size=2, max_new_tokens=3)
+    config.log.loggers, config.log.progress, config.log.samples = [], False, 0
+    config.eval.every = config.eval.mismatch_every = 0
+    return config
+
+
+def fake_run(fleet: FakeFleet, config: GRPOConfig, **given: Any) -> MoEGRPOTrainer:
+    """A run of a fake engine's answers, half a second long."""
+    rows = [{"prompt": f"{i}+1="} for i in range(8)]
+    given = {"dataset": rows, "rewards": lambda completion_ids: float(completion_ids[0] % 7), **given}
+    return MoEGRPOTrainer(fake_model(), config=config, tokenizer=ByteTokenizer(), engine=fleet, **given)

@@ -42,7 +42,11 @@ def test_the_defaults_can_be_meant() -> None:
         ("model.dtype", "float16", "model.dtype=float16 must be one of auto, float32, bfloat16"),
         ("model.lora", LoRAConfig(rank=-1), "model.lora.rank=-1 must be 0 or more"),
         ("model.lora", LoRAConfig(target="mlp"), "model.lora.target=mlp must be one of attention, experts, all"),
-        ("model.lora", LoRAConfig(dropout=1.0), "model.lora.dropout=1.0 must be at least 0 and below 1"),
+        ("optim.max_grad_norm", -1.0, "optim.max_grad_norm=-1.0 must be positive, or null for none"),
+        ("optim.max_tokens", 0, "optim.max_tokens=0 must be positive, or null for none"),
+        ("optim.betas", [2, 0.9], "optim.betas=.* must be two numbers, at least 0 and below 1"),
+        ("optim.weight_decay", -0.1, "optim.weight_decay=-0.1 must be 0 or more"),
+        ("loss.arguments", {"thresholds": object()}, "a value is no plain number, text, list or dict"),
         ("log.loggers", ["tensorboard", "stdout"], "log.loggers=stdout must be of csv, tensorboard"),
         ("checkpoint.keep", 0, "checkpoint.keep=0 must be positive"),
     ],
@@ -62,5 +66,5 @@ def test_an_engine_that_sleeps_while_the_trainer_trains_generates_nothing_beside
 
 def test_it_becomes_plain_data_and_names_lead_to_values() -> None:
     config = changed("model.lora", LoRAConfig(rank=3))
-    assert as_dict(config)["model"]["lora"] == {"rank": 3, "alpha": 32.0, "dropout": 0.0, "target": "attention"}
+    assert as_dict(config)["model"]["lora"] == {"rank": 3, "alpha": 32.0, "target": "attention"}
     assert config.get("model.lora.rank") == 3

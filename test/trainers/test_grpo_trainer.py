@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import subprocess
@@ -14,10 +15,23 @@ from typing import Any
 import pytest
 import torch
 from tensordict import set_list_to_stack
+from torchrl.checkpoint import Checkpoint
 
 from support.engines import EngineShelf, start_engine
 from support.processes import process_of
-from support.training import DLOGP_BOUND, STEPS, failed_checks, numbers, rows_of, short, versions
+from support.training import (
+    DLOGP_BOUND,
+    STEPS,
+    failed_checks,
+    fake_config,
+    fake_fleet,
+    fake_run,
+    numbers,
+    rows_of,
+    short,
+    versions,
+)
+from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.testing.faults import shift_routes, wrong_ids
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
 from torchrl_moe.trainers.checkpoints import Checkpoints
@@ -274,6 +288,102 @@ def test_a_full_disk_costs_no_older_checkpoint(
         "step-000000000001",
         "step-000000000003",
     ]
+
+
+# -- on a fake engine -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fleet() -> Iterator[FakeFleet]:
+    with fake_fleet() as service:
+        yield service
+
+
+def scores(trainer: MoEGRPOTrainer) -> dict[str, float]:
+    paths = trainer.checkpoints.rotation.checkpoints()
+    return {path.name[-1]: Checkpoint.manifest(path)["metadata"]["score"] for path in paths}
+
+
+def test_a_checkpoint_is_scored_by_its_own_weights(
+    fleet: FakeFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = fake_config(tmp_path, 6)
+    config.eval.every, config.checkpoint.every, config.checkpoint.keep = 2, 1, 9
+    with fake_run(fleet, config, held_out=[{"prompt": "1+1="}]) as trainer:
+        monkeypatch.setattr(trainer, "evaluate", lambda: float(trainer.steps_done))
+        trainer.train()
+        assert scores(trainer) == {"1": -1e300, "2": 2.0, "3": -1e300, "4": 4.0, "5": -1e300, "6": 6.0}
+    assert [row["held_out_reward"] for row in trainer.record.rows] == [0.0, "", 2.0, "", 4.0, 6.0]
+
+
+def test_a_resumed_run_has_the_learning_rate_that_is_asked_for(fleet: FakeFleet, tmp_path: Path) -> None:
+    config = fake_config(tmp_path, 2)
+    config.optim.schedule, config.optim.lr, config.checkpoint.every = "linear", 4e-4, 1
+    with fake_run(fleet, config) as trainer:
+        trainer.train()
+    assert trainer.record.column("lr") == pytest.approx([4e-4, 2e-4])
+    config.resume, config.steps, config.optim.lr, config.optim.weight_decay = True, 4, 8e-4, 0.5
+    with fake_run(fleet, config) as again:
+        again.train()
+        (group,) = again.learner.optimizer.param_groups
+        assert (group["weight_decay"], group["initial_lr"]) == (0.5, 8e-4)
+    assert again.record.column("lr") == pytest.approx([4e-4, 2e-4, 4e-4, 2e-4])  # 8e-4 * (1 - 2 / 4), ...
+
+
+def test_updates_that_the_engine_has_not_got_count_as_age_and_the_last_one_reaches_it(
+    fleet: FakeFleet, tmp_path: Path
+) -> None:
+    config = fake_config(tmp_path, 5)
+    config.engine.sync_every = 3
+    with fake_run(fleet, config) as trainer:
+        trainer.train()
+        assert torch.equal(fleet.fakes[0].weights["lm_head.weight"], trainer.policy_model.model.lm_head.weight)
+    assert trainer.record.column("staleness") == [0.0, 1.0, 2.0, 0.0, 1.0]
+    first = trainer.record.rows[0]["version"]
+    assert [row["version"] - first for row in trainer.record.rows] == [0, 0, 1, 1, 2]
+
+
+def test_a_mistake_costs_an_older_run_nothing(fleet: FakeFleet, tmp_path: Path) -> None:
+    config = fake_config(tmp_path, 1)
+    config.checkpoint.every = 1
+    with fake_run(fleet, config) as trainer:
+        trainer.train()
+        with pytest.raises(ConfigError, match="is used by another run"):
+            fake_run(fleet, config)
+    config.rollout.order = "foo"
+    with pytest.raises(ConfigError, match="order"):
+        fake_run(fleet, config)
+    assert len(rows_of(tmp_path)) == 1 and (tmp_path / "checkpoints" / "step-000000000001").exists()
+
+
+def test_a_run_that_has_ended_says_how_to_go_on(fleet: FakeFleet, tmp_path: Path) -> None:
+    config = fake_config(tmp_path, 1)
+    config.checkpoint.every = 0
+    with fake_run(fleet, config) as trainer:
+        trainer.train()
+        trainer.config.steps = 3
+        with pytest.raises(RuntimeError, match=r"this run has ended: .* config\.resume=True"):
+            trainer.train()
+    assert not list((tmp_path / "checkpoints").glob("*"))
+
+
+def test_a_held_out_reward_that_hangs_costs_its_evaluation(
+    fleet: FakeFleet, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = fake_config(tmp_path, 1)
+    config.eval.every, config.rollout.reward_timeout = 1, 0.3
+
+    async def reward(prompt: str) -> float:
+        if prompt == "held out":
+            await asyncio.Event().wait()
+        return 1.0
+
+    with fake_run(fleet, config, rewards=reward, held_out=[{"prompt": "held out"}]) as trainer:
+        trainer.train()
+    assert caplog.text.count("no evaluation at step") == 2 and "did not go on within 0.3 s" in caplog.text
+
+
+# -- kills ------------------------------------------------------------------------------------------------------------
 
 
 def wait_for_rows(metrics: Path, count: int, running: subprocess.Popen[bytes]) -> None:

@@ -15,7 +15,7 @@ from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.testing import FakeAsyncVLLM, make_tiny_moe
 from torchrl_moe.trainers import loss_building
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, LossConfig, ModelConfig
-from torchrl_moe.trainers.loss_building import advantages, build_loss, build_reference, with_signal
+from torchrl_moe.trainers.loss_building import advantages, build_loss, build_reference
 from torchrl_moe.trainers.policy_model import PolicyModel
 
 
@@ -133,11 +133,6 @@ def test_reinforce_plus_plus_counts_samples_not_turns() -> None:
     batch = advantages("reinforce_plus_plus", turns)
     found = [round(float(row["advantage"]), 5) for row in batch.unbind(0)]
     assert found == [-0.70711, -0.70711, 0.70711, 0.70711]  # returns 1 and 3: mean 2, deviation sqrt(2)
-
-
-def test_a_group_has_a_signal_if_its_rewards_differ() -> None:
-    assert with_signal(rows({0: [1.0, 0.0]}))
-    assert not with_signal(rows({0: [0.25, 0.25, 0.25]}))
 
 
 # -- the reference ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from torchrl_moe.collectors.arguments import EnvLike, pool_of, source_of
@@ -26,19 +27,29 @@ FIRST = -1 << 30
 
 
 def evaluate(
-    policy: vLLMWrapper, env: EnvLike, count: int, dataloader: Iterable[Any] | None = None, **generate_kwargs: Any
+    policy: vLLMWrapper,
+    env: EnvLike,
+    count: int,
+    dataloader: Iterable[Any] | None = None,
+    reward_timeout: float | None = None,
+    **generate_kwargs: Any,
 ) -> TensorDictBase:
     """Answer prompts, and return the last turn of each, ``[count]``, in the order of the data; without routes.
+
+    ``("next", "episode_reward")`` is the sum of the rewards of all its turns, of the shape of the last one's reward;
+    it is there if each turn has a reward.
 
     Args:
         policy: asks its engine.
         env: an environment, a callable that makes one, or an async function that plays a sample.
         count: how many prompts, from the start of the data.
         dataloader: default: that of the environment.
+        reward_timeout: seconds that a call of an environment may take.
         generate_kwargs: change the policy's, such as ``temperature=0.0``.
 
     Raises:
         ValueError: ``count`` is below 1, or there is no data.
+        EnvironmentTimeoutError: a call took longer.
     """
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
@@ -48,7 +59,7 @@ def evaluate(
     with ThreadPoolExecutor(1, "torchrl_moe-evaluation") as thread:
         environments = pool_of(first, make)
         try:
-            played = thread.submit(asyncio.run, _play(policy, environments, prompts, generate_kwargs))
+            played = thread.submit(asyncio.run, _play(policy, environments, prompts, reward_timeout, generate_kwargs))
             return lazy_stack(played.result())
         finally:
             environments.close(keep=first if make is None else None)  # a given one may be used again
@@ -58,6 +69,7 @@ async def _play(
     policy: vLLMWrapper,
     environments: EnvironmentPool | Workflow,
     prompts: list[Prompt],
+    timeout: float | None,
     generate_kwargs: dict[str, Any],
 ) -> list[TensorDictBase]:
     async def generate(request: SampleRequest, _: int) -> Completion:
@@ -65,8 +77,13 @@ async def _play(
 
     async def answer(prompt: Prompt) -> TensorDictBase:
         turns = await environments.play(
-            policy, generate, prompt.data, None, return_routed_experts=False, **generate_kwargs
+            policy, generate, prompt.data, timeout, return_routed_experts=False, **generate_kwargs
         )
-        return turns[-1][0]
+        last: TensorDictBase = turns[-1][0]
+        rewards = [turn[0].get(("next", "reward"), None) for turn in turns]
+        if any(reward is None for reward in rewards):
+            return last
+        total = sum(float(reward.sum()) for reward in rewards)
+        return last.set(("next", "episode_reward"), torch.full_like(rewards[-1], total))
 
     return await gather([answer(prompt) for prompt in prompts])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -64,7 +65,9 @@ def _named_rewards(rows: Sequence[TensorDictBase]) -> dict[str, float]:
     named = rows[0].get("rewards", None)
     if named is None:
         return {}
-    return {
-        f"reward/{name}": statistics.mean(float(row.get(("rewards", name)).sum()) for row in rows)
-        for name in sorted(named.keys())
-    }
+    found: dict[str, float] = {}
+    for name in sorted(named.keys()):
+        values = [float(row.get(("rewards", name)).sum()) for row in rows]
+        known = [value for value in values if not math.isnan(value)]  # NaN: the function had no opinion
+        found |= {f"reward/{name}": statistics.mean(known)} if known else {}
+    return found

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
@@ -49,8 +50,8 @@ def load_config(name: str | Path = "tiny_cpu", overrides: Sequence[str] = ()) ->
     try:
         with initialize_config_dir(str(folder.resolve()), version_base=None):
             composed = compose(stem, overrides=[*_search(folder), *map(_open, overrides)])
-        config: Any = OmegaConf.to_object(composed)
-    except (HydraException, OmegaConfBaseException) as error:
+        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(GRPOConfig), composed))
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise ConfigError(_line(error)) from error
     assert isinstance(config, GRPOConfig)
     if config.resume:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -57,13 +58,11 @@ class LoRAConfig:
     Attributes:
         rank: of the two factors; 0: there is no adapter, all weights are trained.
         alpha: the adapter is scaled by ``alpha / rank``.
-        dropout: of what goes into the adapter; not 0, it makes trainer and engine disagree.
         target: ``"attention"``, ``"experts"`` or ``"all"`` of both.
     """
 
     rank: int = 0
     alpha: float = 32.0
-    dropout: float = 0.0
     target: str = "attention"
 
 
@@ -147,7 +146,8 @@ class RolloutConfig:
         order: of delivery, and ``on_stale``, ``over_sample``, ``window``: of
             :class:`~torchrl_moe.collectors.AsyncLLMCollector`.
         reward_timeout: seconds that a reward may take.
-        max_failures: groups that may be lost to a reward or an environment that raises; ``None``: a tenth of the run's.
+        max_failures: groups that may be lost to a reward or an environment that raises; ``None``: a tenth of the run's,
+            and at least a step's.
         drop_uniform_groups: leave out groups whose answers have the same reward, and generate others instead (DAPO's
             dynamic sampling, arXiv 2503.14476).
     """
@@ -294,14 +294,22 @@ class GRPOConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def check(self) -> None:
-        """Refuse what cannot be meant.
+        """Refuse what cannot be meant, or not be written down.
 
         Raises:
             ConfigError: the first of it, as ``group.name=value``.
         """
+        self.out = os.fspath(self.out)
+        try:
+            as_yaml(self)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"a value is no plain number, text, list or dict: {error}") from error
         for name in POSITIVE:
             value = self.get(name)
             _check(value > 0, name, value, "must be positive")
+        for name in POSITIVE_OR_NONE:
+            value = self.get(name)
+            _check(value is None or value > 0, name, value, "must be positive, or null for none")
         for name in COUNTS:
             value = self.get(name)
             _check(value is None or value >= 0, name, value, "must be 0 or more")
@@ -315,7 +323,9 @@ class GRPOConfig:
         _check(0 < rollout.top_p <= 1, "rollout.top_p", rollout.top_p, "must be above 0 and at most 1")
         answers, parts = rollout.prompts_per_step * rollout.group_size, self.optim.minibatches
         _check(answers % parts == 0, "optim.minibatches", parts, f"does not divide the {answers} answers of a step")
-        _check(len(self.optim.betas) == 2, "optim.betas", self.optim.betas, "must be two numbers")
+        betas = self.optim.betas
+        proper = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+        _check(proper, "optim.betas", betas, "must be two numbers, at least 0 and below 1")
         asleep = self.engine.sleep and rollout.max_staleness > 0
         _check(not asleep, "engine.sleep", True, "needs rollout.max_staleness=0: an engine asleep generates nothing")
         _check_lora(self)
@@ -333,9 +343,11 @@ POSITIVE = (
     "rollout.max_new_tokens", "rollout.temperature", "optim.lr", "optim.epochs", "optim.minibatches", "eval.prompts",
     "checkpoint.keep",
 )  # fmt: skip
+POSITIVE_OR_NONE = ("optim.max_grad_norm", "optim.max_tokens", "rollout.reward_timeout")
 COUNTS = (
+    "optim.weight_decay",
     "data.held_out", "rollout.max_staleness", "rollout.max_failures", "rollout.top_k", "optim.warmup_steps",
-    "optim.max_tokens", "model.lora.rank", "eval.every", "eval.mismatch_every", "checkpoint.every", "log.samples",
+    "model.lora.rank", "eval.every", "eval.mismatch_every", "checkpoint.every", "log.samples",
 )  # fmt: skip
 CHOICES = {
     "model.dtype": DTYPES,
@@ -355,7 +367,6 @@ def _check(holds: bool, name: str, value: Any, problem: str) -> None:
 def _check_lora(config: GRPOConfig) -> None:
     lora = config.model.lora
     _check(lora.target in LORA_TARGETS, "model.lora.target", lora.target, f"must be one of {', '.join(LORA_TARGETS)}")
-    _check(0 <= lora.dropout < 1, "model.lora.dropout", lora.dropout, "must be at least 0 and below 1")
 
 
 def as_dict(config: Any) -> Any:

@@ -15,6 +15,8 @@ __all__ = ["PromptEpisode"]
 
 WRITTEN = {
     *("history", "text", "tokens", "masks", "log_probs", "routed_experts", "sampling", "routing"),
+    *("advantage", "current_version", "num_valid_tokens", "num_sequences", "sum_weights", "prox", "ref_log_probs"),
+    *("expert_counts", "num_router_sequences"),
     *("policy_version", "policy_versions", "finish_reason", "num_cached_tokens", "num_segments", "resume"),
     *("next", "done", "terminated", "truncated", "rewards"),
 }

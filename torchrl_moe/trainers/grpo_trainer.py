@@ -6,11 +6,12 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from tensordict import TensorDictBase
 from torchrl.record.loggers.utils import get_logger
 from torchrl.trainers import Trainer
@@ -18,21 +19,22 @@ from tqdm.auto import tqdm
 
 from torchrl_moe.collectors.async_collector import AsyncLLMCollector
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
-from torchrl_moe.render.curves import training_figure
 from torchrl_moe.trainers.batch_figures import batch_figures
 from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept, TrainedWeights
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_yaml
 from torchrl_moe.trainers.function_names import import_function, is_function_name
 from torchrl_moe.trainers.health import HealthMonitor
 from torchrl_moe.trainers.learner import Learner
-from torchrl_moe.trainers.loss_building import advantages, with_signal
+from torchrl_moe.trainers.loss_building import advantages
 from torchrl_moe.trainers.minibatches import Minibatches
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.rollout_engine import RolloutEngine
 from torchrl_moe.trainers.rollout_source import RolloutSource
+from torchrl_moe.trainers.run_lock import RunLock
 from torchrl_moe.trainers.run_record import Row, RunRecord
+from torchrl_moe.trainers.run_reports import RunReports
+from torchrl_moe.trainers.signal_filter import SignalFilter
 from torchrl_moe.trainers.step_clock import StepClock
-from torchrl_moe.trainers.summary import summary
 
 __all__ = ["MoEGRPOTrainer"]
 
@@ -40,11 +42,12 @@ LOG = logging.getLogger(__name__)
 
 SHOWN = {"reward": ".2f", "loss": ".3f", "kl": ".1e", "staleness": ".1f", "tokens_per_second": ".0f", "version": "d"}
 """Columns beside the bar, and their formats."""
+NEVER_EVALUATED = -1e300
 REWARDED = 5
 """Steps whose mean reward chooses the best checkpoint where nothing is held out."""
 
 
-class MoEGRPOTrainer(Trainer):
+class MoEGRPOTrainer(RunReports, Trainer):
     """Trains a model with an engine of its own: rollouts, advantages, updates on the recorded experts, weight sync.
 
     Args:
@@ -101,16 +104,17 @@ class MoEGRPOTrainer(Trainer):
             config, self.policy_model.tokenizer, dataset=dataset, env=env, rewards=rewards, held_out=held_out
         )
         self.learner = Learner(actor, self.policy_model, config)
+        self._lock = RunLock(folder)
         try:
             self.rollout_engine = RolloutEngine(self.policy_model, config, folder, engine)
         except BaseException:
+            self._lock.close()
             self.learner.shutdown()
             raise
-        # a mistake has been noticed by now, and has left an older run as it was
-        if not config.resume:
-            Checkpoints.forget(folder / "checkpoints")
         self.clock, self.health = StepClock(), HealthMonitor()
-        self.steps_done = self.trained_tokens = self._restored_version = 0
+        self.steps_done = self.trained_tokens = self._restored_version = self._unsynced = 0
+        self._scores: dict[int, float] = {}  # of held-out prompts, by the weights after so many steps
+        self._has_ended = False
         self._figures: dict[str, Any] = {}
         self._bar: Any = None
         self._beside = ThreadPoolExecutor(1, "torchrl_moe-evaluation")
@@ -125,13 +129,22 @@ class MoEGRPOTrainer(Trainer):
         start, source = folder / "start", self.config.model.source
         is_made = model is None and source is not None and is_function_name(source)
         if self.config.resume and is_made and (start / "config.json").is_file():  # no need to make it again
-            self.config.model.source = str(start)
+            return PolicyModel.load(None, tokenizer, replace(self.config.model, source=str(start)))
         return PolicyModel.load(model, tokenizer, self.config.model)
 
     def _assemble(self, folder: Path) -> None:
         """Make the collector, the base class's part, and what is registered there."""
         config = self.config
-        collector = self._make_collector()
+        try:
+            collector = self._make_collector()
+            loggers = [self._make_logger(name, folder) for name in config.log.loggers]
+        except (ImportError, TypeError, ValueError) as error:
+            raise ConfigError.of("rollout or log", error) from error
+        # a mistake has been noticed by now, and has left an older run as it was
+        if not config.resume:
+            Checkpoints.forget(folder / "checkpoints")
+            if not self.rollout_engine.has_the_models_weights:  # else it has just written its own
+                Checkpoints.forget(folder / "start")
         self.checkpoints = Checkpoints(
             folder / "checkpoints",
             {
@@ -160,8 +173,9 @@ class MoEGRPOTrainer(Trainer):
         )
         if config.resume and not self.checkpoints.load():
             LOG.warning("there is no checkpoint in %s: starting from the beginning", folder)
+        self.learner.apply(config.optim)
         self.record = RunRecord(folder, as_yaml(config), self.steps_done)
-        self.record.loggers = [self._make_logger(name, folder) for name in config.log.loggers]
+        self.record.loggers = loggers
         self.logger = self.record.loggers[0] if self.record.loggers else None
         if self.steps_done or not self.rollout_engine.has_the_models_weights:
             self.rollout_engine.restore(self._restored_version)
@@ -187,7 +201,7 @@ class MoEGRPOTrainer(Trainer):
             window=rollout.window,
             on_stale=rollout.on_stale,  # type: ignore[arg-type]
             over_sample=rollout.over_sample,
-            group_filter=with_signal if rollout.drop_uniform_groups else None,
+            group_filter=SignalFilter(rollout.prompts_per_step) if rollout.drop_uniform_groups else None,
             max_failures=failures,
             reward_timeout=rollout.reward_timeout,
         )
@@ -196,7 +210,7 @@ class MoEGRPOTrainer(Trainer):
 
     def _make_logger(self, name: str, folder: Path) -> Any:
         # one name for each start: a run that goes on would show the steps after its checkpoint twice
-        experiment = f"events/from-step-{self.steps_done}"
+        experiment = f"events/{datetime.now(UTC):%Y-%m-%d-%H-%M-%S}"
         arguments = self.config.log.arguments.get(name, {})
         return get_logger(name, str(folder), experiment, **({f"{name}_kwargs": arguments} if arguments else {}))
 
@@ -207,11 +221,14 @@ class MoEGRPOTrainer(Trainer):
         if self.steps_done >= self.config.steps:
             LOG.warning("all %d steps are done", self.config.steps)
             return
+        if self._has_ended:
+            raise RuntimeError("this run has ended: go on with another trainer, config.resume=True and more steps")
         total, is_silent = self.config.steps, not self.config.log.progress
         with tqdm(desc="GRPO", unit="step", disable=is_silent, initial=self.steps_done, total=total) as self._bar:
             self._begin_evaluation()
             self.clock.begin()
             super().train()
+        self._has_ended = True
 
     def _begin_evaluation(self) -> None:
         """Evaluate beside the next step, if that is due: its weights are the engine's until the next sync."""
@@ -226,7 +243,9 @@ class MoEGRPOTrainer(Trainer):
             return
         error = evaluation.exception()
         if error is None:
-            self._figures["held_out_reward"] = evaluation.result()
+            score = evaluation.result()
+            self._figures["held_out_reward"] = score
+            self._scores |= {} if score is None else {self.steps_done: score}
         else:
             LOG.warning("no evaluation at step %d: %r", self.steps_done, error)
 
@@ -236,7 +255,7 @@ class MoEGRPOTrainer(Trainer):
         if self.config.engine.sleep:
             self._end_evaluation()
         self.rollout_engine.sleep()
-        version = self.rollout_engine.version
+        version = self.rollout_engine.version + self._unsynced  # an update that the engine has not got counts, too
         self._figures |= batch_figures(batch, version)
         if self.config.log.samples:
             self.record.add_samples(self.steps_done, batch, self.config.log.samples)
@@ -252,13 +271,15 @@ class MoEGRPOTrainer(Trainer):
     def _sync(self) -> None:
         """Note what the updates gave, and bring the weights to the engine."""
         self.clock.end("train")
+        self._end_evaluation()
         self._figures |= self.learner.stepper.take_figures()
         self.steps_done += 1
         self.trained_tokens += int(self._figures["tokens"])
         with self.clock("sync"):
-            self._end_evaluation()
-            if self.steps_done % self.config.engine.sync_every == 0:
+            self._unsynced += 1
+            if self.steps_done % self.config.engine.sync_every == 0 or self.steps_done == self.config.steps:
                 self.rollout_engine.sync()
+                self._unsynced = 0
             self.rollout_engine.wake_up()
 
     def _finish_step(self, batch: TensorDictBase) -> None:
@@ -296,13 +317,17 @@ class MoEGRPOTrainer(Trainer):
     def save_trainer(self, force_save: bool = False) -> None:
         """Write a checkpoint if one is due; one that does not fit on the disk is a warning."""
         every = self.config.checkpoint.every
-        if force_save or (every and self.steps_done % every == 0):
+        if every and (force_save or self.steps_done % every == 0):
+            self._end_evaluation()  # of the weights that are saved
             self.checkpoints.save(self.steps_done, self._score())
         self.clock.begin()
 
     def _score(self) -> float:
-        held_out, rewards = self.record.column("held_out_reward"), self.record.column("reward")[-REWARDED:]
-        return held_out[-1] if held_out else sum(rewards) / max(len(rewards), 1)
+        """Return what the best checkpoint is chosen by: weights that were not evaluated are never the best."""
+        if self.source.held_out and self.config.eval.every:
+            return self._scores.get(self.steps_done, NEVER_EVALUATED)
+        rewards = self.record.column("reward")[-REWARDED:]
+        return sum(rewards) / max(len(rewards), 1)
 
     # -- state, as a component of a checkpoint ------------------------------------------------------------------------
 
@@ -319,45 +344,7 @@ class MoEGRPOTrainer(Trainer):
 
     def evaluate(self) -> float | None:
         """Return the mean reward of greedy answers to held-out prompts; ``None``: nothing is held out."""
-        return self.source.evaluate(self.rollout_engine.policy)
-
-    def summary(self) -> Table:
-        """Return a table of what the run reached, and of what replay did."""
-        return summary(self.record.rows, self.evaluate())
-
-    def plot(self) -> Any:
-        """Return a figure of reward, mismatch, length and seconds per phase."""
-        return training_figure(self.record.rows, f"GRPO, replay={self.config.loss.replay}")
-
-    def show_samples(self, n: int = 4, characters: int = 160) -> None:
-        """Print the newest samples, as a table."""
-        self.collector.show_samples(n, characters)
-
-    def to_pandas(self) -> Any:
-        """Return a ``DataFrame`` with a row for each step."""
-        import pandas
-
-        return pandas.DataFrame(self.record.rows).replace("", None)
-
-    def save_pretrained(self, folder: str | Path | None = None) -> Path:
-        """Write model, tokenizer and generation config as the hub has them; default: ``model`` in ``config.out``."""
-        return self.policy_model.save(Path(folder) if folder is not None else self.record.folder / "model")
-
-    def __repr__(self) -> str:
-        model, config = type(self.policy_model.model).__name__, self.config
-        return (
-            f"MoEGRPOTrainer({model}, {config.loss.name}, replay={config.loss.replay!r}, step {self.steps_done} of "
-            f"{config.steps}, max_staleness={config.rollout.max_staleness}, out={config.out!r})"
-        )
-
-    def _repr_html_(self) -> str:
-        """Return the last row as a table, for notebooks."""
-        cells = "".join(
-            f"<tr><td>{name}</td><td>{value:.4g}</td></tr>"
-            for name, value in (self.record.rows[-1] if self.record.rows else {}).items()
-            if value != ""
-        )
-        return f"<code>{self!r}</code><table>{cells}</table>"
+        return self.source.evaluate(self.rollout_engine.policy, self.config.rollout.reward_timeout)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -369,6 +356,7 @@ class MoEGRPOTrainer(Trainer):
         self._beside.shutdown(wait=False, cancel_futures=True)
         self.learner.shutdown()
         self.rollout_engine.shutdown()
+        self._lock.close()
 
     def __enter__(self) -> MoEGRPOTrainer:
         """Return itself."""

@@ -14,7 +14,7 @@ LOG = logging.getLogger(__name__)
 RECENT = 5
 """Rows that a judgement is about."""
 ENTROPY_SHARE, REWARD_SHARE, NORM_FACTOR = 0.1, 0.5, 10.0
-TRUNCATED_SHARE, UNIFORM_SHARE = 0.5, 0.9
+TRUNCATED_SHARE, UNIFORM_SHARE, MARGIN = 0.5, 0.9, 1.05
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -110,8 +110,10 @@ def _uniform(rows: Rows) -> str:
 
 
 def _replay(rows: Rows) -> str:
-    live, replayed = _recent(rows, "dlogp_live"), _recent(rows, "dlogp_mean")
-    if live is None or replayed is None or not replayed > live > 1e-6:  # below that all is rounding
+    live, replayed, age = (_recent(rows, name) for name in ("dlogp_live", "dlogp_mean", "staleness"))
+    if live is None or replayed is None or age:  # the age of tokens moves both
+        return ""
+    if not replayed > MARGIN * live > 1e-6:  # below that all is rounding
         return ""
     return f"trainer and engine are {replayed:.1e} apart with replay and {live:.1e} without: replay does not help here"
 

@@ -33,7 +33,6 @@ class Learner:
     def __init__(self, actor: TransformersWrapper, policy_model: PolicyModel, config: GRPOConfig) -> None:
         optim = config.optim
         self.actor, self.loss = actor, build_loss(actor, config)
-        reference, self._end_reference = build_reference(actor, policy_model, config)
         self.optimizer = torch.optim.AdamW(
             policy_model.trained.values(),
             lr=optim.lr,
@@ -49,6 +48,7 @@ class Learner:
             max_grad_norm=optim.max_grad_norm,
             precision=policy_model.precision,
         )
+        reference, self._end_reference = build_reference(actor, policy_model, config)  # may start an engine: last
         self._scores = RolloutScores(
             actor, self.loss, reference, max_tokens=optim.max_tokens, precision=policy_model.precision
         )
@@ -56,6 +56,15 @@ class Learner:
     def scores(self, batch: TensorDictBase, version: int, with_mismatch: bool) -> dict[str, float]:
         """Score a batch before its updates; see :class:`RolloutScores`."""
         return self._scores(batch, version, with_mismatch)
+
+    def apply(self, optim: OptimConfig) -> None:
+        """Set what a configuration says of the optimizer; a checkpoint brings back what it was before."""
+        schedule = self.stepper.schedule
+        schedule.base_lrs = [optim.lr]
+        for group in self.optimizer.param_groups:
+            group["betas"], group["weight_decay"] = (optim.betas[0], optim.betas[1]), optim.weight_decay
+            group["initial_lr"] = optim.lr
+            group["lr"] = optim.lr * schedule.lr_lambdas[0](schedule.last_epoch)
 
     def shutdown(self) -> None:
         """End the reference's engine, if it has one."""

@@ -17,7 +17,7 @@ from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.rollout_scores import REFERENCE_KEY
 
-__all__ = ["Reference", "advantages", "build_loss", "build_reference", "with_signal"]
+__all__ = ["Reference", "advantages", "build_loss", "build_reference"]
 
 Reference = Callable[[TensorDictBase], TensorDictBase]
 
@@ -33,10 +33,10 @@ def build_loss(actor: TransformersWrapper, config: GRPOConfig) -> GRPOLoss:
     if not (isinstance(kind, type) and issubclass(kind, GRPOLoss)):
         known = [key for key in dir(objectives) if key.endswith("Loss") and key != "MoERouterLoss"]
         raise ConfigError(f"loss.name={name} must be one of {', '.join([*known, 'DAPO'])}")
-    setting = "loss.arguments"
+    setting, where = "loss.arguments", _where(config, actor.model)
     try:
         arguments = _arguments(config.loss.arguments)
-        if _needs_reference(arguments) and _where(config, actor.model) == "adapter":
+        if _needs_reference(arguments) and where == "adapter":
             arguments["reference"] = "adapter"
         if config.loss.router:
             setting = "loss.router"
@@ -131,9 +131,3 @@ def advantages(name: str, batch: TensorDictBase) -> TensorDictBase:
 
 def _samples(batch: TensorDictBase) -> int:
     return sum(bool(row.get(("next", "done")).any()) for row in batch.unbind(0))
-
-
-def with_signal(group: TensorDictBase) -> bool:
-    """Whether the samples of a group, ``[rows]``, have different rewards."""
-    rewards = {float(row.get(("next", "reward")).sum()) for row in group.unbind(0)}
-    return len(rewards) > 1

@@ -209,7 +209,6 @@ def _with_adapter(model: Any, config: ModelConfig) -> Any:
         LoraConfig(
             r=config.lora.rank,
             lora_alpha=config.lora.alpha,  # type: ignore[arg-type]  # any number: it is divided by the rank
-            lora_dropout=config.lora.dropout,
             target_modules=wanted[0],
             target_parameters=wanted[1] or None,
             task_type="CAUSAL_LM",

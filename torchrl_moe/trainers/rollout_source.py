@@ -151,16 +151,18 @@ class RolloutSource:
         count = min(len(prompts.held_out), config.eval.prompts)
         return cls(env, prompts.loader(config.seed), env if count else None, prompts.held_out_loader, count)
 
-    def evaluate(self, policy: vLLMWrapper) -> float | None:
-        """Return the mean reward of greedy answers to held-out prompts, of several turns the last one's.
+    def evaluate(self, policy: vLLMWrapper, timeout: float | None = None) -> float | None:
+        """Return the mean reward of greedy answers to held-out prompts; ``None``: nothing is held out.
 
-        ``None``: nothing is held out.
+        Args:
+            policy: asks the engine.
+            timeout: seconds that a reward may take.
         """
         if not self.held_out:
             return None
         loader = None if self.held_out_loader is None else self.held_out_loader()
-        rows: TensorDictBase = evaluate(policy, self.held_out_env, self.held_out, loader, temperature=0.0)
-        return float(sum(float(row.get(("next", "reward")).sum()) for row in rows.unbind(0)) / len(rows))
+        rows: TensorDictBase = evaluate(policy, self.held_out_env, self.held_out, loader, timeout, temperature=0.0)
+        return float(sum(float(row.get(("next", "episode_reward")).sum()) for row in rows.unbind(0)) / len(rows))
 
 
 def _is_on_disk(source: Any) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tensordict import TensorDictBase
 from torchrl.record.loggers import Logger
 
 __all__ = ["COLUMNS", "Row", "RunRecord"]
+
+LOG = logging.getLogger(__name__)
 
 COLUMNS = (
     "step", "reward", "held_out_reward", "reward_std", "loss", "kl", "dlogp_mean", "dlogp_max", "dlogp_live",
@@ -41,6 +44,7 @@ class RunRecord:
         folder.mkdir(parents=True, exist_ok=True)
         self.metrics, self.samples = folder / "metrics.csv", folder / "samples.jsonl"
         self.loggers: list[Logger] = []
+        self._is_behind = False  # rows that are not in the file
         self.rows: list[Row] = [row for row in self._read() if row["step"] < before]
         self._rewrite()
         self._keep_samples(before)
@@ -51,8 +55,13 @@ class RunRecord:
         """Append a step, to ``metrics.csv`` and to the loggers; figures that are not there are empty cells."""
         row = {name: figures.get(name, "") for name in COLUMNS}
         self.rows.append(row)
-        with self.metrics.open("a", newline="") as stream:
-            csv.DictWriter(stream, COLUMNS).writerow(row)
+        with self._unless_full():
+            if self._is_behind:
+                self._rewrite()
+            else:
+                with self.metrics.open("a", newline="") as stream:
+                    csv.DictWriter(stream, COLUMNS).writerow(row)
+            self._is_behind = False
         numbers = {name: float(value) for name, value in figures.items() if isinstance(value, int | float)}
         del numbers["step"]
         for logger in self.loggers:
@@ -61,10 +70,19 @@ class RunRecord:
 
     def add_samples(self, step: int, batch: TensorDictBase, count: int) -> None:
         """Append a batch's first answers, as text."""
-        with self.samples.open("a") as stream:
+        with self._unless_full(), self.samples.open("a") as stream:
             for sample in batch[:count].unbind(0):
                 line = {"step": step, "reward": float(sample["next", "reward"].sum()), **_texts(sample)}
                 stream.write(json.dumps(line) + "\n")
+
+    @contextlib.contextmanager
+    def _unless_full(self) -> Iterator[None]:
+        """Log what cannot be written; rows come with the next one that can."""
+        try:
+            yield
+        except OSError as error:
+            self._is_behind = True
+            LOG.warning("a row of %s is not written yet: %s", self.folder, error)
 
     def column(self, name: str) -> list[float]:
         """Return the filled cells of a column."""

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line; default: this process's.
 
     Returns:
-        The exit code: 2 for bad input, else 0.
+        The exit code: 2 for bad input, 130 after a Ctrl-C, else 0.
     """
     parser = argparse.ArgumentParser(
         description="Train a Mixture-of-Experts model with GRPO: rollouts by vLLM, updates on the recorded experts.",
@@ -47,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, UnsupportedRouterError) as error:
         print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted; resume=true goes on from the last checkpoint", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -48,7 +48,7 @@ class TokenStepper(OptimizationStepper):
         self,
         loss: GRPOLoss,
         optimizer: torch.optim.Optimizer,
-        schedule: torch.optim.lr_scheduler.LRScheduler,
+        schedule: torch.optim.lr_scheduler.LambdaLR,
         *,
         max_tokens: int | None,
         max_grad_norm: float | None,

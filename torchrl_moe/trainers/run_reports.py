@@ -1,0 +1,71 @@
+"""``RunReports``: what people see of a training run."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from torchrl_moe.render.curves import training_figure
+from torchrl_moe.trainers.config import GRPOConfig
+from torchrl_moe.trainers.policy_model import PolicyModel
+from torchrl_moe.trainers.run_record import RunRecord
+from torchrl_moe.trainers.summary import summary
+
+__all__ = ["RunReports"]
+
+
+class RunReports:
+    """Tables, figures and files of a run; the trainer has the run itself."""
+
+    config: GRPOConfig
+    policy_model: PolicyModel
+    record: RunRecord
+    steps_done: int
+    collector: Any
+
+    @abstractmethod
+    def evaluate(self) -> float | None:
+        """Return the mean reward of greedy answers to held-out prompts; ``None``: nothing is held out."""
+
+    def summary(self) -> Table:
+        """Return a table of what the run reached, and of what replay did."""
+        if not self.record.rows:
+            raise RuntimeError("no step was made: there is nothing to sum up")
+        return summary(self.record.rows, self.evaluate())
+
+    def plot(self) -> Any:
+        """Return a figure of reward, mismatch, length and seconds per phase."""
+        return training_figure(self.record.rows, f"GRPO, replay={self.config.loss.replay}")
+
+    def show_samples(self, n: int = 4, characters: int = 160) -> None:
+        """Print the newest samples, as a table."""
+        self.collector.show_samples(n, characters)
+
+    def to_pandas(self) -> Any:
+        """Return a ``DataFrame`` with a row for each step."""
+        import pandas
+
+        return pandas.DataFrame(self.record.rows).replace("", None)
+
+    def save_pretrained(self, folder: str | Path | None = None) -> Path:
+        """Write model, tokenizer and generation config as the hub has them; default: ``model`` in ``config.out``."""
+        return self.policy_model.save(Path(folder) if folder is not None else self.record.folder / "model")
+
+    def __repr__(self) -> str:
+        model, config = type(self.policy_model.model).__name__, self.config
+        return (
+            f"MoEGRPOTrainer({model}, {config.loss.name}, replay={config.loss.replay!r}, step {self.steps_done} of "
+            f"{config.steps}, max_staleness={config.rollout.max_staleness}, out={config.out!r})"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the last row as a table, for notebooks."""
+        cells = "".join(
+            f"<tr><td>{name}</td><td>{value:.4g}</td></tr>"
+            for name, value in (self.record.rows[-1] if self.record.rows else {}).items()
+            if value != ""
+        )
+        return f"<code>{self!r}</code><table>{cells}</table>"
