@@ -76,6 +76,13 @@ def test_a_resumed_run_keeps_its_settings_and_changes_what_is_asked_for(tmp_path
     assert config.data.arguments["operation"] == "sum"
 
 
+def test_a_file_may_ask_for_resumption(tmp_path: Path) -> None:
+    save(tmp_path, "steps=9")
+    (tmp_path / "mine.yaml").write_text(f"defaults: [tiny_cpu, _self_]\nresume: true\nout: {tmp_path}\n")
+    config = load_config(tmp_path / "mine.yaml", ["optim.lr=9e-4"])
+    assert (config.resume, config.out, config.steps, config.optim.lr) == (True, str(tmp_path), 9, 9e-4)
+
+
 @pytest.mark.parametrize("change", ["seed=1", "loss.replay=none", "data.prompt=question", "model.dtype=bfloat16"])
 def test_what_weights_and_data_depend_on_stays(tmp_path: Path, change: str) -> None:
     save(tmp_path)

@@ -7,6 +7,7 @@ import errno
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -313,6 +314,27 @@ def test_a_checkpoint_is_scored_by_its_own_weights(
         monkeypatch.setattr(trainer, "evaluate", lambda: float(trainer.steps_done))
         trainer.train()
         assert scores(trainer) == {"1": -1e300, "2": 2.0, "3": -1e300, "4": 4.0, "5": -1e300, "6": 6.0}
+
+
+def test_weights_that_the_engine_has_not_got_are_not_evaluated(
+    fleet: FakeFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = fake_config(tmp_path, 5)
+    config.eval.every, config.checkpoint.every, config.checkpoint.keep, config.engine.sync_every = 1, 1, 9, 2
+    with fake_run(fleet, config, held_out=[{"prompt": "1+1="}]) as trainer:
+        monkeypatch.setattr(trainer, "evaluate", lambda: float(trainer.steps_done))
+        trainer.train()
+        assert scores(trainer) == {"1": -1e300, "2": 2.0, "3": -1e300, "4": 4.0, "5": 5.0}
+
+
+def test_rows_have_the_evaluation_before_them(
+    fleet: FakeFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = fake_config(tmp_path, 6)
+    config.eval.every = 2
+    with fake_run(fleet, config, held_out=[{"prompt": "1+1="}]) as trainer:
+        monkeypatch.setattr(trainer, "evaluate", lambda: float(trainer.steps_done))
+        trainer.train()
     assert [row["held_out_reward"] for row in trainer.record.rows] == [0.0, "", 2.0, "", 4.0, 6.0]
 
 
@@ -362,24 +384,37 @@ def test_a_run_that_has_ended_says_how_to_go_on(fleet: FakeFleet, tmp_path: Path
     with fake_run(fleet, config) as trainer:
         trainer.train()
         trainer.config.steps = 3
-        with pytest.raises(RuntimeError, match=r"this run has ended: .* config\.resume=True"):
+        with pytest.raises(RuntimeError, match=r"this run has ended, or was interrupted: .* config\.resume=True"):
             trainer.train()
     assert not list((tmp_path / "checkpoints").glob("*"))
 
 
+@pytest.mark.parametrize("kind", ["waits", "blocks"])
 def test_a_held_out_reward_that_hangs_costs_its_evaluation(
-    fleet: FakeFleet, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fleet: FakeFleet, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
+    held_out = [{"prompt": "held out"}]
     config = fake_config(tmp_path, 1)
     config.eval.every, config.rollout.reward_timeout = 1, 0.3
 
-    async def reward(prompt: str) -> float:
+    released = threading.Event()
+
+    async def waits(prompt: str) -> float:
         if prompt == "held out":
             await asyncio.Event().wait()
         return 1.0
 
-    with fake_run(fleet, config, rewards=reward, held_out=[{"prompt": "held out"}]) as trainer:
-        trainer.train()
+    def blocks(prompt: str) -> float:
+        if prompt == "held out":
+            released.wait(60)
+        return 1.0
+
+    try:
+        with fake_run(fleet, config, rewards={"waits": waits, "blocks": blocks}[kind], held_out=held_out) as trainer:
+            trainer.train()
+            assert not released.is_set()
+    finally:
+        released.set()
     assert caplog.text.count("no evaluation at step") == 2 and "did not go on within 0.3 s" in caplog.text
 
 

@@ -137,10 +137,13 @@ def test_it_starts_from_the_model(policy_model: PolicyModel, tmp_path: Path, no_
     config = GRPOConfig(seed=5, engine=EngineConfig(arguments={"max_model_len": 64}))
     own = RolloutEngine(policy_model, config, tmp_path)
     ((arguments, options),) = no_start
-    assert arguments == (str(tmp_path / "start"), 1)
-    assert (tmp_path / "start" / "model.safetensors").exists()
+    (start,) = tmp_path.glob("start-*")
+    assert arguments == (str(start), 1)
+    assert (start / "model.safetensors").exists()
     assert options == {"backend": "local", "seed": 5, "max_model_len": 64, "enforce_eager": True}
     assert own.has_the_models_weights
+    own.forget_start()
+    assert not start.exists()
     own.shutdown()
     own.shutdown()
     with pytest.raises(RuntimeError):

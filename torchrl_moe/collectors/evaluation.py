@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
@@ -59,10 +59,20 @@ def evaluate(
     with ThreadPoolExecutor(1, "torchrl_moe-evaluation") as thread:
         environments = pool_of(first, make)
         try:
-            played = thread.submit(asyncio.run, _play(policy, environments, prompts, reward_timeout, generate_kwargs))
+            played = thread.submit(_run, _play(policy, environments, prompts, reward_timeout, generate_kwargs))
             return lazy_stack(played.result())
         finally:
             environments.close(keep=first if make is None else None)  # a given one may be used again
+
+
+def _run(played: Coroutine[Any, Any, list[TensorDictBase]]) -> list[TensorDictBase]:
+    """Run to the end; ``asyncio.run`` would wait for threads as well, of rewards that hang, say."""
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(played)
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
 
 async def _play(
@@ -84,6 +94,6 @@ async def _play(
         if any(reward is None for reward in rewards):
             return last
         total = sum(float(reward.sum()) for reward in rewards)
-        return last.set(("next", "episode_reward"), torch.full_like(rewards[-1], total))
+        return last.set(("next", "episode_reward"), torch.full_like(rewards[-1], total, dtype=torch.float32))
 
     return await gather([answer(prompt) for prompt in prompts])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from tensordict import TensorDictBase
 from torch import Tensor
 
-__all__ = ["batch_figures"]
+__all__ = ["batch_figures", "sample_rewards"]
 
 
 def batch_figures(batch: TensorDictBase, version: int) -> dict[str, float]:
@@ -27,7 +27,7 @@ def batch_figures(batch: TensorDictBase, version: int) -> dict[str, float]:
     """
     rows = batch.unbind(0)
     lengths = [len(row.get(("tokens", "response"))) for row in rows]
-    rewards, groups = _rewards(rows)
+    rewards, groups = sample_rewards(rows)
     ages = [version - versions[versions >= 0].float() for versions in map(_versions, rows)]
     tokens = sum(lengths)
     cut = ["finish_reason" in row.keys() and row["finish_reason"] == "length" for row in rows]  # noqa: SIM118
@@ -48,7 +48,7 @@ def _versions(row: TensorDictBase) -> Tensor:
     return versions
 
 
-def _rewards(rows: Sequence[TensorDictBase]) -> tuple[list[float], list[list[float]]]:
+def sample_rewards(rows: Sequence[TensorDictBase]) -> tuple[list[float], list[list[float]]]:
     """Return the rewards of samples, all of them and by group."""
     groups: dict[int, list[float]] = {}
     total = 0.0

@@ -87,6 +87,7 @@ def _of_the_run(config: GRPOConfig, overrides: Sequence[str]) -> GRPOConfig:
         if was != now:
             raise ConfigError(f"resume=true goes on with {name}={was}; it cannot be changed to {now}")
     assert isinstance(changed, GRPOConfig)
+    changed.resume, changed.out = True, config.out  # as asked for, in a file of one's own, too
     return changed
 
 

@@ -103,8 +103,8 @@ class MoEGRPOTrainer(RunReports, Trainer):
         self.source = RolloutSource.of(
             config, self.policy_model.tokenizer, dataset=dataset, env=env, rewards=rewards, held_out=held_out
         )
-        self.learner = Learner(actor, self.policy_model, config)
         self._lock = RunLock(folder)
+        self.learner = self._make_learner(actor)
         try:
             self.rollout_engine = RolloutEngine(self.policy_model, config, folder, engine)
         except BaseException:
@@ -123,13 +123,21 @@ class MoEGRPOTrainer(RunReports, Trainer):
             self._assemble(folder)
         except BaseException:
             self.shutdown()
+            self.rollout_engine.forget_start()
+            raise
+
+    def _make_learner(self, actor: TransformersWrapper) -> Learner:
+        try:
+            return Learner(actor, self.policy_model, self.config)
+        except BaseException:
+            self._lock.close()
             raise
 
     def _load_model(self, model: Any, tokenizer: Any, folder: Path) -> PolicyModel:
-        start, source = folder / "start", self.config.model.source
+        source, starts = self.config.model.source, list(folder.glob("start-*/config.json"))
         is_made = model is None and source is not None and is_function_name(source)
-        if self.config.resume and is_made and (start / "config.json").is_file():  # no need to make it again
-            return PolicyModel.load(None, tokenizer, replace(self.config.model, source=str(start)))
+        if self.config.resume and is_made and starts:  # no need to make it again
+            return PolicyModel.load(None, tokenizer, replace(self.config.model, source=str(starts[0].parent)))
         return PolicyModel.load(model, tokenizer, self.config.model)
 
     def _assemble(self, folder: Path) -> None:
@@ -143,8 +151,8 @@ class MoEGRPOTrainer(RunReports, Trainer):
         # a mistake has been noticed by now, and has left an older run as it was
         if not config.resume:
             Checkpoints.forget(folder / "checkpoints")
-            if not self.rollout_engine.has_the_models_weights:  # else it has just written its own
-                Checkpoints.forget(folder / "start")
+            for start in set(folder.glob("start-*")) - {self.rollout_engine.start}:
+                Checkpoints.forget(start)
         self.checkpoints = Checkpoints(
             folder / "checkpoints",
             {
@@ -222,13 +230,17 @@ class MoEGRPOTrainer(RunReports, Trainer):
             LOG.warning("all %d steps are done", self.config.steps)
             return
         if self._has_ended:
-            raise RuntimeError("this run has ended: go on with another trainer, config.resume=True and more steps")
+            raise RuntimeError(
+                "this run has ended, or was interrupted: go on with another trainer and config.resume=True"
+            )
         total, is_silent = self.config.steps, not self.config.log.progress
         with tqdm(desc="GRPO", unit="step", disable=is_silent, initial=self.steps_done, total=total) as self._bar:
             self._begin_evaluation()
             self.clock.begin()
-            super().train()
-        self._has_ended = True
+            try:
+                super().train()
+            finally:
+                self._has_ended = True  # in the middle of a step, weights and collector may not fit together
 
     def _begin_evaluation(self) -> None:
         """Evaluate beside the next step, if that is due: its weights are the engine's until the next sync."""
@@ -245,7 +257,8 @@ class MoEGRPOTrainer(RunReports, Trainer):
         if error is None:
             score = evaluation.result()
             self._figures["held_out_reward"] = score
-            self._scores |= {} if score is None else {self.steps_done: score}
+            if score is not None and not self._unsynced:  # else it is of older weights
+                self._scores[self.steps_done] = score
         else:
             LOG.warning("no evaluation at step %d: %r", self.steps_done, error)
 

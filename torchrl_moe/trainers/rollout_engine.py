@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ class RolloutEngine:
 
     def __init__(self, policy_model: PolicyModel, config: GRPOConfig, folder: Path, engine: Any = None) -> None:
         self.config, self.policy_model = config, policy_model
+        self.start: Path | None = None
         self._owns_engine = engine is None
         self._sender_arguments = dict(config.engine.sync)
         setting = "engine.sync"
@@ -76,9 +79,19 @@ class RolloutEngine:
             arguments.setdefault("enforce_eager", True)  # a CPU has nothing to capture, and compiling takes a minute
         if engine.sleep:
             arguments.setdefault("enable_sleep_mode", True)
-        path = self.policy_model.source or str(self.policy_model.save(folder / "start"))
+        path = self.policy_model.source or str(self._save(folder))
         LOG.info("starting %d vLLM replica(s) of %s", engine.num_replicas, path)
         return AsyncVLLM.from_pretrained(path, engine.num_replicas, backend=engine.backend, **arguments)  # type: ignore[arg-type]
+
+    def _save(self, folder: Path) -> Path:
+        """Write what replicas start from, beside that of an older run; one that is restarted reads it again."""
+        self.start = self.policy_model.save(folder / f"start-{uuid.uuid4().hex[:8]}")
+        return self.start
+
+    def forget_start(self) -> None:
+        """Remove what replicas started from: this run does not begin."""
+        if self.start is not None:
+            shutil.rmtree(self.start, ignore_errors=True)
 
     @property
     def has_the_models_weights(self) -> bool:
@@ -96,7 +109,7 @@ class RolloutEngine:
         Numbers of an engine never fall: what asks for a version would wait for it forever.
         """
         self.sender.version = max(self.sender.version, version - 1)
-        self.sender.update_weights()
+        self.sync()
 
     def sync(self) -> SyncReport:
         """Bring the trainer's weights to the engine."""

@@ -162,7 +162,10 @@ class RolloutSource:
             return None
         loader = None if self.held_out_loader is None else self.held_out_loader()
         rows: TensorDictBase = evaluate(policy, self.held_out_env, self.held_out, loader, timeout, temperature=0.0)
-        return float(sum(float(row.get(("next", "episode_reward")).sum()) for row in rows.unbind(0)) / len(rows))
+        rewards = [row.get(("next", "episode_reward"), None) for row in rows.unbind(0)]
+        if any(reward is None for reward in rewards):
+            raise ValueError("a held-out answer has no reward in one of its turns")
+        return sum(float(reward.sum()) for reward in rewards) / len(rewards)
 
 
 def _is_on_disk(source: Any) -> bool:

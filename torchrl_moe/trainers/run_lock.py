@@ -30,6 +30,9 @@ class RunLock:
             self._folder: int | None = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             raise ConfigError(f"out={folder} cannot be written to: {error.strerror}") from error
+        if not os.access(folder, os.W_OK):
+            self.close()
+            raise ConfigError(f"out={folder} cannot be written to: it is read-only")
         try:
             fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

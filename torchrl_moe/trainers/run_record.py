@@ -65,7 +65,8 @@ class RunRecord:
         numbers = {name: float(value) for name, value in figures.items() if isinstance(value, int | float)}
         del numbers["step"]
         for logger in self.loggers:
-            logger.log_metrics(numbers, step=row["step"])
+            with self._unless_full():
+                logger.log_metrics(numbers, step=row["step"])
         return row
 
     def add_samples(self, step: int, batch: TensorDictBase, count: int) -> None:

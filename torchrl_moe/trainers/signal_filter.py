@@ -6,6 +6,8 @@ import logging
 
 from tensordict import TensorDictBase
 
+from torchrl_moe.trainers.batch_figures import sample_rewards
+
 __all__ = ["SignalFilter"]
 
 LOG = logging.getLogger(__name__)
@@ -26,8 +28,8 @@ class SignalFilter:
         self._left_out = 0
 
     def __call__(self, group: TensorDictBase) -> bool:
-        """Whether the rows of a group, ``[rows]``, have different rewards."""
-        rewards = {float(row.get(("next", "reward")).sum()) for row in group.unbind(0)}
+        """Whether the samples of a group, ``[rows]``, have different rewards, each the sum of its turns'."""
+        rewards = set(sample_rewards(group.unbind(0))[0])
         self._left_out = 0 if len(rewards) > 1 else self._left_out + 1
         if self._left_out and self._left_out % self._limit == 0:
             LOG.warning(
