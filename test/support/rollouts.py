@@ -75,6 +75,18 @@ def sample(prompt: int, response: int, seed: int = 0, advantage: Tensor | None =
     )
 
 
+def byte_row(prompt: int, answer: int, seed: int) -> dict[str, Any]:
+    """Random bytes as tokens, and their masks, for a model of bytes; the rest is the caller's."""
+    total = prompt + answer
+    ids = torch.randint(0, 256, (total,), generator=torch.Generator().manual_seed(seed))
+    masks = {
+        "all_attention_mask": torch.ones(total, dtype=torch.bool),
+        "all_assistant_mask": torch.arange(total) >= prompt,
+    }
+    tokens = {"full": ids, "prompt": ids[:prompt], "response": ids[prompt:]}
+    return {"tokens": tokens, "masks": masks, "sampling": {"temperature": torch.tensor(1.0)}}
+
+
 def samples(shapes: Sequence[tuple[int, int]], seed: int = 0) -> list[TensorDict]:
     return [sample(*shape, seed=seed + i) for i, shape in enumerate(shapes)]
 

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
+from support.rollouts import byte_row
 from support.routes import random_routes
 from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.modules.policies.adapters import LoraLayers
@@ -63,18 +64,11 @@ def learner_of(target: str = "", checkpointing: bool = False, replay: str = "R3"
 def batch_of(learner: Learner) -> TensorDictBase:
     rows = []
     for place, (prompt, answer) in enumerate(SHAPES):
-        generator = torch.Generator().manual_seed(place)
         total = prompt + answer
-        ids = torch.randint(0, 256, (total,), generator=generator)
-        known = torch.arange(total) >= prompt
-        sampled = -4.0 - torch.rand(total, generator=generator)
-        row = {
-            "tokens": {"full": ids, "prompt": ids[:prompt], "response": ids[prompt:]},
-            "masks": {"all_attention_mask": torch.ones(total, dtype=torch.bool), "all_assistant_mask": known},
-            "log_probs": {"full": sampled.masked_fill(~known, math.nan)},
-            "sampling": {"temperature": torch.tensor(1.0)},
-            "advantage": torch.tensor([[1.0 - place]]),
-        }
+        row = byte_row(prompt, answer, place)
+        sampled = -4.0 - torch.rand(total, generator=torch.Generator().manual_seed(100 + place))
+        row["log_probs"] = {"full": sampled.masked_fill(~row["masks"]["all_assistant_mask"], math.nan)}
+        row["advantage"] = torch.tensor([[1.0 - place]])
         if learner.actor.router_replay is not None:
             row["routed_experts"] = {"full": random_routes(learner.actor.router_replay, 1, total, seed=place)[0]}
         rows.append(TensorDict(row))

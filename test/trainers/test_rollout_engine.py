@@ -14,35 +14,23 @@ from tensordict import TensorDict, set_list_to_stack
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
 
-from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.policies.unstack import model_metadata
-from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
+from support.training import fake_fleet, fake_model
+from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer, rollout_engine
 from torchrl_moe.trainers.config import EngineConfig, LossConfig, ModelConfig, RolloutConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.rollout_engine import RolloutEngine, check_room
 
-LAYOUT = RoutingLayout(num_layers=2, moe_layers=(1,), top_k=2, num_experts=8)
-
-
-def model() -> Any:
-    return make_tiny_moe("qwen3_moe", num_hidden_layers=2, num_experts=8, num_experts_per_tok=2)
-
 
 @pytest.fixture(scope="module")
 def policy_model() -> PolicyModel:
-    return PolicyModel.load(model(), ByteTokenizer(), ModelConfig())
-
-
-def fleet_of(count: int) -> FakeFleet:
-    """Replicas that take the model's weights."""
-    return FakeFleet(count, expected=model_metadata(model()), layout=LAYOUT)
+    return PolicyModel.load(fake_model(), ByteTokenizer(), ModelConfig())
 
 
 @pytest.fixture
 def fleet() -> Iterator[FakeFleet]:
-    with fleet_of(2) as service:
+    with fake_fleet(2) as service:
         yield service
 
 
@@ -61,7 +49,7 @@ def no_start(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     def start(*arguments: Any, **options: Any) -> Any:
         started.append((arguments, options))
-        return fleet_of(1)
+        return fake_fleet(1)
 
     monkeypatch.setattr(rollout_engine.AsyncVLLM, "from_pretrained", start)
     return started
@@ -210,7 +198,7 @@ def test_a_sync_brings_the_weights_of_the_model(policy_model: PolicyModel, fleet
 def test_a_replica_that_did_not_take_the_weights_is_logged(
     policy_model: PolicyModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with fleet_of(2) as fleet:
+    with fake_fleet(2) as fleet:
         fleet.fakes[1].fail["stage_weights"] = lambda _: RuntimeError("no room in there")
         own = RolloutEngine(policy_model, GRPOConfig(engine=EngineConfig(sync={"min_serving": 1})), tmp_path, fleet)
         report = own.sync()
@@ -252,7 +240,7 @@ def test_it_sleeps_while_the_trainer_trains(
     with (
         set_list_to_stack(True),
         MoEGRPOTrainer(
-            model(),
+            fake_model(),
             dataset=rows,
             rewards=lambda completion: float(len(completion)),
             config=config,

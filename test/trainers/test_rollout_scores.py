@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
+from support.rollouts import byte_row
 from support.routes import random_routes
 from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.modules.policies.scoring_model import ScoringModel
@@ -45,17 +46,10 @@ def batch_of(actor: TransformersWrapper, shift: float = 0.1) -> TensorDictBase:
     """Rollouts with experts of their own, and log-probs of an engine that is off by up to ``shift``."""
     rows = []
     for place, (prompt, answer) in enumerate(SHAPES):
-        generator = torch.Generator().manual_seed(place)
         total = prompt + answer
-        ids = torch.randint(0, 256, (total,), generator=generator)
-        known = torch.arange(total) >= prompt
-        row = {
-            "tokens": {"full": ids, "prompt": ids[:prompt], "response": ids[prompt:]},
-            "masks": {"all_attention_mask": torch.ones(total, dtype=torch.bool), "all_assistant_mask": known},
-            "policy_versions": {"full": torch.where(known, 2, -1).int()},
-            "sampling": {"temperature": torch.tensor(1.0)},
-            "advantage": torch.ones(1, 1),
-        }
+        row = byte_row(prompt, answer, place)
+        row["policy_versions"] = {"full": torch.where(row["masks"]["all_assistant_mask"], 2, -1).int()}
+        row["advantage"] = torch.ones(1, 1)
         if actor.router_replay is not None:
             routes = random_routes(actor.router_replay, 1, total, seed=place)[0].to(torch.int8)
             routes[-1] = -1

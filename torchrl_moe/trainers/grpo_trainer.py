@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -103,14 +104,6 @@ class MoEGRPOTrainer(RunReports, Trainer):
         self.source = RolloutSource.of(
             config, self.policy_model.tokenizer, dataset=dataset, env=env, rewards=rewards, held_out=held_out
         )
-        self._lock = RunLock(folder)
-        self.learner = self._make_learner(actor)
-        try:
-            self.rollout_engine = RolloutEngine(self.policy_model, config, folder, engine)
-        except BaseException:
-            self._lock.close()
-            self.learner.shutdown()
-            raise
         self.clock, self.health = StepClock(), HealthMonitor()
         self.steps_done = self.trained_tokens = self._restored_version = self._unsynced = 0
         self._scores: dict[int, float] = {}  # of held-out prompts, by the weights after so many steps
@@ -119,32 +112,34 @@ class MoEGRPOTrainer(RunReports, Trainer):
         self._bar: Any = None
         self._beside = ThreadPoolExecutor(1, "torchrl_moe-evaluation")
         self._evaluation: Future[float | None] | None = None
-        try:
-            self._assemble(folder)
-        except BaseException:
-            self.shutdown()
-            self.rollout_engine.forget_start()
-            raise
-
-    def _make_learner(self, actor: TransformersWrapper) -> Learner:
-        try:
-            return Learner(actor, self.policy_model, self.config)
-        except BaseException:
-            self._lock.close()
-            raise
+        with ExitStack() as made:  # ends what was made if something after it fails
+            made.callback(RunLock(folder).close)
+            self.learner = Learner(actor, self.policy_model, config)
+            made.callback(self.learner.shutdown)
+            self.rollout_engine = RolloutEngine(self.policy_model, config, folder, engine)
+            made.callback(self.rollout_engine.shutdown)
+            made.callback(self._beside.shutdown, wait=False, cancel_futures=True)
+            try:
+                self._assemble(folder, made)
+            except BaseException:
+                made.callback(self.rollout_engine.forget_start)
+                raise
+            self._made = made.pop_all()
 
     def _load_model(self, model: Any, tokenizer: Any, folder: Path) -> PolicyModel:
-        source, starts = self.config.model.source, list(folder.glob("start-*/config.json"))
+        source = self.config.model.source
+        starts = sorted(folder.glob("start-*/config.json"), key=lambda path: path.stat().st_mtime)
         is_made = model is None and source is not None and is_function_name(source)
         if self.config.resume and is_made and starts:  # no need to make it again
-            return PolicyModel.load(None, tokenizer, replace(self.config.model, source=str(starts[0].parent)))
+            return PolicyModel.load(None, tokenizer, replace(self.config.model, source=str(starts[-1].parent)))
         return PolicyModel.load(model, tokenizer, self.config.model)
 
-    def _assemble(self, folder: Path) -> None:
+    def _assemble(self, folder: Path, made: ExitStack) -> None:
         """Make the collector, the base class's part, and what is registered there."""
         config = self.config
         try:
             collector = self._make_collector()
+            made.callback(collector.shutdown)
             loggers = [self._make_logger(name, folder) for name in config.log.loggers]
         except (ImportError, TypeError, ValueError) as error:
             raise ConfigError.of("rollout or log", error) from error
@@ -363,13 +358,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
 
     def shutdown(self) -> None:
         """End the collector, the weight sync, and the engines that it started. Idempotent."""
-        collector = getattr(self, "_collector", None)
-        if collector is not None:
-            collector.shutdown()
-        self._beside.shutdown(wait=False, cancel_futures=True)
-        self.learner.shutdown()
-        self.rollout_engine.shutdown()
-        self._lock.close()
+        self._made.close()
 
     def __enter__(self) -> MoEGRPOTrainer:
         """Return itself."""

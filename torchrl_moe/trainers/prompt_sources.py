@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from torchrl_moe.trainers.function_names import import_function, is_function_name
 
-__all__ = ["HELD_OUT_SPLITS", "Row", "Rows", "read_source"]
+__all__ = ["HELD_OUT_SPLITS", "Row", "Rows", "is_path", "read_source"]
 
 Row: TypeAlias = Mapping[str, Any]
 Rows: TypeAlias = Sequence[Row]
@@ -35,7 +35,7 @@ def read_source(source: Any, arguments: Mapping[str, Any] | None = None) -> tupl
     >>> read_source("json:loads", {"s": '[{"prompt": "1+1="}]'})
     ([{'prompt': '1+1='}], None)
     """
-    if isinstance(source, str) and not _is_path(source):
+    if isinstance(source, str) and not is_path(source):
         if is_function_name(source):
             return _parts(import_function(source)(**(arguments or {})), source)
         return _parts(_from_hub(source, arguments or {}), source)
@@ -50,7 +50,12 @@ def _kind(source: Any) -> str:
     return repr(str(source)) if isinstance(source, str | os.PathLike) else f"a {type(source).__name__}"
 
 
-def _is_path(source: str) -> bool:
+def is_path(source: str) -> bool:
+    """Whether a text names a file or a folder, rather than a function or a data set of the hub.
+
+    >>> is_path("./prompts"), is_path("rows.jsonl"), is_path("openai/gsm8k")
+    (True, True, False)
+    """
     is_written_as_one = source.startswith(PATH_MARKS) or source.endswith(".jsonl")
     return is_written_as_one or Path(source).is_dir() or Path(source).is_file()
 

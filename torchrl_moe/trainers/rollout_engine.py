@@ -41,10 +41,9 @@ class RolloutEngine:
         self.config, self.policy_model = config, policy_model
         self.start: Path | None = None
         self._owns_engine = engine is None
-        self._sender_arguments = dict(config.engine.sync)
         setting = "engine.sync"
         try:
-            scheme = VLLMWeightSyncScheme(**self._sender_arguments)
+            scheme = VLLMWeightSyncScheme(**config.engine.sync)
             setting = "rollout.sampling"
             sampling_params_of(_sampling(config))
         except (TypeError, ValueError) as error:
@@ -54,6 +53,7 @@ class RolloutEngine:
             self.engine = self._start(folder) if engine is None else engine
         except BaseException:
             self.sender.shutdown()
+            self.forget_start()
             raise
         try:
             self.sender.register_model(policy_model.model)
@@ -66,6 +66,7 @@ class RolloutEngine:
             )
         except BaseException:
             self.shutdown()
+            self.forget_start()
             raise
 
     def _start(self, folder: Path) -> AsyncVLLM:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -16,6 +15,7 @@ from torchrl_moe.collectors.workflow import is_episode_function
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.episode import PromptEpisode
+from torchrl_moe.trainers.prompt_sources import is_path
 from torchrl_moe.trainers.prompts import PromptSet, load_prompts
 from torchrl_moe.trainers.rewards import Rewards
 
@@ -139,7 +139,8 @@ class RolloutSource:
             raise ConfigError("data.source=None: name a dataset, or give the trainer a dataset or an env")
         # arguments are of the source that the configuration names; where it names none, of the one that is given
         is_theirs = source is data.source or (data.source is None and isinstance(source, str))
-        arguments = data.arguments if is_theirs and not _is_on_disk(source) else None
+        takes_none = isinstance(source, os.PathLike) or (isinstance(source, str) and is_path(source))
+        arguments = data.arguments if is_theirs and not takes_none else None
         count = data.held_out if held_out is None else 0
         found = load_prompts(source, prompt=data.prompt, held_out=count, seed=config.seed, arguments=arguments)
         if held_out is None:
@@ -166,8 +167,3 @@ class RolloutSource:
         if any(reward is None for reward in rewards):
             raise ValueError("a held-out answer has no reward in one of its turns")
         return sum(float(reward.sum()) for reward in rewards) / len(rewards)
-
-
-def _is_on_disk(source: Any) -> bool:
-    """Whether a source is a file or a folder, which take no arguments."""
-    return isinstance(source, str | os.PathLike) and (Path(source).exists() or str(source).endswith(".jsonl"))

@@ -85,7 +85,7 @@ class _DirectorySender(WeightSender):
 
 
 class WeightReceiver:
-    """Takes versions from a directory into an engine, when it is told to look, or when a replica was restarted.
+    """Takes versions from a directory into an engine, when it is asked to look, or when a replica was restarted.
 
     Args:
         options: say where.

@@ -104,7 +104,7 @@ class WeightSender:
             ManifestMismatch: metadata, or the registered model, does not have the engine's tensors.
             EngineError: a replica does not say which tensors it has.
             WeightSyncError, EngineError: no replica took the transport; the error is the first one's.
-                A single one that could not is told by the next update.
+                The next update reports a single one that could not.
         """
         if not isinstance(vllm_engine, GenerationService):
             raise ValueError(f"vllm_engine must be an AsyncVLLM, got {type(vllm_engine).__name__}")

@@ -150,7 +150,7 @@ class Probes:
 def _read(answer: Future[ProbeReport]) -> ProbeReport | None:
     """Return what a replica said of itself, ``None`` if nothing. One that is dead, or has no such command, is well.
 
-    Its death is told by others.
+    Others report its death.
     """
     if not answer.done():
         return None

@@ -47,7 +47,7 @@ class Submissions:
         self._outgoing.setdefault(request.lease.replica, {})[request] = ended
 
     def remove(self, request: InFlight) -> bool:
-        """Take a request back that was not handed over yet; whether it was not. Nobody is told how it ended."""
+        """Take a request back that was not handed over yet; whether it was not. Nobody learns how it ended."""
         outgoing = {} if request.lease is None else self._outgoing.get(request.lease.replica, {})
         return outgoing.pop(request, None) is not None
 

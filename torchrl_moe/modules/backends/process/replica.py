@@ -42,7 +42,7 @@ class Link(Protocol):
 
     @property
     def outbox(self) -> wire.Outbox:
-        """What it is told, in frames."""
+        """What is sent to it, in frames."""
 
     def end(self) -> None:
         """Give the process up, as its driver may: all callers wait for that. Idempotent."""

@@ -207,7 +207,7 @@ class EngineWeights:
         waiting, longest = POLL_SECONDS
         self._stagings = mine = self._stagings + 1
         while not all(await self.engine.collective_rpc("torchrl_moe_stage", args=(found.to_json(), *options))):
-            await asyncio.sleep(longest)  # the version before is told to stop
+            await asyncio.sleep(longest)  # the version before was asked to stop
             self._check_newest(mine)
         while True:
             reports: list[dict[str, Any]] = await self.engine.collective_rpc("torchrl_moe_staged")

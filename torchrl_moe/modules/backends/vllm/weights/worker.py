@@ -116,7 +116,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         receiver.pass_on(order)
 
     def _is_busy(self) -> bool:
-        """Whether a thread is at the shadow still; it is told to stop."""
+        """Whether a thread is still at the shadow; it is asked to stop."""
         if self._staging is not None and self._staging.running:
             self._staging.cancel()
             self._asked = None
@@ -125,7 +125,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return True
         dropping, self._dropping = self._dropping, None
         if dropping is not None:
-            dropping.result()  # what went wrong then is told now
+            dropping.result()  # raises what went wrong then
         return False
 
     def _find_reason(self) -> str:
