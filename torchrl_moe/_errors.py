@@ -16,6 +16,7 @@
     │   └── StaleReplicaError        no replica holds the version asked for
     ├── CollectionError              a collector cannot go on
     │   └── CollectionStalledError   (TimeoutError) nothing has moved for too long
+    ├── RankError                    another rank of a run failed, or did not come in time
     └── WeightSyncError              a weight update did not take effect
         ├── ManifestMismatch         (ValueError) names, shapes or dtypes differ
         ├── DigestMismatch           the bytes that arrived are not those that were sent
@@ -38,6 +39,7 @@ __all__ = [
     "GenerationTimeout",
     "ManifestMismatch",
     "NoReplicaError",
+    "RankError",
     "ReplayError",
     "ReplicaDiedError",
     "RequestRefusedError",
@@ -120,6 +122,10 @@ class CollectionError(TorchRLMoEError):
 
 class CollectionStalledError(CollectionError, TimeoutError):
     """Nothing in a collector has moved for too long; the message says what everything waits for."""
+
+
+class RankError(TorchRLMoEError):
+    """Another rank of a training run failed, or did not come in time; the message says which, and where."""
 
 
 class WeightSyncError(TorchRLMoEError):
