@@ -60,9 +60,9 @@ def test_a_single_process_talks_to_itself() -> None:
 def heard(work: Callable[[Ranks], Any], seconds: float = 60.0) -> str:
     """The error that a rank ends with."""
     ranks = join_ranks(seconds)
-    ranks.meet("begin")
     try:
         with ranks.guard():
+            ranks.meet("begin")
             work(ranks)
     except (ArithmeticError, OSError, RankError) as error:
         return f"{type(error).__name__}: {error}"
