@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from torchrl_moe.trainers.placement_config import PlacementConfig
+
 __all__ = [
     "CheckpointConfig",
     "ConfigError",
@@ -273,6 +275,7 @@ class GRPOConfig:
         steps: of the run.
         resume: go on from the newest checkpoint in ``out``.
         hooks: functions, ``package.module:function``, that get the trainer before it starts, to register hooks.
+        placement: how the ranks of a launcher share the model; a single process has none to share it with.
 
     >>> GRPOConfig(steps=5, optim=OptimConfig(lr=1e-5)).optim.lr
     1e-05
@@ -291,6 +294,7 @@ class GRPOConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def check(self) -> None:
@@ -341,7 +345,8 @@ class GRPOConfig:
 POSITIVE = (
     "steps", "engine.num_replicas", "engine.sync_every", "rollout.prompts_per_step", "rollout.group_size",
     "rollout.max_new_tokens", "rollout.temperature", "optim.lr", "optim.epochs", "optim.minibatches", "eval.prompts",
-    "checkpoint.keep",
+    "checkpoint.keep", "placement.tensor_parallel", "placement.expert_parallel", "placement.replicate",
+    "placement.timeout",
 )  # fmt: skip
 POSITIVE_OR_NONE = ("optim.max_grad_norm", "optim.max_tokens", "rollout.reward_timeout")
 COUNTS = (

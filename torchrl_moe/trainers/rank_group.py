@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -59,6 +59,9 @@ class Ranks:
     def sum(self, denominators: Mapping[Key, Number]) -> dict[Key, Number]:
         """Add up what losses divide by, as gradients that are averaged over ranks need it."""
         return dict(denominators)
+
+    def copy_first(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Write rank 0's tensors, which lie on the CPU, into those of the others; all must ask."""
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -117,6 +120,10 @@ class RankGroup(Ranks):
 
     def sum(self, denominators: Mapping[Key, Number]) -> dict[Key, Number]:
         return sum_over_ranks(denominators, self._group)
+
+    def copy_first(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            distributed.broadcast(tensor, 0, group=self._group)
 
     @contextmanager
     def guard(self) -> Iterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
+from torchrl_moe.trainers.starting_model import new_start
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 
@@ -39,7 +39,7 @@ class RolloutEngine:
 
     def __init__(self, policy_model: PolicyModel, config: GRPOConfig, folder: Path, engine: Any = None) -> None:
         self.config, self.policy_model = config, policy_model
-        self.start: Path | None = None
+        self.start = policy_model.start
         self._owns_engine = engine is None
         setting = "engine.sync"
         try:
@@ -86,7 +86,7 @@ class RolloutEngine:
 
     def _save(self, folder: Path) -> Path:
         """Write what replicas start from, beside that of an older run; one that is restarted reads it again."""
-        self.start = self.policy_model.save(folder / f"start-{uuid.uuid4().hex[:8]}")
+        self.start = self.policy_model.save(new_start(folder))
         return self.start
 
     def forget_start(self) -> None:
