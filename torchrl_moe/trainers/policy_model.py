@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchrl_moe.modules.policies.adapters import base_model, has_adapters
 from torchrl_moe.modules.policies.unstack import ModelWeights
 from torchrl_moe.trainers.config import ConfigError, ModelConfig
+from torchrl_moe.trainers.folders import exchange
 from torchrl_moe.trainers.function_names import import_function, is_function_name
 from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.weight_update.source.ranks import is_first
@@ -128,7 +129,7 @@ class PolicyModel:
         else:
             _write(base, tensors, draft)
         self.tokenizer.save_pretrained(draft)
-        _exchange(draft, folder)
+        exchange(draft, folder)
         return folder
 
     def _gathered(self, keep: bool) -> dict[str, Tensor]:
@@ -148,21 +149,6 @@ def _write(base: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     saved = json.loads((folder / "config.json").read_text())
     saved.setdefault("architectures", [type(base).__name__])
     (folder / "config.json").write_text(json.dumps(saved, indent=2))
-
-
-def _exchange(draft: Path, folder: Path) -> None:
-    """Put a folder in the place of an older one, which is back there if that fails."""
-    older = folder.with_name(f".{folder.name}.older")
-    shutil.rmtree(older, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, older)  # a folder that is not empty cannot be replaced
-    try:
-        os.replace(draft, folder)
-    except BaseException:
-        if older.exists():
-            os.replace(older, folder)
-        raise
-    shutil.rmtree(older, ignore_errors=True)
 
 
 def _made(name: str, arguments: dict[str, Any]) -> tuple[Any, Any]:

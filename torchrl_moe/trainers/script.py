@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from tensordict import set_list_to_stack
 
-from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe._errors import RankError, UnsupportedRouterError
 from torchrl_moe.trainers.compose import CONFIGS, load_config
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_yaml
 from torchrl_moe.trainers.grpo_trainer import MoEGRPOTrainer
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line; default: this process's.
 
     Returns:
-        The exit code: 2 for bad input, 130 after a Ctrl-C, else 0.
+        The exit code: 2 for bad input, 130 after a Ctrl-C, 1 where another rank failed, else 0.
     """
     parser = argparse.ArgumentParser(
         description="Train a Mixture-of-Experts model with GRPO: rollouts by vLLM, updates on the recorded experts.",
@@ -47,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, UnsupportedRouterError) as error:
         print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except RankError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted; resume=true goes on from the last checkpoint", file=sys.stderr)
         return 130
@@ -54,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(config: GRPOConfig) -> None:
-    """Train, export the model, draw the figure, and print what was reached.
+    """Train, export the model, draw the figure, and print what was reached; of several ranks, rank 0 draws and prints.
 
     Raises:
         ConfigError: a setting that cannot be meant, before anything is started.
@@ -67,6 +70,8 @@ def run(config: GRPOConfig) -> None:
     with set_list_to_stack(True), MoEGRPOTrainer(config=config) as trainer:
         trainer.train()
         trainer.save_pretrained()
+        if not trainer.ranks.is_first:
+            return
         trainer.plot().savefig(trainer.record.folder / "run.png")
         if trainer.record.rows:
             console.print(trainer.summary())

@@ -12,6 +12,10 @@ from torchrl_moe.modules.backends.vllm.engine_args import arguments_of, devices_
 
 __all__ = ["PROGRAM", "arguments_of", "devices_per_replica", "engine_environment", "reason_not_to_fork", "seeded"]
 
+LAUNCHER = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 PROGRAM = "torchrl_moe.modules.backends.vllm.engine_process"
 
 
@@ -23,7 +27,7 @@ def engine_environment(devices: str | None = None, num_replicas: int = 1, verbos
         num_replicas: how many engines share the machine's cores.
         verbose: whether vLLM logs at its own default level.
     """
-    environment = dict(os.environ)
+    environment = {name: value for name, value in os.environ.items() if not _is_of_launcher(name)}
     root = str(Path(torchrl_moe.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     environment.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "WARNING")
@@ -37,6 +41,11 @@ def engine_environment(devices: str | None = None, num_replicas: int = 1, verbos
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     return environment
+
+
+def _is_of_launcher(name: str) -> bool:
+    """Whether a variable says which rank of a training run this is: an engine is none, and vLLM would read it."""
+    return name in LAUNCHER or name.startswith("TORCHELASTIC_")
 
 
 def reason_not_to_fork(environment: Mapping[str, str]) -> str:
