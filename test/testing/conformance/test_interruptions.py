@@ -144,6 +144,6 @@ class Hangs(ConformingEngine):
 
 def test_an_answer_that_never_ends_does_not_hold() -> None:
     trial = Trial(Hangs(shared_moe(), token_seconds=0.005), None, None, replace(QUICK, patience=0.3))
-    with pytest.raises(DoesNotHold, match=r"did not end within 0\.3 s"):
+    with pytest.raises(DoesNotHold, match=r"the engine did not answer within 0\.3 s"):
         cut_midway(trial)
     trial.adapter.go_on()  # type: ignore[attr-defined]

@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import TypeVar
 
 from torchrl_moe.testing.conformance.adapter import Aborts, NotOffered, Sampling
+from torchrl_moe.testing.conformance.background import in_thread, result
 from torchrl_moe.testing.conformance.findings import DoesNotHold
 from torchrl_moe.testing.conformance.judge import Judge
 from torchrl_moe.testing.conformance.sampled import Sampled
@@ -25,7 +25,6 @@ __all__ = ["Crossed", "crossed_by_update", "cut_midway", "tokens_of"]
 ABORTS = 10
 UPDATES = 3
 CANDIDATES = 3
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +62,10 @@ def cut_midway(trial: Trial) -> Sampled:
     delay, seen = (time.monotonic() - start) / 2, []
     for attempt in range(ABORTS):
         name = f"conformance-cut-{attempt}"
-        future = _in_thread(lambda name=name: trial.ask([prompt], sampling, [name])[0])  # type: ignore[misc]
+        future = in_thread(lambda name=name: trial.ask([prompt], sampling, [name])[0])  # type: ignore[misc]
         wait([future], delay)
         engine.abort([name])
-        sampled = _result(future, trial.settings.patience)
+        sampled = result(future, trial.settings.patience)
         tokens = len(sampled.tokens)
         if 0 < tokens < sampling.max_tokens:
             return sampled
@@ -124,24 +123,10 @@ def _asked_during(trial: Trial, act: Callable[[], object]) -> list[Sampled]:
             begun.set()
         return answers
 
-    future = _in_thread(ask)
+    future = in_thread(ask)
     try:
         begun.wait(trial.settings.patience)
         act()
     finally:
         over.set()
-    return _result(future, trial.settings.patience)
-
-
-def _in_thread(function: Callable[[], Result]) -> Future[Result]:
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(function)
-    pool.shutdown(wait=False)
-    return future
-
-
-def _result(future: Future[Result], seconds: float) -> Result:
-    try:
-        return future.result(seconds)
-    except TimeoutError as error:
-        raise DoesNotHold(f"an answer that was interrupted did not end within {seconds:g} s") from error
+    return result(future, trial.settings.patience)

@@ -67,6 +67,10 @@ class Judge:
             raise NotOffered("there is no model to compare with: pass model=")
         return self.given_reference
 
+    def check_reference(self) -> None:
+        """Raise as :attr:`reference` does."""
+        self.reference  # noqa: B018
+
     def routes(self, sampled: Sampled) -> NDArray[np.int64]:
         """Return an answer's routes as they came, int64 ``[R, L, K]``.
 

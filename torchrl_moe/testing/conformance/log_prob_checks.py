@@ -37,7 +37,7 @@ def log_probs(trial: Trial, name: str) -> Finding:
         trial: over the engine.
         name: of :data:`SAMPLINGS`.
     """
-    trial.judge.reference  # noqa: B018  nobody need generate without
+    trial.judge.check_reference()  # nobody need generate without
     if name == "plain":
         answers = trial.plain
     else:

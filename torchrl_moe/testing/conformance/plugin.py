@@ -18,7 +18,7 @@ and in a test file::
         conformance_check()
 
 What is not offered is skipped, with the reason. The table is shown at the end; ``--conformance-json FILE`` writes the
-report.
+report. The checks share one engine: run them in one process, without ``-n`` of pytest-xdist.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ __all__ = ["chunked_prefill", "native_routes", "prefix_cache", "replay_parity", 
 def native_routes(trial: Trial) -> Finding:
     """Each row holds the experts that the model's router chooses there, or a tie's other side."""
     judge = trial.judge
-    judge.reference  # noqa: B018  without it no row is wrong
+    judge.check_reference()  # without it no row is wrong
     found = [judge.faults(sampled) for sampled in trial.plain]
     rows, wrong = sum(one.rows for one in found), sum(one.wrong or 0 for one in found)
     ties, largest = sum(one.ties for one in found), max((one.largest for one in found), default=0.0)
@@ -63,11 +63,12 @@ def chunked_prefill(trial: Trial) -> Finding:
     """A prompt that is prefilled in several chunks has the rows of all of them."""
     cold, _ = trial.repeated
     faults = trial.judge.faults(cold)
+    cached = cold.answer.num_cached_tokens or 0
     return Finding(
         faults.count,
         0,
-        f"faults with a prompt of {len(cold.prompt)} tokens (several chunks, if the engine takes fewer at a time), "
-        f"{faults.text}",
+        f"faults with a prompt of {len(cold.prompt)} tokens, {cached} of them cached (several chunks, if the engine "
+        f"takes fewer at a time), {faults.text}",
     )
 
 

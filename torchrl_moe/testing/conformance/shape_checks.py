@@ -6,7 +6,6 @@ import numpy as np
 
 from torchrl_moe.testing.conformance.adapter import NotOffered
 from torchrl_moe.testing.conformance.findings import Finding
-from torchrl_moe.testing.conformance.sampled import Sampled
 from torchrl_moe.testing.conformance.trial import Trial
 
 __all__ = ["dense_layers", "dtype", "last_token", "rows", "values"]
@@ -28,7 +27,9 @@ def rows(trial: Trial) -> Finding:
 def dtype(trial: Trial) -> Finding:
     """The narrowest signed integer that holds -1 and all experts."""
     wanted = trial.judge.layout.numpy_dtype
-    found = {str(_array(sampled).dtype) for sampled in trial.plain if trial.judge.routes(sampled) is not None}
+    for sampled in trial.plain:
+        trial.judge.routes(sampled)  # raises if they are none
+    found = {str(np.asarray(sampled.answer.routed_experts).dtype) for sampled in trial.plain}
     wrong = found - {str(wanted)}
     return Finding(len(wrong), 0, f"wrong types: routes are {', '.join(sorted(found))}, wanted {wanted}")
 
@@ -67,7 +68,3 @@ def values(trial: Trial) -> Finding:
         if bad.any() and not example:
             example = f", such as {found[bad][0].tolist()}"
     return Finding(faulty, 0, f"rows of {total} with an expert outside 0..{layout.num_experts - 1}, or twice{example}")
-
-
-def _array(sampled: Sampled) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-    return np.asarray(sampled.answer.routed_experts)

@@ -19,6 +19,7 @@ from torchrl_moe.testing.conformance.adapter import (
     Sampling,
     UpdatesWeights,
 )
+from torchrl_moe.testing.conformance.background import in_thread, result
 from torchrl_moe.testing.conformance.findings import DoesNotHold
 from torchrl_moe.testing.conformance.judge import Judge
 from torchrl_moe.testing.conformance.reference import Reference
@@ -77,9 +78,10 @@ class Trial:
         """Return all answers to prompts, in order.
 
         Raises:
-            DoesNotHold: not ``sampling.n`` answers to each prompt.
+            DoesNotHold: not ``sampling.n`` answers to each prompt, or none within ``patience``.
         """
-        groups = self.adapter.generate(prompts, sampling, request_ids)
+        asked = in_thread(lambda: self.adapter.generate(prompts, sampling, request_ids))
+        groups = result(asked, self.settings.patience)
         if [len(group) for group in groups] != [sampling.n] * len(prompts):
             raise DoesNotHold(
                 f"generate gave {[len(group) for group in groups]} answers to {len(prompts)} prompts, wanted "
