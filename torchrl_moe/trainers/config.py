@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from torchrl_moe.trainers.hardware_config import HardwareConfig
 from torchrl_moe.trainers.placement_config import PlacementConfig
 
 __all__ = [
@@ -275,6 +276,7 @@ class GRPOConfig:
         steps: of the run.
         resume: go on from the newest checkpoint in ``out``.
         hooks: functions, ``package.module:function``, that get the trainer before it starts, to register hooks.
+        plan: print what the run would need, and do not start it.
         placement: how the ranks of a launcher share the model; a single process has none to share it with.
 
     >>> GRPOConfig(steps=5, optim=OptimConfig(lr=1e-5)).optim.lr
@@ -286,6 +288,7 @@ class GRPOConfig:
     steps: int = 100
     resume: bool = False
     hooks: list[str] = field(default_factory=list)
+    plan: bool = False
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -296,6 +299,7 @@ class GRPOConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def check(self) -> None:
         """Refuse what cannot be meant, or not be written down.
@@ -345,8 +349,8 @@ class GRPOConfig:
 POSITIVE = (
     "steps", "engine.num_replicas", "engine.sync_every", "rollout.prompts_per_step", "rollout.group_size",
     "rollout.max_new_tokens", "rollout.temperature", "optim.lr", "optim.epochs", "optim.minibatches", "eval.prompts",
-    "checkpoint.keep", "placement.tensor_parallel", "placement.expert_parallel", "placement.replicate",
-    "placement.timeout",
+    "checkpoint.keep", "hardware.gpu_gb", "hardware.host_gb", "hardware.gpus_per_host", "hardware.trainer_gpus",
+    "placement.tensor_parallel", "placement.expert_parallel", "placement.replicate", "placement.timeout",
 )  # fmt: skip
 POSITIVE_OR_NONE = ("optim.max_grad_norm", "optim.max_tokens", "rollout.reward_timeout")
 COUNTS = (
