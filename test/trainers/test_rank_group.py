@@ -80,7 +80,7 @@ def one_raises(ranks: Ranks) -> None:
 def test_all_hear_of_the_rank_that_raised() -> None:
     first, second, third = run_as_ranks(heard, one_raises, world_size=3)
     assert second == "ZeroDivisionError: a reward\nof 0"
-    assert first == third == "RankError: rank 1 failed, begin: ZeroDivisionError: a reward"
+    assert first == third == "RankError: rank 1 failed (last met: begin): ZeroDivisionError: a reward"
 
 
 def first_raises_while_another_is_in_a_collective(ranks: Ranks) -> None:
@@ -92,7 +92,7 @@ def first_raises_while_another_is_in_a_collective(ranks: Ranks) -> None:
 def test_a_collective_that_breaks_names_the_rank_that_raised() -> None:
     """Its deadline is that of the groups: the rank that raised lives on, as in a notebook."""
     first, second = run_as_ranks(heard, first_raises_while_another_is_in_a_collective, 1.0)
-    assert first == "RankError: rank 1 failed, begin: ConnectionError: no engine"
+    assert first == "RankError: rank 1 failed (last met: begin): ConnectionError: no engine"
     assert second == "ConnectionError: no engine"
 
 

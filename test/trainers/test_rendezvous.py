@@ -102,7 +102,7 @@ def test_all_hear_of_an_error_and_the_first_one_counts(make: Any) -> None:
     waiting = party.meet(2, "step 3")
     party.ranks[1].phase = "training"
     assert party.ranks[1].cause(ValueError("no such\nexpert")) == ""  # it is its own
-    told = "rank 1 failed, training: ValueError: no such"
+    told = "rank 1 failed (last met: training): ValueError: no such"
     assert message(waiting) == told
     assert party.ranks[0].cause(KeyError("second")) == told
     assert message(party.meet(0)) == told
@@ -121,7 +121,7 @@ def test_an_error_behind_a_broken_collective_is_the_cause(make: Any) -> None:
     party = make(60.0)
     party.ranks[1].cause(MemoryError("of the GPU"))
     broken = RuntimeError("Application timeout caused pair closure")
-    assert party.ranks[0].cause(broken) == "rank 1 failed, start: MemoryError: of the GPU"
+    assert party.ranks[0].cause(broken) == "rank 1 failed (last met: start): MemoryError: of the GPU"
 
 
 def test_rank_0_stays_until_the_others_have_left(make: Any) -> None:

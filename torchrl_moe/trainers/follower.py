@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 
 from torchrl_moe.trainers.checkpoints import NothingKept
 from torchrl_moe.trainers.config import GRPOConfig
+from torchrl_moe.trainers.parcel import unpack
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.rank_group import Ranks
 from torchrl_moe.trainers.rollout_source import RolloutSource
@@ -35,10 +36,10 @@ class FollowedRollouts(NothingKept):
     def __iter__(self) -> Iterator[TensorDictBase]:
         while True:
             self._ranks.meet("rollouts", patient=True)
-            share: TensorDictBase | None = self._ranks.scatter(None)
-            if share is None:
+            parcel: bytes | None = self._ranks.scatter(None)
+            if parcel is None:
                 return
-            yield share
+            yield unpack(parcel)
 
     def shutdown(self) -> None:
         """End nothing: rank 0 collects."""

@@ -27,6 +27,7 @@ from torchrl_moe.trainers.leader import Leader
 from torchrl_moe.trainers.learner import Learner
 from torchrl_moe.trainers.loss_building import advantages
 from torchrl_moe.trainers.minibatches import Minibatches
+from torchrl_moe.trainers.parcel import pack
 from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.trainers.rank_group import join_ranks
 from torchrl_moe.trainers.run_record import Row
@@ -259,9 +260,11 @@ class MoEGRPOTrainer(RunReports, Trainer):
         groups = -(
             -self.config.optim.minibatches // self.config.rollout.group_size
         )  # a minibatch has a sample at least
-        parts = shares(batch, self.placement.data_size, groups)
+        first, *others = self.placement.to_ranks(shares(batch, self.placement.data_size, groups))
+        parcels: list[bytes | None] = [None, *map(pack, others)]
         self.ranks.meet("rollouts")
-        return self.ranks.scatter(self.placement.to_ranks(parts))
+        self.ranks.scatter(parcels)
+        return first
 
     def _score(self, batch: TensorDictBase) -> TensorDictBase:
         """Score this rank's samples before the updates."""

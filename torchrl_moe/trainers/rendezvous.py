@@ -95,7 +95,7 @@ class Rendezvous:
         try:
             if isinstance(error, RuntimeError) and _is_of_collective(error):
                 return self._cause_of_collective(error)
-            own = f"rank {self.rank} failed, {self.phase}: {type(error).__name__}: {_line(error)}"
+            own = f"rank {self.rank} failed (last met: {self.phase}): {type(error).__name__}: {_line(error)}"
             told = self._tell(own)
         except RuntimeError:  # the store is gone, and rank 0 with it
             return f"{self.phase}: rank 0 is gone" if self.rank else ""
