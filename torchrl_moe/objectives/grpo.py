@@ -31,7 +31,7 @@ from torchrl_moe.objectives.batch import Masking, TokenBatch, TokenReader
 from torchrl_moe.objectives.corrections import Correction, Corrections, Thresholds
 from torchrl_moe.objectives.inputs import LossInputs, LossKeys
 from torchrl_moe.objectives.moe_router import MoERouterLoss
-from torchrl_moe.objectives.output import GRPOLossOutput
+from torchrl_moe.objectives.output import GRPOLossOutput, LLMLossOutput
 from torchrl_moe.objectives.ratios import PolicyRatios, Proximal, policy_ratios
 from torchrl_moe.ops.masked import masked_mean
 
@@ -108,6 +108,7 @@ class GRPOLoss(LossModule):
         sum(value for key, value in out.items() if key.startswith("loss_")).backward()
     """
 
+    output_type: type[LLMLossOutput] = GRPOLossOutput
     _AcceptedKeys = LossKeys
     _schedulable_buffers = frozenset({"clip_epsilon_low", "clip_epsilon_high"})
     clip_epsilon_low: Tensor
@@ -205,7 +206,7 @@ class GRPOLoss(LossModule):
 
     # -- the loss ---------------------------------------------------------------------------------------------------
 
-    def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
+    def forward(self, tensordict: TensorDictBase) -> LLMLossOutput:
         """Return the loss terms and metrics of a batch.
 
         Args:
@@ -234,7 +235,7 @@ class GRPOLoss(LossModule):
         means = {name: _mean(term.metric, term.mask) for name, term in terms.items() if term.metric is not None}
         routing = {} if self.router_loss is None else self.router_loss(tensordict, scores.router_logits).items()
         finite = ratios.mask if scores.entropy is None else ratios.mask & scores.entropy.isfinite()
-        return GRPOLossOutput(
+        return self.output_type(
             **losses,
             **means,
             **metrics,
