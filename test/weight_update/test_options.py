@@ -73,8 +73,8 @@ def test_what_is_no_number_is_refused(choices: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("transport", "choices", "words"),
     [
-        ("memmap", {"master_address": "10.0.0.1"}, "master_address belongs to a collective transport"),
-        ("gloo", {"master_port": 1}, "master_port has no meaning: each replica has a group of its own"),
+        ("gloo", {"master_port": 1 << 16}, "master_port must be from 0 .a free one. to 65535, got 65536"),
+        ("memmap", {"master_port": -1}, "master_port must be from 0 .a free one. to 65535, got -1"),
         ("gloo", {"device": "cuda:0"}, "transport='gloo' sends from the CPU"),
         ("nccl", {"gpus_per_replica": 0}, "gpus_per_replica must be at least 1, got 0"),
         ("nccl", {"buffer_bytes": 0}, "buffer_bytes must be at least 1, got 0"),
