@@ -22,7 +22,8 @@ def attach(
 
     Args:
         package_name: ``__name__`` of the room.
-        exports: public name -> the submodule that defines it, relative to the room (``".routed_experts"``).
+        exports: public name -> the module that has it: a file of ours, relative to the room (``".routed_experts"``), or
+            another package's, by its full name.
 
     Returns:
         ``__getattr__``, ``__dir__`` and ``__all__``, to be bound at the top level of the room's ``__init__``.
