@@ -157,6 +157,11 @@ class SwapOptions:
         return max(min(floor, num_replicas - 1), 0)
 
 
+def _device(device: torch.device | str | int) -> torch.device:
+    """Return a device; a number is a GPU's, also for a torch that has none and would take it for the CPU."""
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveOptions:
     """Of a transport with process groups, one per replica.
@@ -182,10 +187,11 @@ class CollectiveOptions:
 
     def where(self) -> dict[str, Any]:
         """Return what :func:`~torchrl_moe.weight_update.transports.registry.open_transport` wants to know of it."""
-        names = ("device", "buffer_bytes", "num_buffers", "fan_out")
+        names = ("buffer_bytes", "num_buffers", "fan_out")
         return {
             "address": self.master_address,
             "port": self.master_port,
+            "device": None if self.device is None else _device(self.device),
             **{name: getattr(self, name) for name in names},
         }
 
@@ -199,9 +205,10 @@ class CollectiveOptions:
                     )
         if self.master_port is not None and not 0 <= self.master_port < 1 << 16:
             raise ValueError(f"master_port must be from 0 (a free one) to 65535, got {self.master_port}")
-        if transport == "gloo" and self.device is not None and torch.device(self.device).type != "cpu":
+        kind = None if self.device is None else _device(self.device).type
+        if transport == "gloo" and kind not in (None, "cpu"):
             raise ValueError(f"device={self.device!r}: transport='gloo' sends from the CPU")
-        if transport == "nccl" and self.device is not None and torch.device(self.device).type != "cuda":
+        if transport == "nccl" and kind not in (None, "cuda"):
             raise ValueError(f"device={self.device!r}: transport='nccl' sends from a GPU")
         if transport == "gloo" and self.num_buffers is not None:
             raise ValueError(f"num_buffers={self.num_buffers} belongs to transport='nccl'; gloo sends from the store")

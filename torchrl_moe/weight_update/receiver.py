@@ -66,8 +66,8 @@ class VLLMWeightReceiver:
         """
         if weights is not None or not inplace:
             raise ValueError(
-                "apply_weights: this receiver applies nothing, the sender brings weights to the engine, in place: call "
-                "sender.update_weights(weights)"
+                "apply_weights: this receiver applies no weights: the sender brings them to the engine, inplace=True. "
+                "Call sender.update_weights(weights)"
             )
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:

@@ -186,9 +186,9 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         """Refuse: this is for weights that a collector's own workers hold, and here an engine has them.
 
         Raises:
-            RuntimeError: always.
+            TypeError: always.
         """
-        raise RuntimeError(
+        raise TypeError(
             f"{type(self).__name__}.init_on_sender({', '.join([*map(repr, args), *kwargs])}): collectors have no part "
             "in this scheme, an engine holds the weights. Use create_sender(), then "
             "sender.init_all_workers_group(None, vllm_engine=engine), and sender.register_collector(collector) for its "
@@ -199,9 +199,9 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         """Refuse, as :meth:`init_on_sender` does.
 
         Raises:
-            RuntimeError: always.
+            TypeError: always.
         """
-        raise RuntimeError(
+        raise TypeError(
             f"{type(self).__name__}.init_on_receiver({', '.join([*map(repr, args), *kwargs])}): collectors have no "
             "part in this scheme, an engine holds the weights. Use create_receiver(engine)"
         )
