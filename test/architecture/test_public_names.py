@@ -14,7 +14,9 @@ PUBLIC: dict[str, str] = {
     "data": "KeptTokens RoutedExperts UNSET_EXPERT",
     "modules": "AsyncVLLM ChatHistory LLMWrapperBase Lease LoadBalancer LogProbs Masks RouterReplay Text Tokens "
     "TransformersWrapper UnsupportedRouterError make_async_vllm_engine probe_replay vLLMWrapper",
-    "weight_update": "SyncReport VLLMDoubleBufferSyncScheme VLLMWeightSyncScheme get_model_metadata",
+    "weight_update": "SyncReport VLLMDoubleBufferSyncScheme VLLMDoubleBufferTransport "
+    "VLLMDoubleBufferWeightReceiver VLLMDoubleBufferWeightSender VLLMWeightReceiver VLLMWeightSender "
+    "VLLMWeightSyncScheme get_model_metadata",
     "collectors": "AsyncLLMCollector LLMCollector RayAsyncLLMCollector RayLLMCollector",
     "objectives": "CISPOLoss CISPOLossOutput DAPO DAPOLossOutput DPPOLoss DistillationLoss DistillationLossOutput "
     "GRPOLoss GRPOLossOutput GSPOLoss LLMLossOutput MCAdvantage MCAdvantageSelector MismatchMetrics MoERouterLoss "

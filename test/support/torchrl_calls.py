@@ -32,11 +32,38 @@ def _async_collector(**arguments: Any) -> Any:
     return AsyncLLMCollector(None, **arguments)  # type: ignore[arg-type]
 
 
+def _scheme(*path: str, **given: Any) -> Callable[..., Any]:
+    """Call a method of what a weight sync's scheme makes, or its constructor."""
+    from torchrl_moe.testing.fake_weights import FakeFleet
+    from torchrl_moe.weight_update import VLLMWeightSyncScheme
+
+    def call(**arguments: Any) -> Any:
+        if not path:
+            return VLLMWeightSyncScheme(**{**given, **arguments})
+        made: Any = VLLMWeightSyncScheme()
+        for name in path[:-1]:
+            made = getattr(made, name)(*([FakeFleet(1)] if name == "create_receiver" else []))
+        return getattr(made, path[-1])(**arguments)
+
+    return call
+
+
+def _directory(**arguments: Any) -> Any:
+    from torchrl_moe.weight_update import VLLMDoubleBufferTransport
+
+    return VLLMDoubleBufferTransport("no such folder").receive_weights(**arguments)
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "GRPOLoss": _loss("GRPOLoss"),
     "DAPO": _loss("DAPO"),
     "CISPOLoss": _loss("CISPOLoss"),
     "LLMCollector": _llm_collector,
     "AsyncLLMCollector": _async_collector,
+    "VLLMWeightSyncScheme": _scheme(transport="gloo"),
+    "VLLMWeightSyncScheme.init_on_receiver": _scheme("init_on_receiver"),
+    "VLLMWeightSender.init_all_workers_group": _scheme("create_sender", "init_all_workers_group"),
+    "VLLMWeightReceiver.apply_weights": _scheme("create_receiver", "apply_weights"),
+    "VLLMDoubleBufferTransport.receive_weights": _directory,
 }
 """By the title of the pair; by ``title.method`` for what a method refuses."""

@@ -82,7 +82,7 @@ class RolloutEngine:
             arguments.setdefault("enable_sleep_mode", True)
         path = self.policy_model.source or str(self._save(folder))
         LOG.info("starting %d vLLM replica(s) of %s", engine.num_replicas, path)
-        return AsyncVLLM.from_pretrained(path, engine.num_replicas, backend=engine.backend, **arguments)  # type: ignore[arg-type]
+        return AsyncVLLM.from_pretrained(path, num_replicas=engine.num_replicas, backend=engine.backend, **arguments)  # type: ignore[arg-type]
 
     def _save(self, folder: Path) -> Path:
         """Write what replicas start from, beside that of an older run; one that is restarted reads it again."""

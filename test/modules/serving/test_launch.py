@@ -14,11 +14,10 @@ from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.vllm import kind
 from torchrl_moe.modules.serving.launch import (
     check_backend,
-    check_model,
     default_timeout,
     local_factory,
+    pretrained_arguments,
     ray_factory,
-    with_fp32_head,
 )
 
 
@@ -35,14 +34,45 @@ def test_an_unknown_backend_no_replica_and_words_of_ray_are_refused() -> None:
         check_backend("ray", 1, [[0]])
 
 
+def test_an_actor_class_is_refused() -> None:
+    with pytest.raises(ValueError, match="actor_class must be None: a replica is a process with an engine"):
+        check_backend("ray", 1, None, object)
+
+
+def arguments(model: str = "org/model", *, devices: int | None = None, compiles: bool = True, **given: Any) -> Any:
+    return pretrained_arguments(model, devices, compiles, False, given)
+
+
 def test_a_folder_without_a_model_is_refused_and_a_hub_name_is_not(tmp_path: Path) -> None:
-    assert check_model("Qwen/Qwen3-30B-A3B") == "Qwen/Qwen3-30B-A3B"
+    assert arguments("Qwen/Qwen3-30B-A3B") == {"model": "Qwen/Qwen3-30B-A3B", "tensor_parallel_size": 1}
     with pytest.raises(ValueError, match=r"the folder has no config\.json"):
-        check_model(str(tmp_path))
+        arguments(str(tmp_path))
     with pytest.raises(ValueError, match="the folder does not exist"):
-        check_model(str(tmp_path / "none"))
+        arguments(str(tmp_path / "none"))
     (tmp_path / "config.json").write_text("{}")
-    assert check_model(str(tmp_path)) == str(tmp_path)
+    assert arguments(str(tmp_path))["model"] == str(tmp_path)
+
+
+def test_devices_are_the_tensor_parallel_size_by_another_name() -> None:
+    none = {"tensor_parallel_size": None, "data_parallel_size": None, "pipeline_parallel_size": None}
+    assert arguments(**none) == {"model": "org/model", "tensor_parallel_size": 1}
+    assert arguments(devices=4, **none)["tensor_parallel_size"] == 4
+    assert arguments(devices=4, tensor_parallel_size=4, data_parallel_size=2) == {
+        "model": "org/model",
+        "tensor_parallel_size": 4,
+        "data_parallel_size": 2,
+    }
+    with pytest.raises(ValueError, match="num_devices=4 and tensor_parallel_size=2 differ: pass one"):
+        arguments(devices=4, tensor_parallel_size=2)
+    for given in ({"devices": 0}, {"tensor_parallel_size": 0}):
+        with pytest.raises(ValueError, match=r"num_devices, .* must be at least 1, got 0"):
+            arguments(**given)
+
+
+def test_what_is_not_compiled_is_run_eagerly_unless_said_otherwise() -> None:
+    assert "enforce_eager" not in arguments()
+    assert arguments(compiles=False)["enforce_eager"] is True
+    assert arguments(compiles=False, enforce_eager=False)["enforce_eager"] is False
 
 
 def test_the_environment_may_give_a_start_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,10 +86,13 @@ def test_the_environment_may_give_a_start_more_time(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_float32_head_is_one_more_override() -> None:
-    assert with_fp32_head(None) == {"head_dtype": "float32"}
-    assert with_fp32_head({"num_hidden_layers": 2}) == {"num_hidden_layers": 2, "head_dtype": "float32"}
+    def overrides(**given: Any) -> Any:
+        return pretrained_arguments("org/model", None, True, True, given)["hf_overrides"]
+
+    assert overrides() == {"head_dtype": "float32"}
+    assert overrides(hf_overrides={"num_hidden_layers": 2}) == {"num_hidden_layers": 2, "head_dtype": "float32"}
     with pytest.raises(ValueError, match="needs hf_overrides to be a mapping"):
-        with_fp32_head(dict)
+        overrides(hf_overrides=dict)
 
 
 def test_a_replica_that_is_added_takes_devices_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,43 +11,42 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import torch
 from tqdm.auto import tqdm
 
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.serving.devices import Devices
+from torchrl_moe.modules.serving.engine_interface import EngineInterface
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
 from torchrl_moe.modules.serving.launch import (
     TIMEOUT_VARIABLE,
     check_backend,
-    check_model,
     default_timeout,
     local_factory,
+    pretrained_arguments,
     ray_factory,
-    with_fp32_head,
 )
 from torchrl_moe.modules.serving.replica_table import TableEntry
-from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 
 __all__ = ["AsyncVLLM", "make_async_vllm_engine"]
 
 
-class AsyncVLLM(GenerationService):
+class AsyncVLLM(EngineInterface):
     """vLLM replicas behind one ``generate``.
 
     Args:
         engine_args: ``vllm.AsyncEngineArgs`` or a mapping of its fields; it names the model.
         num_replicas: how many engines, each with weights of its own.
+        actor_class: must be ``None``; ``backend`` says where replicas run.
+        enable_prefix_caching: overrides the engine argument of that name; default: on.
         backend: ``"local"``: child processes of this one, without Ray; each has a set of GPUs of its own. ``"ray"``:
             actors on any node of the Ray cluster that this process is in, or that it finds; else one is started.
         sampling_params: the default of :meth:`generate`.
-        enable_prefix_caching: overrides the engine argument of that name.
         verbose: whether vLLM logs its start-up and throughput, into the replica's log.
         max_concurrent_requests: how many may be in the engines at a time; the others wait in the service, by priority
             and in order of arrival. ``"auto"``: 1024 for each replica. ``None``: no limit.
@@ -76,10 +75,11 @@ class AsyncVLLM(GenerationService):
         self,
         engine_args: Any,
         num_replicas: int = 1,
+        actor_class: None = None,
+        enable_prefix_caching: bool | None = None,
         *,
         backend: Literal["local", "ray"] = "local",
         sampling_params: Any = None,
-        enable_prefix_caching: bool | None = None,
         verbose: bool = False,
         max_concurrent_requests: int | Literal["auto"] | None = "auto",
         faults: FaultPolicy | None = None,
@@ -94,7 +94,7 @@ class AsyncVLLM(GenerationService):
         from torchrl_moe.modules.backends.vllm import kind
 
         of_ray: dict[str, Any] = {"name": name, "namespace": namespace, "resources": resources}
-        check_backend(backend, num_replicas, devices, **of_ray)
+        check_backend(backend, num_replicas, devices, actor_class, **of_ray)
         arguments = kind.arguments_of(engine_args)
         if enable_prefix_caching is not None:
             arguments["enable_prefix_caching"] = enable_prefix_caching
@@ -284,15 +284,15 @@ class AsyncVLLM(GenerationService):
     @classmethod
     def from_pretrained(
         cls,
-        path: str | os.PathLike[str],
-        num_replicas: int = 1,
-        *,
+        model_name: str | os.PathLike[str],
         num_devices: int | None = None,
-        backend: Literal["local", "ray"] = "local",
-        sampling_params: Any = None,
+        num_replicas: int = 1,
         verbose: bool = False,
         compile: bool = True,
         enable_fp32_output: bool = False,
+        *,
+        backend: Literal["local", "ray"] = "local",
+        sampling_params: Any = None,
         metrics: bool = True,
         log_folder: str | os.PathLike[str] | None = None,
         name: str | None = None,
@@ -303,18 +303,18 @@ class AsyncVLLM(GenerationService):
         devices: Devices | None = None,
         **vllm_engine_args: Any,
     ) -> Self:
-        """Start replicas of a model.
+        """Start replicas of a model; the first six parameters are TorchRL's, in its order.
 
         Args:
-            path: a folder, or a hub name.
+            model_name: a folder, or a hub name.
+            num_devices: devices per replica, another name of ``tensor_parallel_size``; default: 1.
             num_replicas: how many engines.
-            num_devices: GPUs per replica, another name of ``tensor_parallel_size``.
+            verbose: see the constructor.
             compile: whether vLLM may compile the model; false sets ``enforce_eager``.
             enable_fp32_output: whether the last layer computes in float32, whatever the others do. Log-probs then carry
                 no rounding of logits: in bfloat16 they are rounded to 3 significant digits.
             backend: see the constructor.
             sampling_params: see the constructor.
-            verbose: see the constructor.
             metrics: see the constructor.
             log_folder: see the constructor.
             name: see the constructor.
@@ -323,23 +323,15 @@ class AsyncVLLM(GenerationService):
             max_concurrent_requests: see the constructor.
             faults: see the constructor.
             devices: see the constructor.
-            **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``.
+            **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``; a parallel size may be ``None`` for 1.
 
         Raises:
-            ValueError: ``num_devices`` and ``tensor_parallel_size`` differ, or a folder holds no model.
+            ValueError: ``num_devices`` and ``tensor_parallel_size`` differ, one is not positive, or a folder holds no
+                model.
             ReplicaDiedError: an engine did not come up; the message ends with its own last words.
         """
-        model = check_model(os.fspath(path))
-        tensor_parallel = vllm_engine_args.pop("tensor_parallel_size", None)
-        if num_devices is not None and tensor_parallel not in (None, num_devices):
-            raise ValueError(f"num_devices={num_devices} and tensor_parallel_size={tensor_parallel} differ: pass one")
-        size = tensor_parallel or num_devices or 1
-        if not compile:
-            vllm_engine_args.setdefault("enforce_eager", True)
-        if enable_fp32_output:
-            vllm_engine_args["hf_overrides"] = with_fp32_head(vllm_engine_args.get("hf_overrides"))
         return cls.launch(
-            {"model": model, "tensor_parallel_size": size, **vllm_engine_args},
+            pretrained_arguments(os.fspath(model_name), num_devices, compile, enable_fp32_output, vllm_engine_args),
             num_replicas,
             backend=backend,
             sampling_params=sampling_params,
@@ -354,44 +346,30 @@ class AsyncVLLM(GenerationService):
             devices=devices,
         )
 
-    # -- what the weight sync asks ----------------------------------------------------------------------------------
 
-    def get_tp_size(self) -> int:
-        """Return over how many devices one replica spans its tensors."""
-        self._check_running("get_tp_size")
-        return self.infos[0].tensor_parallel_size
-
-    def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Return checkpoint name -> (dtype, shape) of every tensor, experts one by one, as the checkpoint has them."""
-        self._check_running("get_model_metadata")
-        return self._fleet.alive()[0].replica.metadata(CALL_SECONDS)
-
-    # -- tests of what the workers hold -----------------------------------------------------------------------------
-
-    def save_model_params(self) -> None:
-        """Have every worker keep a copy of its parameters in host memory, for :meth:`validate_model_params`."""
-        self.collective_rpc("torchrl_moe_save_params")
-
-    def validate_model_params(self, function: Callable[[Mapping[str, torch.Tensor], torch.nn.Module], Any]) -> Any:
-        """Run a check of yours inside every worker: ``function(saved_params, model)``.
-
-        The function is pickled by value where it cannot be imported, and unpickled in the engine's own processes, which
-        trust this one as it is. Names and layouts are vLLM's: fused projections, packed experts.
-
-        Returns:
-            What the function returned, which must be plain data: one list per replica, with one value per worker.
-
-        Raises:
-            EngineError: the function raised; the message ends with its words.
-        """
-        import cloudpickle
-
-        from torchrl_moe.modules.backends.process import wire
-
-        answers = self.collective_rpc("torchrl_moe_validate", args=(cloudpickle.dumps(function),))
-        return [[wire.decode(answer[0], answer[1:]) for answer in workers] for workers in answers]
-
-
-def make_async_vllm_engine(*, model_name: str | os.PathLike[str], num_replicas: int = 1, **kwargs: Any) -> AsyncVLLM:
+def make_async_vllm_engine(
+    *,
+    model_name: str | os.PathLike[str],
+    num_devices: int | None = None,
+    num_replicas: int = 1,
+    verbose: bool = False,
+    compile: bool = True,
+    enable_fp32_output: bool = False,
+    tensor_parallel_size: int | None = None,
+    data_parallel_size: int | None = None,
+    pipeline_parallel_size: int | None = None,
+    **kwargs: Any,
+) -> AsyncVLLM:
     """Start replicas of a model, under TorchRL's name; arguments as in :meth:`AsyncVLLM.from_pretrained`."""
-    return AsyncVLLM.from_pretrained(model_name, num_replicas, **kwargs)
+    return AsyncVLLM.from_pretrained(
+        model_name,
+        num_devices,
+        num_replicas,
+        verbose,
+        compile,
+        enable_fp32_output,
+        tensor_parallel_size=tensor_parallel_size,
+        data_parallel_size=data_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        **kwargs,
+    )
