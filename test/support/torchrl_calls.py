@@ -30,6 +30,20 @@ def _generate(**arguments: Any) -> Any:
         return engine.generate("Hello", **arguments)
 
 
+def _policy(**arguments: Any) -> Any:
+    from torchrl_moe.modules import vLLMWrapper
+    from torchrl_moe.testing import FakeAsyncVLLM
+
+    with FakeAsyncVLLM() as engine:
+        return vLLMWrapper(**{"model": engine, "input_mode": "tokens", **arguments})
+
+
+def _answer(**arguments: Any) -> Any:
+    from tensordict import TensorDict
+
+    return _policy()(TensorDict(batch_size=[1]), **arguments)
+
+
 def _llm_collector(**arguments: Any) -> Any:
     from torchrl_moe.collectors import LLMCollector
     from torchrl_moe.modules import vLLMWrapper
@@ -74,6 +88,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "AsyncVLLM": _engine,
     "AsyncVLLM.generate": _generate,
     "LLMCollector": _llm_collector,
+    "vLLMWrapper": _policy,
+    "vLLMWrapper.forward": _answer,
     "AsyncLLMCollector": _async_collector,
     "VLLMWeightSyncScheme": _scheme(transport="gloo"),
     "VLLMWeightSyncScheme.init_on_receiver": _scheme("init_on_receiver"),
