@@ -134,8 +134,9 @@ class _Draws:
         self.settle(input_ids)
         kept = processed > float("-inf")
         if self.wants_log_probs:
-            moved = torch.where(kept, processed - logits / self.temperature, 0.0).abs().max()
-            if float(moved) > 1e-4 * max(1.0, float(logits.abs().max())):
+            moved = processed - logits / self.temperature  # all of a row alike changes nothing
+            most, least = (moved.masked_fill(~kept, value) for value in (float("-inf"), float("inf")))
+            if float((most.amax(-1) - least.amin(-1)).max()) > 1e-4 * max(1.0, float(logits.abs().max())):
                 raise ValueError(
                     f"{', '.join(changes_of(self.config)) or 'a logits processor'} changes logits, and log-probs with "
                     "them, in a way that a trainer does not replay: set it off in generate_kwargs (it may come from "

@@ -148,8 +148,8 @@ class TransformersWrapper(ScoringWrapper):
         self.model: nn.Module = model_of(model, device)
         self.tokenizer = tokenizer_of(tokenizer, model, self.model, self.input_mode)
         self.replay = replay_of(arguments, self.model)
-        self.router_replay = recorder_of(arguments, self.model) or router_replay
-        self.return_routed_experts = self.generate and self.router_replay is not None
+        recorder = recorder_of(arguments, self.model)
+        self.router_replay, self.return_routed_experts = recorder or router_replay, recorder is not None
         if self.replay != "none" and router_replay is None:
             self.router_replay = RouterReplay.of(self.model)
         self.scoring_model = ScoringModel(self.model)
