@@ -104,6 +104,9 @@ def test_a_new_version_keeps_every_argument() -> None:
         "measure_agreement",
         "on_bad_routes",
         "inplace",
+        "rerecord",
+        "layout",
+        "pad_output",
     ):
         assert getattr(again, name) == changed[name], name
     hotter = scorer.get_new_version(temperature=2.0)
