@@ -39,8 +39,8 @@ BELOW: dict[str, set[str]] = {
     "_compat": {"_compat_routing", "_errors"},
     "_compat_sampling": {"_compat_routing"},  # parts of _compat: the same rules
     "_compat_routing": {"_errors"},
-    "_compat_memory": set(),
     "_compat_generation": set(),
+    "_compat_memory": set(),
     "_errors": set(),
     "_lazy": set(),
     "": set(),  # the package's own __init__: it loads nothing, so anyone may import it
@@ -69,7 +69,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "trainers.model_sizes",
     ),
 }
-COMPAT = {"_compat", "_compat_generation", "_compat_memory", "_compat_sampling", "_compat_routing"}
+COMPAT = {"_compat", "_compat_generation", "_compat_memory", "_compat_routing", "_compat_sampling"}
 """Files that may touch private names of vLLM and TorchRL."""
 PURE: dict[str, set[str]] = {
     "ops": {"torch"},

@@ -104,6 +104,9 @@ def test_a_new_version_keeps_every_argument() -> None:
         "measure_agreement",
         "on_bad_routes",
         "inplace",
+        "rerecord",
+        "layout",
+        "pad_output",
     ):
         assert getattr(again, name) == changed[name], name
     hotter = scorer.get_new_version(temperature=2.0)
@@ -395,6 +398,7 @@ def test_routes_are_followed_by_default_where_they_belong_to_the_tokens(
     ours = TransformersWrapper(dense_model)
     assert (ours.replay, ours.router_replay) == ("none", None)
     assert actor.get_new_version(replay="R2").get_new_version(generate=True).replay == "none"
+    assert actor.get_new_version(generate=True, replay="none").return_routed_experts
     with pytest.raises(ValueError, match="Qwen3ForCausalLM has no experts by its config"):
         TransformersWrapper(dense_model, input_mode="tokens", generate=True, return_routed_experts=True)
 

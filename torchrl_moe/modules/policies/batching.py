@@ -42,7 +42,7 @@ def set_batching(wrapper: Any, batching: bool | None, least: int | None, most: i
         least = 1 if least is None else least
     if least is not None and most is not None and least > most:
         raise ValueError(f"min_batch_size ({least}) must be <= max_batch_size ({most})")
-    if min(least or 1, most or 1) < 1:
+    if any(size is not None and size < 1 for size in (least, most)):
         raise ValueError(f"batches have a sample at least, got min_batch_size={least}, max_batch_size={most}")
     wrapper._min_batch_size, wrapper._max_batch_size, wrapper._batching_timeout = least, most, timeout
     wrapper._batch_queue, wrapper._futures = [], []

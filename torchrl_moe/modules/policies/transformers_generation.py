@@ -10,6 +10,7 @@ K experts per token.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
 from torchrl_moe import _compat_generation
 from torchrl_moe.modules.backends.kept_ids import KeptIds, name_kept
@@ -66,8 +67,8 @@ def generate_answers(
         layer has no router. Weight versions are -1: nobody counts them here.
 
     Raises:
-        ValueError: a prompt without tokens, several greedy answers to one prompt, or log-probs of logits that were
-            changed on the way, by a penalty say: no trainer can compute those.
+        ValueError: a prompt without tokens, ``stop_strings`` without a tokenizer, several greedy answers to one
+            prompt, or log-probs of logits that were changed on the way, by a penalty say: no trainer can compute those.
     """
     config.num_return_sequences = samples
     for i, ids in enumerate(prompts):
@@ -79,6 +80,13 @@ def generate_answers(
     rows = [torch.tensor(ids) for ids in prompts]
     inputs = pad_left(rows, int(config.pad_token_id or 0)).to(device)
     mask = pad_left([torch.ones_like(row) for row in rows], 0).to(device)
+    ends = StoppingCriteriaList()
+    if config.stop_strings:
+        if tokenizer is None:
+            raise ValueError(f"stop_sequences={config.stop_strings!r} are found by a tokenizer: pass tokenizer=")
+        # generate() loses its tokenizer where its loop is replaced (5.23)
+        ends.append(StopStringCriteria(tokenizer, config.stop_strings))
+        config.stop_strings = None
     draws = _Draws(config, len(prompts) * samples, log_probs)
     with ExitStack() as stack:
         stack.enter_context(_LOCKS.setdefault(unwrap(model), threading.Lock()))
@@ -89,7 +97,7 @@ def generate_answers(
             attention_mask=mask,
             generation_config=config,
             custom_generate=draws.run,
-            **({"tokenizer": tokenizer} if config.stop_strings else {}),
+            stopping_criteria=ends,
         )
     draws.close(sequences)
     routes = None if steps is None else _joined(steps)
@@ -116,6 +124,7 @@ class _Draws:
         self.temperature = temperature_of(config) or 1.0
         self.wants_log_probs = log_probs
         self.width = 0  # of the prompts
+        self.most: float = 0  # tokens that an answer may have
         self.lengths = torch.zeros(rows, dtype=torch.long)  # of answers that have ended
         self.log_probs: list[Tensor] = []  # [N] each
         self.values: Tensor | None = None  # [N, G], in the end
@@ -125,6 +134,7 @@ class _Draws:
     def run(self, model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
         """Run transformers' loop with lists that look on, in the place of its own."""
         self.width = input_ids.shape[1]
+        self.most = (kwargs["stopping_criteria"].max_length or math.inf) - self.width
         kwargs["logits_processor"] = _Processors(kwargs["logits_processor"], self)
         kwargs["stopping_criteria"] = _Criteria(kwargs["stopping_criteria"], self)
         return _compat_generation.sample_by(model, input_ids, **kwargs)
@@ -187,7 +197,7 @@ class _Draws:
             index=index,
             token_ids=ids,
             text="",
-            finish_reason="stop" if ids[-1] in ends or count < len(self.kept) else "length",
+            finish_reason="stop" if ids[-1] in ends or count < self.most else "length",
             policy_versions=np.full(count, -1, np.int32),
             logprobs=None if self.values is None else self.values[row, :count].numpy(),
             routed_experts=None if routes is None else routes[row, fed].numpy(),
