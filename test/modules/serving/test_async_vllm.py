@@ -123,34 +123,6 @@ def test_a_service_that_was_shut_down_does_not_start_again(scripted: Any) -> Non
         never.start()
 
 
-OWN_USES: dict[str, Callable[[AsyncVLLM], Any]] = {  # those of every service: test_service.py, test_engine_interface.py
-    "add_replicas": lambda e: e.add_replicas(),
-}
-
-
-def test_every_public_name_of_its_own_is_tried_below() -> None:
-    names = {name for name in vars(AsyncVLLM) if not name.startswith("_")}
-    assert names == OWN_USES.keys() | {
-        "start",
-        "launch",
-        "from_pretrained",
-        "connect",
-        "disconnect",
-        "shutdown_service",
-    }
-
-
-@pytest.mark.parametrize("name", OWN_USES)
-def test_use_before_start_and_after_shutdown_is_refused(scripted: Any, name: str) -> None:
-    engine = AsyncVLLM({"model": "m"})
-    with pytest.raises(RuntimeError, match="the service is not running"):
-        OWN_USES[name](engine)
-    engine.start()
-    engine.shutdown()
-    with pytest.raises(RuntimeError, match="the service is not running"):
-        OWN_USES[name](engine)
-
-
 @pytest.mark.parametrize("error", [ReplicaDiedError("no memory"), KeyboardInterrupt(), ZeroDivisionError()], ids=repr)
 def test_a_start_that_fails_ends_every_replica_and_passes_the_error_on(scripted: Any, error: BaseException) -> None:
     scripted.script = {1: error}
@@ -206,6 +178,7 @@ def test_arguments_reach_every_replica(scripted: Any, model: Path) -> None:
         assert [replica.index for replica in scripted.made] == [0, 1]
         assert engine.sampling_params == {"max_tokens": 3}
         assert engine.engine_args == expected
+        assert (engine.engine_args.model, engine.engine_args.seed) == (str(model), 7)
 
 
 @pytest.mark.parametrize(
@@ -408,14 +381,6 @@ def test_a_bad_service_is_refused(scripted: Any, call: Any, error: type[Exceptio
     with pytest.raises(error, match=words):
         call()
     assert scripted.made == []
-
-
-def test_a_service_of_child_processes_cannot_be_left(scripted: Any) -> None:
-    with AsyncVLLM.launch({"model": "m"}) as engine:
-        assert engine.name is None
-        with pytest.raises(RuntimeError, match="disconnect: this service ends with its driver"):
-            engine.disconnect()
-        assert engine.is_running
 
 
 def test_two_words_for_the_devices_must_agree(scripted: Any, model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,11 +14,13 @@ from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.vllm import kind
 from torchrl_moe.modules.serving.launch import (
+    EngineArguments,
     check_backend,
     default_timeout,
     local_factory,
     pretrained_arguments,
     ray_factory,
+    ray_service,
 )
 
 
@@ -67,6 +70,15 @@ def test_devices_are_the_tensor_parallel_size_by_another_name() -> None:
     for given in ({"devices": 0}, {"tensor_parallel_size": 0}):
         with pytest.raises(ValueError, match=r"num_devices, .* must be at least 1, got 0"):
             arguments(**given)
+
+
+def test_engine_arguments_are_read_as_torchrl_reads_them() -> None:
+    given = EngineArguments(model="m", seed=3)
+    assert (given.model, given.seed, given["seed"]) == ("m", 3, 3)
+    assert given == {"model": "m", "seed": 3}
+    assert pickle.loads(pickle.dumps(given)) == given
+    with pytest.raises(AttributeError, match=r"engine_args\.dtype: it was not given"):
+        given.dtype  # noqa: B018
 
 
 def test_what_is_not_compiled_is_run_eagerly_unless_said_otherwise() -> None:
@@ -135,17 +147,21 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def service_of(name: str | None = None, namespace: str | None = None, resources: Any = None) -> Any:
-    make = ray_factory(kind, ARGUMENTS, 3, name=name, namespace=namespace, resources=resources, verbose=True)
-    replica = make(2)
-    assert isinstance(replica, RayReplica)
-    assert replica.index == 2
-    assert make(0)._service is replica._service  # one service, whatever replica is made when
-    return replica._service
+    return ray_service(kind, ARGUMENTS, 3, name=name, namespace=namespace, resources=resources, verbose=True)
+
+
+def test_replicas_of_one_service_have_seeds_of_their_own(started: list[bool]) -> None:
+    service = service_of()
+    make = ray_factory(service)
+    replicas = [make(2), make(0), make(2)]
+    assert all(isinstance(replica, RayReplica) and replica._service is service for replica in replicas)
+    assert [replica.index for replica in replicas] == [2, 0, 2]
+    assert [cast(RayReplica, replica)._number for replica in replicas] == [0, 1, 2]
 
 
 def test_an_access_token_does_not_travel_in_actor_arguments(started: list[bool]) -> None:
     with pytest.raises(ValueError, match=r"hf_token: Ray keeps and shows .* set HF_TOKEN in the environment"):
-        ray_factory(
+        ray_service(
             kind, {**ARGUMENTS, "hf_token": "hf_secret"}, 1, name=None, namespace=None, resources=None, verbose=True
         )
 

@@ -7,36 +7,31 @@ distribution that was sampled from; prefix caching is on.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import warnings
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from tqdm.auto import tqdm
 
-from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.serving.devices import Devices
-from torchrl_moe.modules.serving.engine_interface import EngineInterface
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.fleet import CALL_SECONDS
 from torchrl_moe.modules.serving.launch import (
-    TIMEOUT_VARIABLE,
     check_backend,
     default_timeout,
     local_factory,
     pretrained_arguments,
     ray_factory,
+    ray_service,
 )
-from torchrl_moe.modules.serving.replica_table import TableEntry
+from torchrl_moe.modules.serving.shared_service import SharedService
 from torchrl_moe.modules.serving.states import ReplicaState
 
 __all__ = ["AsyncVLLM", "make_async_vllm_engine"]
 
 
-class AsyncVLLM(EngineInterface):
+class AsyncVLLM(SharedService):
     """vLLM replicas behind one ``generate``.
 
     Args:
@@ -98,25 +93,25 @@ class AsyncVLLM(EngineInterface):
         arguments = kind.arguments_of(engine_args)
         if enable_prefix_caching is not None:
             arguments["enable_prefix_caching"] = enable_prefix_caching
-        self.engine_args = arguments
-        self.name = name
-        self._namespace = namespace
-        self._is_guest = False  # in a service that another driver made
 
         def listed() -> list[int]:
             return [entry.index for entry in self.replica_table]
 
+        service = None
         if backend == "ray":
-            make_replica = ray_factory(kind, arguments, num_replicas, verbose=verbose, log_folder=log_folder, **of_ray)
+            service = ray_service(kind, arguments, num_replicas, verbose=verbose, log_folder=log_folder, **of_ray)
+            make_replica = ray_factory(service)
         else:
             make_replica = local_factory(kind, arguments, num_replicas, verbose, log_folder, listed, devices)
         super().__init__(
-            [make_replica(index) for index in range(num_replicas)],
-            sampling_params,
+            arguments,
+            num_replicas,
+            make_replica,
+            service,
+            sampling_params=sampling_params,
             metrics=metrics,
             max_concurrent_requests=max_concurrent_requests,
             faults=faults,
-            make_replica=make_replica,
         )
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -140,7 +135,7 @@ class AsyncVLLM(EngineInterface):
         if self.name is not None:
             from torchrl_moe.modules.backends.ray.cluster import check_free
 
-            check_free(self.name, self._namespace)
+            check_free(self.name, self._service.namespace)
         try:
             self._start_all(seconds)
         except BaseException:
@@ -158,123 +153,6 @@ class AsyncVLLM(EngineInterface):
         for entry in tqdm(self.replica_table, desc="starting vLLM", total=self.num_replicas, leave=False, disable=None):
             self._wait(entry, deadline, seconds)
             self._fleet.serve(entry)
-
-    def _wait(self, entry: TableEntry, deadline: float, seconds: float) -> None:
-        """Wait for a replica."""
-        try:
-            self._fleet.wait_ready(entry, max(deadline - time.monotonic(), 0.0))
-        except ReplicaDiedError:
-            raise
-        except EngineError as error:
-            raise EngineError(
-                f"{error}\nAll replicas together had {seconds:g} s: raise timeout_seconds, or the environment's "
-                f"{TIMEOUT_VARIABLE}."
-            ) from error
-
-    @classmethod
-    def connect(
-        cls,
-        name: str,
-        *,
-        namespace: str | None = None,
-        sampling_params: Any = None,
-        timeout_seconds: float | None = None,
-    ) -> Self:
-        """Join a service that runs in the Ray cluster under that name, from any driver; several may be in it at once.
-
-        A replica that holds older weights than another (Ray has restarted it, say) serves here once it has the newest.
-        Updates that another driver makes are heard of within a second; each completion says what it was made with.
-        :meth:`disconnect`, a ``with`` block's end and the end of the process leave the service as it is;
-        :meth:`shutdown` ends it for all, with replicas that were restarted since. The driver that made the replicas
-        probes and restarts them, and Ray restarts those whose process ends; here one that died stays so: connect again.
-
-        Args:
-            name: as its maker named it.
-            namespace: as its maker gave it.
-            sampling_params: the default of :meth:`generate`, of this driver.
-            timeout_seconds: for all replicas, some of which may be starting; default as in :meth:`start`.
-
-        Raises:
-            EngineError: there is no Ray cluster, no such service in it (the message lists those that run), or no
-                replica that answers; :class:`NoReplicaError`: all have died.
-        """
-        from torchrl_moe.modules.backends.ray.cluster import find_service
-
-        service = find_service(name, namespace)
-        engine = cls(
-            service.arguments,
-            service.num_replicas,
-            backend="ray",
-            sampling_params=sampling_params,
-            verbose=service.verbose,
-            name=service.name,
-            namespace=service.namespace,
-            resources=service.resources,
-            log_folder=service.log_folder,
-            faults=FaultPolicy(restart=False, probe=math.inf),
-        )
-        engine._is_guest = True
-        try:
-            engine._join(default_timeout() if timeout_seconds is None else timeout_seconds)
-        except BaseException:
-            engine.disconnect()
-            raise
-        return engine
-
-    def _join(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for entry in self.replica_table:
-            entry.replica.join()
-        for entry in self.replica_table:
-            try:
-                self._wait(entry, deadline, seconds)
-                self.replica_table.set_version(entry.index, entry.replica.weights_version(CALL_SECONDS))
-            except ReplicaDiedError as error:
-                self.replica_table.mark_dead(entry.index, str(error))
-        if all(entry.state is ReplicaState.DEAD for entry in self.replica_table):
-            raise NoReplicaError(f"service {self.name!r}: no replica is alive. {self.replica_table[0].last_error}")
-        self._fleet.supervise()
-        for entry in self.replica_table:
-            if entry.state is not ReplicaState.DEAD:
-                self._fleet.serve(entry)
-        self._running = True
-
-    def add_replicas(self, count: int = 1, *, timeout_seconds: float | None = None) -> list[int]:
-        """Start more replicas; see :meth:`GenerationService.add_replicas`. A service with a name cannot have more.
-
-        Raises:
-            ValueError: not at least one, there are no GPUs left for them, or the service has a name.
-            EngineError: one did not come up, or not in time; then none is added.
-        """
-        if self.name is not None:
-            raise ValueError("add_replicas: other drivers of a service with a name would not learn of new replicas")
-        return super().add_replicas(
-            count, timeout_seconds=default_timeout() if timeout_seconds is None else timeout_seconds
-        )
-
-    @staticmethod
-    def shutdown_service(name: str, *, namespace: str | None = None) -> None:
-        """End a service in Ray for all its drivers, or what a killed one left; ``EngineError`` if there is nothing."""
-        from torchrl_moe.modules.backends.ray.cluster import end_service
-
-        end_service(name, namespace)
-
-    def disconnect(self) -> None:
-        """Leave a service that has a name; it goes on, and what this driver asked of it is aborted. Idempotent.
-
-        Raises:
-            RuntimeError: the service has no name, and ends with this process.
-        """
-        if self.name is None:
-            raise RuntimeError("disconnect: this service ends with its driver: use shutdown(), or launch it by name")
-        self._running = False
-        self._fleet.end(lambda replica: replica.disconnect())
-        self._dispatcher.stop()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        (self.disconnect if self._is_guest else self.shutdown)()
 
     @classmethod
     def launch(cls, engine_args: Any, num_replicas: int = 1, **kwargs: Any) -> Self:

@@ -19,12 +19,14 @@ from torchrl_moe.modules.serving.devices import Devices, DeviceSets
 
 __all__ = [
     "TIMEOUT_VARIABLE",
+    "EngineArguments",
     "ReplicaFactory",
     "check_backend",
     "default_timeout",
     "local_factory",
     "pretrained_arguments",
     "ray_factory",
+    "ray_service",
 ]
 
 ReplicaFactory: TypeAlias = Callable[[int], Replica]
@@ -32,6 +34,20 @@ ReplicaFactory: TypeAlias = Callable[[int], Replica]
 TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"  # TorchRL's name
 DEFAULT_TIMEOUT_SECONDS = 600.0
 PARALLEL_SIZES = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
+
+
+class EngineArguments(dict[str, Any]):
+    """Engine arguments by keyword, which TorchRL's code reads as attributes.
+
+    >>> EngineArguments(model="org/model").model
+    'org/model'
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"engine_args.{name}: it was not given, so the engine's own default holds") from None
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -153,7 +169,7 @@ def local_factory(
     return make
 
 
-def ray_factory(
+def ray_service(
     kind: EngineKind,
     arguments: Mapping[str, Any],
     num_replicas: int,
@@ -163,8 +179,8 @@ def ray_factory(
     resources: Mapping[str, float] | None,
     verbose: bool,
     log_folder: str | os.PathLike[str] | None = None,
-) -> ReplicaFactory:
-    """Join the Ray cluster, or start one, and return what makes replicas there, or joins those that run.
+) -> Any:
+    """Join the Ray cluster, or start one, and return the :class:`RayService` that is to be there.
 
     Args:
         kind: of the engine: a module.
@@ -185,7 +201,6 @@ def ray_factory(
             "environment of this process, which sends it to the replicas by its own connections."
         )
     from torchrl_moe.modules.backends.ray.cluster import default_resources, join_cluster
-    from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
     from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE, RayService
 
     if join_cluster() and name is not None:
@@ -195,7 +210,7 @@ def ray_factory(
             stacklevel=4,
         )
     asked = default_resources(kind.devices_per_replica(arguments)) if resources is None else resources
-    service = RayService(
+    return RayService(
         name=name or f"torchrl_moe-{uuid.uuid4().hex[:8]}",
         namespace=namespace or NAMESPACE,
         detached=name is not None,
@@ -206,5 +221,11 @@ def ray_factory(
         verbose=verbose,
         log_folder=None if log_folder is None else os.fspath(log_folder),
     )
+
+
+def ray_factory(service: Any) -> ReplicaFactory:
+    """Return what makes replicas of a :class:`RayService` in this process's cluster, or joins those that run."""
+    from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
+
     numbers = itertools.count()
     return lambda index: RayReplica(index, service, next(numbers))
