@@ -118,9 +118,16 @@ def public_members(owner: type, package: str) -> list[str]:
     return sorted({name for cls in classes for name in vars(cls) if not name.startswith("_")})
 
 
-def has_member(owner: type, name: str) -> bool:
-    """Whether a class has a name, or one of its methods sets it on ``self``."""
-    return hasattr(owner, name) or name in _set_on_self(owner)
+def has_member(owner: type, name: str, like: type | None = None) -> bool:
+    """Whether a class has a name, or one of its methods sets it on ``self``; a method if it is one of ``like``."""
+    if hasattr(owner, name):
+        return like is None or _is_method(owner, name) or not _is_method(like, name)
+    return name in _set_on_self(owner)
+
+
+def _is_method(owner: type, name: str) -> bool:
+    value = getattr(owner, name, None)
+    return callable(value) and not inspect.isclass(value)
 
 
 @cache
@@ -138,7 +145,6 @@ def shared_methods(theirs: type, ours: type, package: str) -> list[str]:
     found = []
     for name in public_members(theirs, package):
         one, other = (inspect.getattr_static(owner, name, None) for owner in (theirs, ours))
-        is_method = all(inspect.isroutine(getattr(owner, name, None)) for owner in (theirs, ours))
-        if is_method and one is not other:
+        if one is not other and all(_is_method(owner, name) for owner in (theirs, ours)):
             found.append(name)
     return found

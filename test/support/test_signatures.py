@@ -98,6 +98,8 @@ def test_members() -> None:
     assert public_members(Child, "torchrl") == []
     assert shared_methods(Base, Child, package) == ["changed"]
     assert [name for name in ("a", "kept", "value", "x") if has_member(Child, name)] == ["a", "kept", "value"]
+    assert has_member(Base, "value", like=Child)
+    assert not has_member(type("Other", (), {"kept": 3}), "kept", like=Base)  # a method there
     assert list(parameters(Base, "changed")) == ["x"]
     assert list(parameters(Base, "made")) == ["path"]
 

@@ -17,6 +17,33 @@ def _loss(name: str) -> Callable[..., Any]:
     return lambda **arguments: getattr(objectives, name)(BigramActor(), **arguments)
 
 
+def _engine(**arguments: Any) -> Any:
+    from torchrl_moe.modules import AsyncVLLM
+
+    return AsyncVLLM({"model": "no model"}, **arguments)
+
+
+def _generate(**arguments: Any) -> Any:
+    from torchrl_moe.testing import FakeAsyncVLLM
+
+    with FakeAsyncVLLM() as engine:
+        return engine.generate("Hello", **arguments)
+
+
+def _policy(**arguments: Any) -> Any:
+    from torchrl_moe.modules import vLLMWrapper
+    from torchrl_moe.testing import FakeAsyncVLLM
+
+    with FakeAsyncVLLM() as engine:
+        return vLLMWrapper(**{"model": engine, "input_mode": "tokens", **arguments})
+
+
+def _answer(**arguments: Any) -> Any:
+    from tensordict import TensorDict
+
+    return _policy()(TensorDict(batch_size=[1]), **arguments)
+
+
 def _llm_collector(**arguments: Any) -> Any:
     from torchrl_moe.collectors import LLMCollector
     from torchrl_moe.modules import vLLMWrapper
@@ -58,7 +85,11 @@ CALLS: dict[str, Callable[..., Any]] = {
     "GRPOLoss": _loss("GRPOLoss"),
     "DAPO": _loss("DAPO"),
     "CISPOLoss": _loss("CISPOLoss"),
+    "AsyncVLLM": _engine,
+    "AsyncVLLM.generate": _generate,
     "LLMCollector": _llm_collector,
+    "vLLMWrapper": _policy,
+    "vLLMWrapper.forward": _answer,
     "AsyncLLMCollector": _async_collector,
     "VLLMWeightSyncScheme": _scheme(transport="gloo"),
     "VLLMWeightSyncScheme.init_on_receiver": _scheme("init_on_receiver"),

@@ -93,7 +93,7 @@ class Pair:
         theirs, ours = self.both
         if not isinstance(theirs, type) or self.method:
             return []
-        return [name for name in public_members(theirs, THEIR_PACKAGE) if not has_member(ours, name)]
+        return [name for name in public_members(theirs, THEIR_PACKAGE) if not has_member(ours, name, like=theirs)]
 
 
 @dataclass(frozen=True)

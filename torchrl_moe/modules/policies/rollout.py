@@ -21,7 +21,15 @@ from torchrl_moe.data.segments import first_writer_wins, num_segments, shared_pr
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
 from torchrl_moe.modules.policies.sampling_entry import SAMPLING, check_earlier_turn, pad_sampling, sampling_entry
 
-__all__ = ["RolloutKeys", "answer_tensordict", "check_prompts", "flat_samples", "pad_answers", "stack_answers"]
+__all__ = [
+    "RolloutKeys",
+    "answer_tensordict",
+    "check_prompts",
+    "flat_samples",
+    "pad_answers",
+    "repeated",
+    "stack_answers",
+]
 
 NO_VERSION = -1
 
@@ -66,7 +74,7 @@ def check_prompts(
     """
     for prompt, earlier in zip(prompts, inputs, strict=True):
         if earlier.get(SAMPLING, None) is not None:
-            real = _repeated(earlier, torch.tensor(prompt), keys)
+            real = repeated(earlier, torch.tensor(prompt), keys)
             if real is not None:
                 check_earlier_turn(params, earlier, real)
 
@@ -93,7 +101,7 @@ def answer_tensordict(
     response = torch.from_numpy(output.token_ids.copy())
     full = torch.cat([prompt, response])
     per_token = _per_token(output, len(prompt), len(full), layout, keys)
-    real = None if earlier is None else _repeated(earlier, prompt, keys)
+    real = None if earlier is None else repeated(earlier, prompt, keys)
     if earlier is not None and real is not None:
         _keep_earlier(earlier, real, per_token)
     goes_on_from = None if real is None else earlier
@@ -136,7 +144,7 @@ def _per_token(
     return values
 
 
-def _repeated(earlier: TensorDictBase, prompt: Tensor, keys: RolloutKeys) -> Tensor | None:
+def repeated(earlier: TensorDictBase, prompt: Tensor, keys: RolloutKeys) -> Tensor | None:
     """Return which tokens of an earlier turn are no pads, if ``prompt`` begins with all of that, prompt and response.
 
     A response that merely comes out the same again, on the same input or after a reset, is this turn's own.
