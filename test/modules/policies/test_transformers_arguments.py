@@ -87,6 +87,13 @@ def test_a_pad() -> None:
     assert pad_of(None) is None
 
 
+def test_a_model_that_cannot_generate() -> None:
+    model = nn.Linear(1, 1)
+    assert model_of(model) is model
+    with pytest.raises(TypeError, match=r"Linear has no generate\(\)"):
+        model_of(model, generate=True)
+
+
 def test_a_model_is_loaded_where_it_is_wanted(tmp_path: Path) -> None:
     make_tiny_moe(num_hidden_layers=2).save_pretrained(tmp_path)
     assert next(model_of(tmp_path, "meta").parameters()).device == torch.device("meta")

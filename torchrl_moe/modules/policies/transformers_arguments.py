@@ -84,15 +84,16 @@ def _refuse_to_score(arguments: dict[str, Any]) -> None:
         raise ValueError(f"temperature must be positive, got {arguments['temperature']}")
 
 
-def model_of(model: Any, device: Any = None) -> nn.Module:
+def model_of(model: Any, device: Any = None, generate: bool = False) -> nn.Module:
     """Return the model: as given, or loaded from a folder or by its hub name.
 
     Args:
         model: a transformers model, a folder or a hub name.
         device: where it is to compute; a model that was given must be there.
+        generate: whether it is to generate.
 
     Raises:
-        TypeError: it is none, or ranks share it in a way that cannot be followed.
+        TypeError: it is none, ranks share it in a way that cannot be followed, or it cannot generate.
         ValueError: it is elsewhere.
     """
     if isinstance(model, str | os.PathLike):
@@ -107,6 +108,8 @@ def model_of(model: Any, device: Any = None) -> nn.Module:
     reason = refused_parallelism(model)
     if reason:
         raise TypeError(f"{type(model).__name__} cannot be scored under {reason}")
+    if generate and not hasattr(model, "generate"):
+        raise TypeError(f"{type(model).__name__} has no generate(): give a transformers model, or pass generate=False")
     if device is not None:
         wanted, found = torch.device(device), computing_device(model)
         if wanted.type != found.type or wanted.index not in (None, found.index):

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase, lazy_stack, set_list_to_stack
-from torch import nn
 
 from torchrl_moe.modules.policies.batching import batched, set_batching
 from torchrl_moe.modules.policies.generated_answers import Generation
@@ -38,6 +37,7 @@ from torchrl_moe.modules.replay.router_replay import RouterReplay
 
 __all__ = ["TransformersWrapper"]
 
+AS_THEY_ARE = ("temperature", "pad_model_input", "measure_agreement", "on_bad_routes", "rerecord", "pad_output")
 KEYS = ("history_key", "text_key", "tokens_key", "masks_key", "log_probs_key", "routed_experts_key")
 
 
@@ -145,22 +145,28 @@ class TransformersWrapper(ScoringWrapper):
         set_batching(self, batching, min_batch_size, max_batch_size, batching_timeout)
         self.input_mode, self.generate = arguments["input_mode"], arguments["generate"]
         self._set_samples(num_samples, inplace)
-        self.model: nn.Module = model_of(model, device)
-        self.tokenizer = tokenizer_of(tokenizer, model, self.model, self.input_mode)
+        self._set_model(arguments)
+        self._set_keys()
+
+    def _set_model(self, arguments: dict[str, Any]) -> None:
+        """Set what runs, and how; remember the arguments for a new version, which shares the model."""
+        given = arguments["model"]
+        self.model = model_of(given, arguments["device"], self.generate)
+        self.tokenizer = tokenizer_of(arguments["tokenizer"], given, self.model, self.input_mode)
         self.replay = replay_of(arguments, self.model)
         recorder = recorder_of(arguments, self.model)
-        self.router_replay, self.return_routed_experts = recorder or router_replay, recorder is not None
-        if self.replay != "none" and router_replay is None:
+        self.return_routed_experts = recorder is not None
+        self.router_replay = recorder or arguments["router_replay"]
+        if self.replay != "none" and self.router_replay is None:
             self.router_replay = RouterReplay.of(self.model)
         self.scoring_model = ScoringModel(self.model)
-        for name in ("temperature", "pad_model_input", "measure_agreement", "on_bad_routes", "rerecord", "pad_output"):
+        for name in AS_THEY_ARE:
             setattr(self, name, arguments[name])
-        self.prefer_tokens, self.return_log_probs = prefer_tokens, not self.generate or return_log_probs is not False
-        self.layout = torch.strided if layout is None and not pad_output else layout
-        # a new version shares the model and changes the rest
+        self.return_log_probs = not self.generate or arguments["return_log_probs"] is not False
+        layout = arguments["layout"]
+        self.layout = torch.strided if layout is None and not self.pad_output else layout
         shared = {"model": self.model, "tokenizer": self.tokenizer, "router_replay": self.router_replay}
         self._arguments = {**arguments, **shared}
-        self._set_keys()
 
     def _set_samples(self, num_samples: int | None, inplace: Literal["empty"] | bool | None) -> None:
         """Set how many answers a prompt gets, and where they go."""
@@ -175,7 +181,7 @@ class TransformersWrapper(ScoringWrapper):
     def _set_keys(self) -> None:
         """Set every key, what is read and written, and how."""
         given = self._arguments
-        for name in KEYS:
+        for name in (*KEYS, "attention_mask_key", "prefer_tokens"):
             setattr(self, name, given[name])
         self.return_history, self.return_text = self.input_mode == "history", self.input_mode != "tokens"
         self.return_tokens = self.return_masks = True
