@@ -23,7 +23,7 @@ def attach(
     Args:
         package_name: ``__name__`` of the room.
         exports: public name -> the module that has it: a file of ours, relative to the room (``".routed_experts"``), or
-            another package's, by its full name.
+            another package's, by its full name; ``""``: the name is a submodule itself.
 
     Returns:
         ``__getattr__``, ``__dir__`` and ``__all__``, to be bound at the top level of the room's ``__init__``.
@@ -39,6 +39,8 @@ def attach(
     def __getattr__(name: str) -> Any:
         if name not in exports:
             raise AttributeError(f"module {package_name!r} has no attribute {name!r}")
+        if not exports[name]:
+            return import_module(f".{name}", package_name)  # which sets the attribute
         try:
             value = getattr(import_module(exports[name], package_name), name)
         except AttributeError as error:

@@ -21,7 +21,7 @@ PUBLIC: dict[str, str] = {
     "objectives": "CISPOLoss CISPOLossOutput DAPO DAPOLossOutput DPPOLoss DistillationLoss DistillationLossOutput "
     "GRPOLoss GRPOLossOutput GSPOLoss LLMLossOutput MCAdvantage MCAdvantageSelector MismatchMetrics MoERouterLoss "
     "RayMCAdvantage SAPOLoss SFTLoss SFTLossOutput k3_kl_token_estimate",
-    "testing": "ByteTokenizer FakeAsyncVLLM make_tiny_moe",
+    "testing": "ByteTokenizer FakeAsyncVLLM conformance make_tiny_moe",
 }
 NOT_BUILT_YET: dict[str, str] = {}
 """Leave this list in the commit that builds the name."""

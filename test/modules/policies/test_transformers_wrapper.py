@@ -398,6 +398,7 @@ def test_routes_are_followed_by_default_where_they_belong_to_the_tokens(
     ours = TransformersWrapper(dense_model)
     assert (ours.replay, ours.router_replay) == ("none", None)
     assert actor.get_new_version(replay="R2").get_new_version(generate=True).replay == "none"
+    assert actor.get_new_version(generate=True, replay="none").return_routed_experts
     with pytest.raises(ValueError, match="Qwen3ForCausalLM has no experts by its config"):
         TransformersWrapper(dense_model, input_mode="tokens", generate=True, return_routed_experts=True)
 

@@ -64,7 +64,7 @@ def refuse(arguments: dict[str, Any]) -> None:
 
 def _refuse_to_generate(arguments: dict[str, Any]) -> None:
     for name in OF_SCORING:
-        if arguments[name] is not None:
+        if arguments[name] not in (None, "none"):
             raise ValueError(
                 f"{name}={arguments[name]!r} is of scoring, generate=False. Sampling goes by generate_kwargs, prompts "
                 "are padded on the left, and routes are the model's own, which are recorded"
