@@ -184,8 +184,8 @@ def test_arguments_reach_every_replica(scripted: Any, model: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"compile": False}, {"enforce_eager": True}),
-        ({"compile": False, "enforce_eager": False}, {"enforce_eager": False}),
+        ({"compile": False}, {"compilation_config": {"mode": 0}}),
+        ({"compile": False, "enforce_eager": True}, {"compilation_config": {"mode": 0}, "enforce_eager": True}),
         ({"compile": True}, {}),
         ({"num_devices": 2}, {"tensor_parallel_size": 2}),
         ({"num_devices": 2, "tensor_parallel_size": 2}, {"tensor_parallel_size": 2}),
@@ -324,7 +324,7 @@ def test_make_async_vllm_engine_is_from_pretrained_under_torchrls_name(scripted:
             "model": str(model),
             "tensor_parallel_size": 1,
             "pipeline_parallel_size": 1,
-            "enforce_eager": True,
+            "compilation_config": {"mode": 0},
             "enable_prefix_caching": False,
             "hf_overrides": {"head_dtype": "float32"},
             "seed": 4,
@@ -338,7 +338,7 @@ def test_the_positions_are_torchrls(scripted: Any, model: Path, monkeypatch: pyt
         assert scripted.made[0].arguments == {
             "model": str(model),
             "tensor_parallel_size": 2,
-            "enforce_eager": True,
+            "compilation_config": {"mode": 0},
             "hf_overrides": {"head_dtype": "float32"},
         }
         assert scripted.made[0].environment["VLLM_LOGGING_LEVEL"] == "INFO"

@@ -81,10 +81,14 @@ def test_engine_arguments_are_read_as_torchrl_reads_them() -> None:
         given.dtype  # noqa: B018
 
 
-def test_what_is_not_compiled_is_run_eagerly_unless_said_otherwise() -> None:
-    assert "enforce_eager" not in arguments()
-    assert arguments(compiles=False)["enforce_eager"] is True
-    assert arguments(compiles=False, enforce_eager=False)["enforce_eager"] is False
+def test_what_is_not_compiled_has_vllms_mode_for_it_unless_another_is_named() -> None:
+    assert "compilation_config" not in arguments()
+    assert arguments(compiles=False)["compilation_config"] == {"mode": 0}
+    both = arguments(compiles=False, compilation_config={"custom_ops": ["none"]})
+    assert both["compilation_config"] == {"mode": 0, "custom_ops": ["none"]}
+    for given in ({"mode": 3}, 3):
+        assert arguments(compiles=False, compilation_config=given)["compilation_config"] == given
+    assert arguments(compilation_config={"mode": 1})["compilation_config"] == {"mode": 1}
 
 
 def test_the_environment_may_give_a_start_more_time(monkeypatch: pytest.MonkeyPatch) -> None:

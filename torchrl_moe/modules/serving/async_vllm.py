@@ -188,7 +188,8 @@ class AsyncVLLM(SharedService):
             num_devices: devices per replica, another name of ``tensor_parallel_size``; default: 1.
             num_replicas: how many engines.
             verbose: see the constructor.
-            compile: whether vLLM may compile the model; false sets ``enforce_eager``.
+            compile: whether vLLM may compile the model; false sets mode 0 in ``compilation_config``, unless that says
+                another. ``enforce_eager=True`` leaves out CUDA graphs, too.
             enable_fp32_output: whether the last layer computes in float32, whatever the others do. Log-probs then carry
                 no rounding of logits: in bfloat16 they are rounded to 3 significant digits.
             backend: see the constructor.

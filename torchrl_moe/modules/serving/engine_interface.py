@@ -57,7 +57,7 @@ class EngineInterface(GenerationService):
 
     generate = also_remote(generate_for_torchrl)(GenerationService.generate)
 
-    def remote(self, *_: Any, **__: Any) -> NoReturn:
+    def remote(self, *_: Any) -> NoReturn:
         """Refused: an engine makes nothing. TorchRL's ``vLLMWrapper`` takes what has this and ``generate`` as it is.
 
         It calls ``generate.remote``, which returns a Ray reference to vLLM's ``RequestOutput``.

@@ -75,8 +75,9 @@ def pretrained_arguments(
     size = num_devices if size is None else size
     if size is not None and size < 1:
         raise ValueError(f"num_devices, a replica's tensor_parallel_size, must be at least 1, got {size}")
-    if not compiles:
-        arguments.setdefault("enforce_eager", True)
+    config = arguments.get("compilation_config")
+    if not compiles and isinstance(config, Mapping | None):  # an object of vLLM's says its mode by itself
+        arguments["compilation_config"] = {"mode": 0, **(config or {})}
     if fp32_output:
         arguments["hf_overrides"] = _with_fp32_head(arguments.get("hf_overrides"))
     return {"model": _checked(model), "tensor_parallel_size": size or 1, **arguments}
