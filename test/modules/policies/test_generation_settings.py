@@ -29,7 +29,11 @@ from torchrl_moe.modules.policies.generation_settings import (
         ({"do_sample": False}, {"do_sample": False}, 1),
         ({"do_sample": False, "top_k": 3}, {"do_sample": False, "top_k": 3}, 1),
         ({"stop_sequences": ["\n"]}, {"stop_strings": ["\n"]}, 1),
-        ({"num_beams": 1, "length_penalty": 1.0, "early_stopping": False, "logprobs": True, "top_k": None}, {}, 1),
+        (
+            {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False, "logprobs": True, "top_k": None},
+            {"num_beams": 1},
+            1,
+        ),
         ({"output_scores": True, "return_dict_in_generate": True, "tokenizer": None}, {}, 1),
     ],
 )
@@ -88,6 +92,14 @@ def test_all_words_are_sampled_from_unless_somebody_says_otherwise() -> None:
     assert not leaves_words_out(config)
     assert temperature_of(config) == 1
     assert GenerationSettings.of({"do_sample": True}).config(object()).top_k == 0
+
+
+def test_another_search_is_refused_wherever_it_comes_from() -> None:
+    for own, mode in (({"num_beams": 4}, "beam_search"), ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive_search")):
+        with pytest.raises(ValueError, match=rf"the model's own generation_config, ask for {mode}"):
+            GenerationSettings.of({}).config(model_with(**own))
+    assert GenerationSettings.of({"num_beams": 1}).config(model_with(num_beams=4)).num_beams == 1
+    assert GenerationSettings.of({}).config(model_with(return_dict_in_generate=True)).return_dict_in_generate is False
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
 """Settings that change logits -> values with which they do not."""
 OURS = ("output_scores", "output_logits", "return_dict_in_generate", "tokenizer")
 """What TorchRL's wrapper sets for itself, and so has in its ``generate_kwargs``; here nothing depends on it."""
+MODES = ("greedy_search", "sample")
 LEAST_TEMPERATURE = 0.01
 """A rollout says no lower one, but for 0."""
 
@@ -90,11 +91,13 @@ class GenerationSettings:
         named = _compat_generation.standard_names(dict(generate_kwargs or {}))
         fields = {name: value for name, value in named.items() if value is not None and name not in OURS}
         for name, off in BEAMS.items():
-            if fields.pop(name, None) not in off:
+            if fields.get(name) not in off:
                 raise ValueError(
                     f"generate_kwargs[{name!r}]={named[name]!r}: beam search draws from no distribution, so its "
                     "answers have neither log-probs nor routes; leave it out, or call model.generate()"
                 )
+            if name != "num_beams":  # which may have to outdo the model's own
+                fields.pop(name, None)
         if fields.pop("logprobs", None) not in (None, False, True):
             raise ValueError(
                 f"generate_kwargs['logprobs']={named['logprobs']!r}: log-probs are of the sampled tokens alone; leave "
@@ -123,6 +126,9 @@ class GenerationSettings:
         """Return the whole configuration: what was asked for, then what the model's own says.
 
         Where neither says a ``top_k``, all words are sampled from: transformers would cut to 50.
+
+        Raises:
+            ValueError: the two together ask for something else than sampling or greedy search.
         """
         config = GenerationConfig(**self.fields)
         own = getattr(model, "generation_config", None)
@@ -130,6 +136,13 @@ class GenerationSettings:
             config.update(**own.to_dict(), defaults_only=True, allow_custom_entries=True)
         if config.top_k is None:
             config.top_k = 0
+        mode = str(config.get_generation_mode().value)
+        if mode not in MODES:
+            raise ValueError(
+                f"generate_kwargs, or the model's own generation_config, ask for {mode}: {' and '.join(MODES)} have "
+                "log-probs and routes. Set off what asks for it, such as num_beams=1"
+            )
+        config.return_dict_in_generate = config.output_scores = config.output_logits = False
         return config
 
 
