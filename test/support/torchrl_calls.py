@@ -38,6 +38,14 @@ def _policy(**arguments: Any) -> Any:
         return vLLMWrapper(**{"model": engine, "input_mode": "tokens", **arguments})
 
 
+def _scorer(**arguments: Any) -> Any:
+    from torch import nn
+
+    from torchrl_moe.modules import TransformersWrapper
+
+    return TransformersWrapper(nn.Linear(1, 1), **arguments)
+
+
 def _answer(**arguments: Any) -> Any:
     from tensordict import TensorDict
 
@@ -88,6 +96,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "AsyncVLLM": _engine,
     "AsyncVLLM.generate": _generate,
     "LLMCollector": _llm_collector,
+    "TransformersWrapper": _scorer,
     "vLLMWrapper": _policy,
     "vLLMWrapper.forward": _answer,
     "AsyncLLMCollector": _async_collector,
