@@ -23,7 +23,7 @@ def attach(
     Args:
         package_name: ``__name__`` of the room.
         exports: public name -> the module that has it: a file of ours, relative to the room (``".routed_experts"``), or
-            another package's, by its full name; ``""``: it is a submodule itself.
+            another package's, by its full name; ``""``: the name is a submodule itself.
 
     Returns:
         ``__getattr__``, ``__dir__`` and ``__all__``, to be bound at the top level of the room's ``__init__``.
