@@ -36,12 +36,13 @@ NO_VERSION = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutKeys:
-    """Where the wrapper writes; ``None`` leaves an entry out."""
+    """Where the wrapper writes; ``None`` leaves an entry out, and without ``versions`` there is none of these."""
 
     tokens: str = "tokens"
     masks: str = "masks"
     log_probs: str | None = "log_probs"
     routed_experts: str | None = "routed_experts"
+    versions: bool = True
 
 
 def _mask(prompt: int, total: int) -> Tensor:
@@ -106,18 +107,19 @@ def answer_tensordict(
         _keep_earlier(earlier, real, per_token)
     goes_on_from = None if real is None else earlier
     assistant = _mask(len(prompt), len(full))
-    versions = per_token["policy_versions"]
     source: dict[str, Any] = {
         keys.tokens: _unpadded(Tokens, prompt=prompt, response=response, full=full),
         keys.masks: _unpadded(Masks, all_attention_mask=torch.ones_like(assistant), all_assistant_mask=assistant),
-        "policy_versions": TensorDict({"full": versions}),
-        "policy_version": versions[len(prompt) :].min().long() if len(response) else torch.tensor(NO_VERSION),
-        "num_segments": torch.tensor(num_segments(versions)),
         "resume": NonTensorData(_resume(output, goes_on_from)),
         "finish_reason": NonTensorData(output.finish_reason),
         "num_cached_tokens": torch.tensor(completion.num_cached_tokens),
         SAMPLING: sampling_entry(params, output.kept, len(prompt), len(full), goes_on_from, real),
     }
+    if keys.versions:
+        versions = per_token["policy_versions"]
+        least = versions[len(prompt) :].min().long() if len(response) else torch.tensor(NO_VERSION)
+        source |= {"policy_versions": TensorDict({"full": versions}), "policy_version": least}
+        source["num_segments"] = torch.tensor(num_segments(versions))
     if keys.log_probs is not None:
         values = per_token[keys.log_probs]
         source[keys.log_probs] = _unpadded(LogProbs, response=values[len(prompt) :].clone(), full=values)
@@ -130,9 +132,11 @@ def _per_token(
     output: CompletionOutput, prompt: int, total: int, layout: RoutingLayout | None, keys: RolloutKeys
 ) -> dict[str, Tensor]:
     """Return what this turn knows of every token of ``full``, by key: ``[T, ...]``."""
-    versions = torch.full((total,), NO_VERSION, dtype=torch.int32)
-    versions[prompt:] = torch.from_numpy(output.policy_versions.copy())
-    values = {"policy_versions": versions}
+    values = {}
+    if keys.versions:
+        versions = torch.full((total,), NO_VERSION, dtype=torch.int32)
+        versions[prompt:] = torch.from_numpy(output.policy_versions.copy())
+        values["policy_versions"] = versions
     if keys.log_probs is not None:
         if output.logprobs is None:
             raise ValueError("the engine returned no log-probs: leave generate_kwargs['logprobs'] out, or set it to 0")
