@@ -24,7 +24,7 @@ BELOW: dict[str, set[str]] = {
     "testing": {"modules"},
     "objectives": {"data", "ops"},  # never modules: tensordict keys are the interface
     "modules": {"modules.policies", "modules.backends.vllm"},  # the public face, and any file straight in it
-    "modules.policies": {"modules.serving", "modules.replay"},
+    "modules.policies": {"modules.serving", "modules.replay", "_compat_generation"},
     "modules.serving": {"modules.backends"},
     "modules.backends.ray": {"modules.backends.process"},  # an actor hosts an engine process, of whatever engine
     # a worker replays as the trainer does
@@ -39,6 +39,7 @@ BELOW: dict[str, set[str]] = {
     "_compat": {"_compat_routing", "_errors"},
     "_compat_sampling": {"_compat_routing"},  # parts of _compat: the same rules
     "_compat_routing": {"_errors"},
+    "_compat_generation": set(),
     "_compat_memory": set(),
     "_errors": set(),
     "_lazy": set(),
@@ -68,7 +69,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "trainers.model_sizes",
     ),
 }
-COMPAT = {"_compat", "_compat_memory", "_compat_sampling", "_compat_routing"}
+COMPAT = {"_compat", "_compat_generation", "_compat_memory", "_compat_routing", "_compat_sampling"}
 """Files that may touch private names of vLLM and TorchRL."""
 PURE: dict[str, set[str]] = {
     "ops": {"torch"},

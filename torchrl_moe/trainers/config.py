@@ -126,6 +126,8 @@ class EngineConfig:
         sync_every: steps between weight updates.
         sleep: whether the engine sleeps while the trainer trains, for one GPU that both share; needs
             ``max_staleness=0``.
+        connect: the name of a service in the Ray cluster, that another job has started and ends, instead of one of the
+            run's own.
     """
 
     num_replicas: int = 1
@@ -134,6 +136,7 @@ class EngineConfig:
     sync: dict[str, Any] = field(default_factory=dict)
     sync_every: int = 1
     sleep: bool = False
+    connect: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -336,6 +339,8 @@ class GRPOConfig:
         _check(proper, "optim.betas", betas, "must be two numbers, at least 0 and below 1")
         asleep = self.engine.sleep and rollout.max_staleness > 0
         _check(not asleep, "engine.sleep", True, "needs rollout.max_staleness=0: an engine asleep generates nothing")
+        lent = self.engine.connect is not None and (self.engine.sleep or bool(self.engine.arguments))
+        _check(not lent, "engine.connect", self.engine.connect, "is started elsewhere: leave sleep and arguments out")
         _check_lora(self)
 
     def get(self, name: str) -> Any:
