@@ -186,9 +186,7 @@ def test_an_engine_of_another_job_is_joined_and_left(
     assert events == ["theirs", "left"] and not no_start
     assert not (tmp_path / "run").exists()
     config = GRPOConfig(engine=EngineConfig(connect="theirs", arguments={"max_model_len": 64}))
-    with pytest.raises(
-        ConfigError, match=r"^engine\.connect=theirs is started elsewhere: leave sleep and arguments out$"
-    ):
+    with pytest.raises(ConfigError, match=r"^engine\.connect=theirs is started elsewhere: leave sleep and"):
         config.check()
 
 

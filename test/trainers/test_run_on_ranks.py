@@ -1,0 +1,220 @@
+"""Runs of several ranks: on a fake engine what each does, in what order, and how they end; on vLLM what they reach."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDictBase, set_list_to_stack
+
+from support.ranks import run_as_ranks
+from support.sharded import whole
+from support.training import fake_config, fake_fleet, fake_model, fake_run, numbers, rows_of
+from torchrl_moe._errors import RankError
+from torchrl_moe.testing import ByteTokenizer
+from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer, rendezvous
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Watch = Callable[[MoEGRPOTrainer, dict[str, Any]], object]
+
+
+def run(config: GRPOConfig, watch: Watch, **given: Any) -> dict[str, Any]:
+    """One rank's, or the only process's; what it saw."""
+    found: dict[str, Any] = {}
+    numbers = itertools.count()  # the fake engine gives a prompt's answers alike
+    given = {"rewards": lambda completion: float(next(numbers) % 5), **given}
+    with set_list_to_stack(True), fake_fleet() as fleet:
+        try:
+            with fake_run(fleet, config, **given) as trainer:
+                watch(trainer, found)
+                trainer.train()
+                found |= {
+                    "step": trainer.steps_done,
+                    "rows": trainer.record.rows,
+                    "skipped": trainer.learner.stepper.skipped,
+                }
+                weights = trainer.policy_model.model.state_dict()
+                found["weights"] = {name: whole(weight).numpy().copy() for name, weight in weights.items()}
+                found["version"] = trainer.rollout_engine.version
+                found["served"] = {name: weight.numpy() for name, weight in fleet.fakes[0].weights.items()}
+        except (RankError, ConfigError, ArithmeticError) as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def config_of(folder: Path, steps: int) -> GRPOConfig:
+    config = fake_config(folder, steps)
+    config.rollout.prompts_per_step, config.optim.lr = 4, 1e-2
+    config.checkpoint.every, config.eval.mismatch_every, config.placement.timeout = 2, 1, 60.0
+    return config
+
+
+def see_shares(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
+    found["prompts"], found["tokens"] = [], []
+
+    def see(batch: TensorDictBase) -> None:
+        rows = batch.unbind(0)
+        found["prompts"].append([(int(row["group_id"]), str(row["prompt"])) for row in rows])
+        found["tokens"].append(sum(len(row["tokens", "response"]) for row in rows))
+
+    trainer.register_op("batch_process", see)
+
+
+def test_rank_0_gives_each_rank_whole_groups_and_writes_down_the_whole(tmp_path: Path) -> None:
+    first, second = run_as_ranks(run, config_of(tmp_path, 3), see_shares)
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in first["rows"]] == [0, 1, 2] and second["rows"] == []
+    for step in range(3):
+        one, other = (set(rank["prompts"][step]) for rank in (first, second))
+        assert not one & other
+        groups = {group for group, _ in one | other}
+        assert len(groups) == 4 and len(first["prompts"][step]) + len(second["prompts"][step]) == 8
+        assert float(rows[step]["length"]) * 8 == first["tokens"][step] + second["tokens"][step]
+    assert numbers(rows, "lr") == pytest.approx([1e-2] * 3)
+    assert first["step"] == second["step"] == 3
+    assert first["version"] == second["version"]
+    for name, weight in first["weights"].items():
+        assert np.array_equal(weight, second["weights"][name])
+    assert np.array_equal(first["served"]["lm_head.weight"], first["weights"]["lm_head.weight"])
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-000000000002", "step-000000000003"}
+
+
+def nothing(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
+    pass
+
+
+def other_models(config: GRPOConfig) -> dict[str, Any]:
+    """Each rank is given a model of its own: rank 0's counts."""
+    seed = int(torch.distributed.get_rank()) if torch.distributed.is_initialized() else 0
+    torch.manual_seed(100 + seed)
+    with set_list_to_stack(True), fake_fleet() as fleet:
+        model = fake_model()
+        with torch.no_grad():
+            model.lm_head.weight.add_(seed)
+        rows = [{"prompt": f"{i}+1="} for i in range(8)]
+        reward: Any = lambda completion_ids: float(completion_ids[0] % 7)  # noqa: E731
+        with MoEGRPOTrainer(
+            model, dataset=rows, rewards=reward, config=config, tokenizer=ByteTokenizer(), engine=fleet
+        ) as trainer:
+            weight = whole(trainer.policy_model.model.state_dict()["lm_head.weight"])
+            return {"same": torch.equal(weight, fake_model().lm_head.weight), "source": trainer.policy_model.source}
+
+
+def test_all_ranks_start_from_rank_0s_model(tmp_path: Path) -> None:
+    found = run_as_ranks(other_models, config_of(tmp_path, 1))
+    (start,) = tmp_path.glob("start-*")
+    assert found == [{"same": True, "source": str(start)}] * 2
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on_with_a_run(tmp_path: Path, before: int, after: int) -> None:
+    def start(ranks: int, config: GRPOConfig) -> dict[str, Any]:
+        return run_as_ranks(run, config, nothing)[0] if ranks == 2 else run(config, nothing)
+
+    first = start(before, config_of(tmp_path, 2))
+    config = config_of(tmp_path, 4)
+    config.resume = True
+    second = start(after, config)
+    assert [row["step"] for row in second["rows"]] == [0, 1, 2, 3]
+    assert second["rows"][:2] == first["rows"]
+    assert any(not np.array_equal(second["weights"][name], first["weights"][name]) for name in first["weights"])
+
+
+# -- how they end -----------------------------------------------------------------------------------------------------
+
+
+def stop_second(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
+    def stop() -> None:
+        if not trainer.ranks.is_first and trainer.steps_done == 2:
+            trainer.request_stop("enough")
+
+    trainer.register_op("post_steps", stop)
+
+
+def test_all_stop_where_one_is_asked_to(tmp_path: Path) -> None:
+    found = run_as_ranks(run, config_of(tmp_path, 9), stop_second)
+    assert [rank["step"] for rank in found] == [2, 2]
+    assert (tmp_path / "checkpoints" / "step-000000000002").exists()
+
+
+def few_rollouts(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
+    if trainer.ranks.is_first:
+        batches = iter(trainer.collector)
+        collector = trainer.collector
+
+        class Two:
+            init_random_frames = 0
+
+            def __iter__(self) -> Any:
+                return iter([next(batches), next(batches)])
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(collector, name)
+
+        trainer.collector = Two()  # type: ignore[assignment]
+
+
+def test_all_end_where_rank_0_has_no_more_rollouts(tmp_path: Path) -> None:
+    found = run_as_ranks(run, config_of(tmp_path, 9), few_rollouts)
+    assert [rank["step"] for rank in found] == [2, 2]
+
+
+def raise_at_2(rank: int) -> Watch:
+    def watch(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
+        def fail() -> None:
+            if trainer.ranks.rank == rank and trainer.steps_done == 2:
+                raise ZeroDivisionError("no luck")
+
+        trainer.register_op("post_steps", fail)
+
+    return watch
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_end_with_the_name_of_the_one_that_failed(tmp_path: Path, rank: int) -> None:
+    found = run_as_ranks(run, config_of(tmp_path, 4), raise_at_2(rank))
+    assert found[rank]["error"] == "ZeroDivisionError: no luck"
+    assert found[1 - rank]["error"] == (
+        f"RankError: rank {rank} failed (last met: weight sync): ZeroDivisionError: no luck"
+    )
+    assert len(rows_of(tmp_path)) in (1, 2)  # the second step is rank 0's to write, if it has not heard of it yet
+
+
+def test_a_mistake_that_rank_0_finds_ends_all_and_leaves_nothing(tmp_path: Path) -> None:
+    def both(config: GRPOConfig) -> dict[str, Any]:
+        return run(config, nothing, rewards=lambda no_such_column: 1.0)
+
+    first, second = run_as_ranks(both, config_of(tmp_path / "run", 2))
+    assert first["error"].startswith("ConfigError: ") and "no_such_column" in first["error"]
+    assert second["error"].startswith("RankError: rank 0 failed") and "no_such_column" in second["error"]
+    assert not list((tmp_path / "run").glob("*"))
+
+
+def kill_second(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
+    def kill() -> None:
+        if trainer.ranks.rank == 1 and trainer.steps_done == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer.register_op("post_steps", kill)
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_the_last_checkpoint_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "FAREWELL", 0.5)
+    config = config_of(tmp_path, 9)
+    config.placement.timeout = 2.0  # a launcher such as torchrun would end the others at once
+    with pytest.raises(AssertionError, match="rank 1 died with exit code -9"):
+        run_as_ranks(run, config, kill_second)
+    config = config_of(tmp_path, 4)
+    config.resume = True
+    again = run_as_ranks(run, config, nothing)
+    assert [row["step"] for row in again[0]["rows"]] == [0, 1, 2, 3]
