@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDictBase, set_list_to_stack
+from tensordict import TensorDictBase, lazy_stack, set_list_to_stack
 
+from support.engines import EngineShelf
+from support.processes import PYTHONPATH
+from support.rank_watch import syncs_of
 from support.ranks import run_as_ranks
 from support.sharded import whole
-from support.training import fake_config, fake_fleet, fake_model, fake_run, numbers, rows_of
+from support.shared_training import learner_of
+from support.sources import ROOT
+from support.training import DLOGP_BOUND, fake_config, fake_fleet, fake_model, fake_run, numbers, rows_of
 from torchrl_moe._errors import RankError
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer, rendezvous
+from torchrl_moe.trainers.compose import load_config
+from torchrl_moe.trainers.parcel import unpack
+from torchrl_moe.trainers.placement import Placement
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -218,3 +228,75 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_last_checkpoint_is_whole(
     config.resume = True
     again = run_as_ranks(run, config, nothing)
     assert [row["step"] for row in again[0]["rows"]] == [0, 1, 2, 3]
+
+
+# -- on vLLM ----------------------------------------------------------------------------------------------------------
+
+
+def torchrun(ranks: int, *arguments: str) -> list[str]:
+    script = str(ROOT / "tutorials" / "grpo" / "train.py")
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        *arguments,
+        script,
+    ]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": PYTHONPATH}
+
+
+@pytest.mark.engine
+def test_two_ranks_under_torchrun_learn_as_one_process(tmp_path: Path, no_engine: EngineShelf) -> None:
+    """20 steps with R3: the first gradient is that of one process, each sync is exact, and the reward rises."""
+    out = tmp_path / "run"
+    settings = (
+        "rollout.prompts_per_step=10",
+        "log.progress=false",
+        "eval.every=0",
+        "eval.mismatch_every=5",
+        "checkpoint.every=20",
+        "optim.max_tokens=200",
+        "optim.max_grad_norm=null",
+        "hooks=[support.rank_watch:watch]",
+    )
+    command = [*torchrun(2), "--config", "tiny_ranks", f"out={out}", *settings]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    rows = rows_of(out)
+    assert len(rows) == 20 and max(numbers(rows, "dlogp_max")) <= DLOGP_BOUND
+    reward = numbers(rows, "reward")
+    assert sum(reward[-5:]) / 5 > sum(reward[:3]) / 3 + 0.05
+    sent = syncs_of(out)
+    assert len(sent) == 20
+    assert all(sync["differ"] == 0 and sync["tensors"] > 20 for sync in sent)
+    assert [sync["versions"] for sync in sent] == [[version] for version in range(1, 21)]
+    assert_first_step(out, rows[0])
+    assert (out / "model" / "config.json").exists() and (out / "run.png").exists()
+
+
+def assert_first_step(out: Path, row: dict[str, str]) -> None:
+    """Compare with one process, that has the whole batch."""
+    (start,) = out.glob("start-*")
+    config = load_config(str(out / "config.yaml"), ["hooks=[]", f"model.source={start}"])
+    learner, policy_model = learner_of(config, Placement())
+    with set_list_to_stack(True):
+        batch = lazy_stack([row for rank in range(2) for row in unpack((out / f"share-{rank}").read_bytes()).unbind(0)])
+        assert len(batch) == 10 * 8
+        figures = learner.scores(batch, 0, True)
+        figures |= {name: float(value) for name, value in learner.stepper.accumulate(batch).items()}
+    found = torch.load(out / "gradients.pt")
+    gradients = {name: weight.grad for name, weight in policy_model.trained.items()}
+    assert found.keys() == gradients.keys()
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values() if gradient is not None)
+    gap = max(
+        float((found[name] - gradient).abs().max()) for name, gradient in gradients.items() if gradient is not None
+    )
+    print(f"gradients of the first step: {gap / largest:.1e} of the largest")
+    assert gap <= 1e-5 * largest
+    for column, name in {"loss": "loss_objective", "kl_approx": "kl_approx", "entropy": "entropy"}.items():
+        assert float(row[column]) == pytest.approx(figures[name], abs=1e-5)
