@@ -1,4 +1,4 @@
-"""What ranks of a run with a real engine do, noted in the run's folder by a hook: ``support.rank_watch:watch``."""
+"""What ranks of a run with a real engine do, noted in the run's folder by hooks, ``support.rank_watch:watch`` say."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from support.processes import process_of
 from support.sharded import whole
 from torchrl_moe.modules.policies.unstack import ModelWeights
 from torchrl_moe.trainers import MoEGRPOTrainer
@@ -20,10 +21,23 @@ from torchrl_moe.weight_update.store import WeightStoreReader
 SYNCS = "syncs.jsonl"
 
 
+def note_processes(trainer: MoEGRPOTrainer) -> None:
+    """Note the processes of this rank and, if it has one, of its engine."""
+    folder = Path(trainer.config.out)
+    _write(folder / f"rank-{trainer.ranks.rank}.pid", os.getpid())
+    if trainer.ranks.is_first:
+        _write(folder / "replica.pid", process_of(trainer.rollout_engine.engine.replica_table[0].replica).pid)
+
+
+def _write(file: Path, pid: int) -> None:
+    draft = file.with_suffix(".tmp")
+    draft.write_text(str(pid))
+    draft.replace(file)
+
+
 def watch(trainer: MoEGRPOTrainer) -> None:
-    """Note this rank's process, its share of the first batch and its gradients, and what each sync has sent."""
+    """Note this rank's share of the first batch and its gradients, and what each sync has sent."""
     folder, rank = Path(trainer.config.out), trainer.ranks.rank
-    (folder / f"rank-{rank}.pid").write_text(str(os.getpid()))
     first = folder / f"share-{rank}"
 
     def note_share(batch: TensorDictBase) -> None:

@@ -12,18 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from tensordict import TensorDictBase, lazy_stack, set_list_to_stack
 
 from support.engines import EngineShelf
-from support.processes import PYTHONPATH
+from support.processes import PYTHONPATH, is_gone
 from support.rank_watch import syncs_of
 from support.ranks import run_as_ranks
 from support.sharded import whole
 from support.shared_training import learner_of
 from support.sources import ROOT
 from support.training import DLOGP_BOUND, fake_config, fake_fleet, fake_model, fake_run, numbers, rows_of
+from support.waiting import until
 from torchrl_moe._errors import RankError
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer, rendezvous
@@ -300,3 +302,43 @@ def assert_first_step(out: Path, row: dict[str, str]) -> None:
     assert gap <= 1e-5 * largest
     for column, name in {"loss": "loss_objective", "kl_approx": "kl_approx", "entropy": "entropy"}.items():
         assert float(row[column]) == pytest.approx(figures[name], abs=1e-5)
+
+
+@pytest.mark.engine
+@pytest.mark.soak
+def test_the_run_goes_on_when_a_rank_a_replica_and_the_driver_are_killed(
+    tmp_path: Path, no_engine: EngineShelf
+) -> None:
+    out = tmp_path / "run"
+    settings = (
+        "steps=100000",
+        "checkpoint.every=2",
+        "eval.every=0",
+        "log.progress=false",
+        "rollout.prompts_per_step=8",
+    )
+    command = [*torchrun(2, "--max-restarts=4"), "--config", "tiny_ranks", f"out={out}", *settings]
+    with subprocess.Popen([*command, "hooks=[support.rank_watch:note_processes]"], env=environment()) as agent:
+        family: set[int] = set()
+
+        def has_steps(count: int) -> bool:
+            assert agent.poll() is None, "the launcher has ended"
+            family.update(child.pid for child in psutil.Process(agent.pid).children(recursive=True))
+            return (out / "metrics.csv").exists() and len(rows_of(out)) >= count
+
+        until(lambda: has_steps(4), 600)
+        for victim in ("rank-1", "replica", "rank-0"):
+            pid = int((out / f"{victim}.pid").read_text())
+            done = len(rows_of(out))
+            os.kill(pid, signal.SIGKILL)
+            until(lambda pid=pid: is_gone(pid))  # type: ignore[misc]
+            until(lambda done=done: has_steps(done + 4), 600)  # type: ignore[misc]
+        agent.terminate()
+        agent.wait(120)
+    until(lambda: all(map(is_gone, family)), 60)
+    rows = rows_of(out)
+    assert [int(row["step"]) for row in rows] == list(range(len(rows)))
+    assert max(numbers(rows, "dlogp_max")) <= DLOGP_BOUND  # the engine had the trainer's weights after each start
+    reward = numbers(rows, "reward")
+    print("reward:", " ".join(f"{value:.2f}" for value in reward))
+    assert sum(reward[-5:]) / 5 > sum(reward[:3]) / 3
