@@ -65,6 +65,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "modules.replay",
         "modules.backends.tokenizer_files",
         "testing",
+        "trainers.placement",  # how ranks share what it loads
         "trainers.policy_model",
         "trainers.model_sizes",
     ),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from torchrl_moe.trainers import torchrun
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
@@ -48,3 +51,39 @@ def test_one_rank_is_no_group(environment: pytest.MonkeyPatch) -> None:
     for name, value in {**LAUNCHED, "RANK": "0", "WORLD_SIZE": "1"}.items():
         environment.setenv(name, value)
     assert not torchrun.is_launched()
+
+
+# -- restarts ---------------------------------------------------------------------------------------------------------
+
+
+def settings(folder: Path, has_a_run: bool, resume: bool = False) -> GRPOConfig:
+    if has_a_run:
+        (folder / "config.yaml").write_text("steps: 1")
+    return GRPOConfig(out=str(folder), resume=resume)
+
+
+@pytest.mark.parametrize(
+    ("count", "has_a_run", "resume", "goes_on"),
+    [
+        (0, False, False, False),
+        (0, True, True, True),
+        (1, True, False, True),
+        (1, False, False, False),  # it had not begun
+        (2, True, True, True),
+    ],
+)
+def test_a_run_that_is_started_again_goes_on(
+    environment: pytest.MonkeyPatch, tmp_path: Path, count: int, has_a_run: bool, resume: bool, goes_on: bool
+) -> None:
+    environment.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    environment.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+    config = settings(tmp_path, has_a_run, resume)
+    torchrun.go_on_after_a_restart(config)
+    assert config.resume == goes_on
+
+
+def test_a_restart_could_not_tell_an_older_run_from_this_one(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torchrun.go_on_after_a_restart(settings(tmp_path, True))  # nobody will start it again
+    environment.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    with pytest.raises(ConfigError, match=r"holds a run already, .* name another folder, or set resume=true"):
+        torchrun.go_on_after_a_restart(settings(tmp_path, True))

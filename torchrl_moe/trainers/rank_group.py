@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from torchrl_moe._errors import RankError
 from torchrl_moe.objectives.normalisation import Key, Number, sum_over_ranks
@@ -161,7 +161,11 @@ def join_ranks(seconds: float) -> Ranks:
         if with_cuda:
             torch.cuda.set_device(torchrun.local_rank())
         backend = "cpu:gloo,cuda:nccl" if with_cuda else "gloo"
-        distributed.init_process_group(backend, timeout=timedelta(seconds=seconds))
+        timeout = timedelta(seconds=seconds)
+        store, rank, size = next(distributed.rendezvous("env://", timeout=timeout))
+        # torchrun keeps the store when it starts ranks again: addresses of those that are gone are in it (torch 2.13)
+        store = PrefixStore(f"attempt-{torchrun.restarts()}", store)
+        distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return Ranks()
     return RankGroup(seconds, owns_group)
