@@ -19,13 +19,13 @@ from support.waiting import PATIENCE, until
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.process import packing, wire
 from torchrl_moe.modules.backends.process.replica import LocalReplica
+from torchrl_moe.modules.backends.process.stats_feed import Load
 from torchrl_moe.modules.backends.replica import Completion, PauseMode, Request
 from torchrl_moe.modules.backends.reports import ReplicaInfo, ReplicaStats
 from torchrl_moe.modules.backends.tokenizer_files import load_tokenizer
 from torchrl_moe.modules.backends.vllm import engine_process, engine_requests, stats_feed
 from torchrl_moe.modules.backends.vllm.engine_process import EngineProcess
 from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
-from torchrl_moe.modules.backends.vllm.stats_feed import Load
 from torchrl_moe.modules.backends.weight_claim import WeightClaim
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
@@ -702,7 +702,7 @@ def test_the_tokenizer_of_a_real_engine_is_transformers_own(engine: Any) -> None
 
 @pytest.mark.engine("qwen3_moe")
 def test_the_metadata_of_a_real_engine_is_that_of_its_folder(engine: Any, shelf: Any) -> None:
-    from torchrl_moe.modules.backends.vllm.weights.checkpoint import checkpoint_metadata
+    from torchrl_moe.modules.backends.checkpoint import checkpoint_metadata
 
     assert engine.replica_table[0].replica.metadata(30) == checkpoint_metadata(shelf.folder("qwen3_moe"))
 

@@ -27,21 +27,21 @@ from typing import Any
 
 from torchrl_moe import _compat, _compat_routing, _compat_sampling
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.checkpoint import checkpoint_folder, checkpoint_metadata
 from torchrl_moe.modules.backends.process import packing, wire
 from torchrl_moe.modules.backends.process.parent_watch import Inbox, end_group, end_group_later
 from torchrl_moe.modules.backends.process.plain import Packed
+from torchrl_moe.modules.backends.process.stats_feed import Load, StatsFeed
 from torchrl_moe.modules.backends.replica import Completion, PauseMode
 from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats
+from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.tokenizer_files import tokenizer_files
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 from torchrl_moe.modules.backends.vllm.probe import EngineProbe
-from torchrl_moe.modules.backends.vllm.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm.sleeping import EngineSleep
-from torchrl_moe.modules.backends.vllm.stats_feed import Load, StatsFeed
 from torchrl_moe.modules.backends.vllm.weights.adapter_versions import AdapterVersions
-from torchrl_moe.modules.backends.vllm.weights.checkpoint import checkpoint_folder, checkpoint_metadata
-from torchrl_moe.modules.backends.vllm.weights.commands import WeightCommands
+from torchrl_moe.modules.backends.vllm.weights.commands import EngineWeightCommands
 from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
 
 WATCH_SECONDS = 0.5
@@ -72,7 +72,7 @@ def _frame(messages: list[tuple[Any, ...]]) -> list[wire.Frames]:
     return [*(wire.encode(("completions", packing.pack_completions(batch))) for batch in batches), *others]
 
 
-class EngineProcess(WeightCommands):
+class EngineProcess(EngineWeightCommands):
     """One engine, its requests in flight, and the commands that the driver may call by name.
 
     Args:
