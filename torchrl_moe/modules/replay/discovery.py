@@ -22,7 +22,7 @@ from torchrl_moe.modules.replay.interception import TopKObserver
 from torchrl_moe.modules.replay.parallelism import computing_device
 from torchrl_moe.modules.replay.scoring import OWN_CODE, ScoreTracer, describe_scoring
 
-__all__ = ["RouterSite", "arriving", "check_replayed", "discover", "dry_inputs", "number_of_layers"]
+__all__ = ["RouterSite", "arriving", "check_replayed", "discover", "dry_inputs", "has_experts", "number_of_layers"]
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -67,6 +67,11 @@ def _expert_counts(config: Any) -> set[int]:
             values = value if isinstance(value, list | tuple) else [value]
             found |= {count for count in values if isinstance(count, int) and count > 1}
     return found
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether a model's config names experts; a dense model has none."""
+    return bool(_expert_counts(getattr(model, "config", None)))
 
 
 def number_of_layers(model: nn.Module) -> int:

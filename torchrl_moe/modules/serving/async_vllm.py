@@ -1,4 +1,4 @@
-"""``AsyncVLLM``: the generation service over vLLM replicas, under the names that TorchRL gives it.
+"""``AsyncVLLM``: the generation service over vLLM replicas, under the names that TorchRL gives it; other engines too.
 
 The replicas are child processes of the driver, or actors of a Ray cluster. They die with the driver, except those of a
 service in Ray that has a name. Route capture is on if and only if the model has experts; log-probs are those of the
@@ -24,9 +24,12 @@ from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
 from torchrl_moe.modules.serving.launch import (
     TIMEOUT_VARIABLE,
+    Engine,
     check_backend,
     check_model,
     default_timeout,
+    engine_kind,
+    engine_of,
     local_factory,
     ray_factory,
     with_fp32_head,
@@ -44,6 +47,7 @@ class AsyncVLLM(GenerationService):
     Args:
         engine_args: ``vllm.AsyncEngineArgs`` or a mapping of its fields; it names the model.
         num_replicas: how many engines, each with weights of its own.
+        engine: which: ``"vllm"``, or ``"transformers"``: slow, on one device, for where vLLM is not (docs/engines.md).
         backend: ``"local"``: child processes of this one, without Ray; each has a set of GPUs of its own. ``"ray"``:
             actors on any node of the Ray cluster that this process is in, or that it finds; else one is started.
         sampling_params: the default of :meth:`generate`.
@@ -77,6 +81,7 @@ class AsyncVLLM(GenerationService):
         engine_args: Any,
         num_replicas: int = 1,
         *,
+        engine: Engine = "vllm",
         backend: Literal["local", "ray"] = "local",
         sampling_params: Any = None,
         enable_prefix_caching: bool | None = None,
@@ -90,26 +95,20 @@ class AsyncVLLM(GenerationService):
         resources: Mapping[str, float] | None = None,
         devices: Devices | None = None,
     ) -> None:
-        # here and not at the top: this room is imported without vLLM's side
-        from torchrl_moe.modules.backends.vllm import kind
-
+        kind = engine_kind(engine)
         of_ray: dict[str, Any] = {"name": name, "namespace": namespace, "resources": resources}
         check_backend(backend, num_replicas, devices, **of_ray)
         arguments = kind.arguments_of(engine_args)
         if enable_prefix_caching is not None:
-            arguments["enable_prefix_caching"] = enable_prefix_caching
+            arguments = kind.arguments_of({**arguments, "enable_prefix_caching": enable_prefix_caching})
         self.engine_args = arguments
         self.name = name
         self._namespace = namespace
         self._is_guest = False  # in a service that another driver made
-
-        def listed() -> list[int]:
-            return [entry.index for entry in self.replica_table]
-
         if backend == "ray":
             make_replica = ray_factory(kind, arguments, num_replicas, verbose=verbose, log_folder=log_folder, **of_ray)
         else:
-            make_replica = local_factory(kind, arguments, num_replicas, verbose, log_folder, listed, devices)
+            make_replica = local_factory(kind, arguments, num_replicas, verbose, log_folder, self._indices, devices)
         super().__init__(
             [make_replica(index) for index in range(num_replicas)],
             sampling_params,
@@ -118,6 +117,9 @@ class AsyncVLLM(GenerationService):
             faults=faults,
             make_replica=make_replica,
         )
+
+    def _indices(self) -> list[int]:
+        return [entry.index for entry in self.replica_table]
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -160,16 +162,13 @@ class AsyncVLLM(GenerationService):
             self._fleet.serve(entry)
 
     def _wait(self, entry: TableEntry, deadline: float, seconds: float) -> None:
-        """Wait for a replica."""
         try:
             self._fleet.wait_ready(entry, max(deadline - time.monotonic(), 0.0))
         except ReplicaDiedError:
             raise
         except EngineError as error:
-            raise EngineError(
-                f"{error}\nAll replicas together had {seconds:g} s: raise timeout_seconds, or the environment's "
-                f"{TIMEOUT_VARIABLE}."
-            ) from error
+            hint = f"raise timeout_seconds, or the environment's {TIMEOUT_VARIABLE}."
+            raise EngineError(f"{error}\nAll replicas together had {seconds:g} s: {hint}") from error
 
     @classmethod
     def connect(
@@ -204,6 +203,7 @@ class AsyncVLLM(GenerationService):
         engine = cls(
             service.arguments,
             service.num_replicas,
+            engine=engine_of(service.kind),
             backend="ray",
             sampling_params=sampling_params,
             verbose=service.verbose,
@@ -288,6 +288,7 @@ class AsyncVLLM(GenerationService):
         num_replicas: int = 1,
         *,
         num_devices: int | None = None,
+        engine: Engine = "vllm",
         backend: Literal["local", "ray"] = "local",
         sampling_params: Any = None,
         verbose: bool = False,
@@ -312,7 +313,8 @@ class AsyncVLLM(GenerationService):
             compile: whether vLLM may compile the model; false sets ``enforce_eager``.
             enable_fp32_output: whether the last layer computes in float32, whatever the others do. Log-probs then carry
                 no rounding of logits: in bfloat16 they are rounded to 3 significant digits.
-            backend: see the constructor.
+            engine: see the constructor, as for all that follow.
+            backend: where.
             sampling_params: see the constructor.
             verbose: see the constructor.
             metrics: see the constructor.
@@ -323,7 +325,7 @@ class AsyncVLLM(GenerationService):
             max_concurrent_requests: see the constructor.
             faults: see the constructor.
             devices: see the constructor.
-            **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``.
+            **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``; of another engine, its own.
 
         Raises:
             ValueError: ``num_devices`` and ``tensor_parallel_size`` differ, or a folder holds no model.
@@ -341,6 +343,7 @@ class AsyncVLLM(GenerationService):
         return cls.launch(
             {"model": model, "tensor_parallel_size": size, **vllm_engine_args},
             num_replicas,
+            engine=engine,
             backend=backend,
             sampling_params=sampling_params,
             verbose=verbose,
