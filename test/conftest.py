@@ -96,6 +96,16 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineShelf]:
 
 
 @pytest.fixture(scope="session")
+def second_engine(shelf: EngineShelf) -> Iterator[AsyncVLLM]:
+    """Two replicas of plain transformers over a tiny MoE; leave their weights as you found them."""
+    from torchrl_moe.modules import AsyncVLLM
+
+    folder = shelf.folder("qwen3_moe")
+    with AsyncVLLM.from_pretrained(folder, 2, engine="transformers", dtype="float32", max_model_len=512) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
 def clusters() -> Iterator[ClusterHolder]:
     """The holder of the Ray cluster that tests share."""
     from support.clusters import ClusterHolder

@@ -128,7 +128,7 @@ def test_it_starts_from_the_model(policy_model: PolicyModel, tmp_path: Path, no_
     (start,) = tmp_path.glob("start-*")
     assert arguments == (str(start), 1)
     assert (start / "model.safetensors").exists()
-    assert options == {"backend": "local", "seed": 5, "max_model_len": 64, "enforce_eager": True}
+    assert options == {"engine": "vllm", "backend": "local", "seed": 5, "max_model_len": 64, "enforce_eager": True}
     assert own.has_the_models_weights
     own.forget_start()
     assert not start.exists()
@@ -140,6 +140,16 @@ def test_it_starts_from_the_model(policy_model: PolicyModel, tmp_path: Path, no_
     RolloutEngine(there, GRPOConfig(), tmp_path / "other").shutdown()
     assert no_start[-1][0] == ("some/folder", 1)
     assert not (tmp_path / "other").exists()
+
+
+def test_another_engine_is_started_without_what_only_vllm_knows(
+    policy_model: PolicyModel, tmp_path: Path, no_start: list[Any]
+) -> None:
+    config = GRPOConfig(engine=EngineConfig(kind="transformers", num_replicas=2))
+    RolloutEngine(policy_model, config, tmp_path).shutdown()
+    ((arguments, options),) = no_start
+    assert arguments[1] == 2
+    assert options == {"engine": "transformers", "backend": "local", "seed": 0}
 
 
 def test_an_engine_that_is_given_stays(policy_model: PolicyModel, fleet: FakeFleet, tmp_path: Path) -> None:

@@ -96,7 +96,8 @@ def build_reference(
         return actor.reference(replay=follows).get_new_version(log_probs_key=REFERENCE_KEY), _nothing
     if policy_model.source is None:
         raise ConfigError("loss.reference=engine needs a model that is in a folder or on the hub: set model.source")
-    engine = AsyncVLLM.from_pretrained(policy_model.source, **config.engine.arguments)
+    which: Any = {"engine": config.engine.kind}
+    engine = AsyncVLLM.from_pretrained(policy_model.source, **which, **config.engine.arguments)
     scorer = vLLMWrapper(
         engine,
         tokenizer=policy_model.tokenizer,

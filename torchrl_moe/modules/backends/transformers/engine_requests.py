@@ -23,6 +23,8 @@ from torchrl_moe.modules.backends.transformers.waiting_line import WaitingLine
 __all__ = ["EngineRequests"]
 
 T = TypeVar("T")
+BAD_REQUEST = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
+"""What a request may fail with as it is read: whatever is wrong with it, the others go on."""
 
 
 class EngineRequests:
@@ -76,7 +78,7 @@ class EngineRequests:
         """Take a request, or refuse it."""
         try:
             running = self._reader(request)
-        except ValueError as error:
+        except BAD_REQUEST as error:
             self._refuse(request.request_id, error)
             return
         self._open[request.request_id] = running

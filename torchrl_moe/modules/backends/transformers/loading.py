@@ -69,7 +69,7 @@ def load(arguments: EngineArguments) -> Loaded:
     words = Words(tokenizer, model.generation_config)
     replay = _replay(model, arguments)
     layout = None if replay is None else layout_of(replay)
-    decoder = BatchDecoder(model, replay, Sampler(device, arguments.seed))
+    decoder = _decoder(model, replay, Sampler(device, arguments.seed))
     longest = _longest(model, arguments)
     why_live = NO_ROUTES if layout is None else ""
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -92,6 +92,17 @@ def load(arguments: EngineArguments) -> Loaded:
         why_live=why_live,
     )
     return Loaded(arguments=arguments, decoder=decoder, reader=reader, info=info, report=report)
+
+
+def _decoder(model: Any, replay: RouterReplay | None, sampler: Sampler) -> BatchDecoder:
+    """Return what decodes, or say that the model cannot: its forward pass wants a cache of another kind, perhaps."""
+    try:
+        return BatchDecoder(model, replay, sampler)
+    except (AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"engine='transformers' cannot serve {type(model).__name__}: its forward pass with a DynamicCache failed, "
+            f"{type(error).__name__}: {error}; vLLM may"
+        ) from error
 
 
 def _replay(model: Any, arguments: EngineArguments) -> RouterReplay | None:
