@@ -48,6 +48,7 @@ class Simulation:
         cap: the longest length.
         slots: answers that are generated at a time.
         train: time to train a batch.
+        sync: time of a weight update, in which nothing is generated.
     """
 
     schedule: Schedule
@@ -55,6 +56,7 @@ class Simulation:
     cap: float
     slots: int
     train: float
+    sync: float = SYNC
     seed: int = 0
     now: float = 0.0
     version: int = 0
@@ -114,13 +116,17 @@ class Simulation:
     def _update(self) -> None:
         self.version += 1
         self.schedule.updated()
-        self._paused_until = self.now + SYNC
-        held = [(when + (0 if is_trained else SYNC), is_trained, group) for when, is_trained, group in self._events]
+        self._paused_until = self.now + self.sync
+        held = [
+            (when + (0 if is_trained else self.sync), is_trained, group) for when, is_trained, group in self._events
+        ]
         heapq.heapify(held)
         self._events = held
 
 
-def in_turns(sigma: float, cap: float, slots: int, train: float, steps: int = 2000, groups: int = GROUPS) -> float:
+def in_turns(
+    sigma: float, cap: float, slots: int, train: float, steps: int = 2000, groups: int = GROUPS, sync: float = SYNC
+) -> float:
     """Time per step if a batch is generated, then trained: answers begin as slots are free."""
     rng = np.random.default_rng(1)
     spent = []
@@ -130,7 +136,7 @@ def in_turns(sigma: float, cap: float, slots: int, train: float, steps: int = 20
         for length in np.minimum(rng.lognormal(-(sigma**2) / 2, sigma, groups * GROUP), cap):
             last = max(last, end := heapq.heappop(ends) + length)
             heapq.heappush(ends, end)
-        spent.append(last + train + SYNC)
+        spent.append(last + train + sync)
     return statistics.mean(spent)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOM = """
 from torchrl_moe._lazy import attach
-__getattr__, __dir__, __all__ = attach(__name__, {"Late": ".late", "Broken": ".broken", "Absent": ".late"})
+__getattr__, __dir__, __all__ = attach(__name__, {"Late": ".late", "Broken": ".broken", "Absent": ".late", "parts": ""})
 """
 
 
@@ -22,6 +22,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType
     package.mkdir()
     (package / "__init__.py").write_text(ROOM)
     (package / "late.py").write_text("class Late: pass\n")
+    (package / "parts.py").write_text("")
     (package / "broken.py").write_text("import sys\nsys.no_such_name\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield import_module("a_lazy_room")
@@ -41,9 +42,14 @@ def test_from_import_works(room: ModuleType) -> None:
     assert Late is room.Late
 
 
+def test_a_submodule_is_a_name_too(room: ModuleType) -> None:
+    assert "a_lazy_room.parts" not in sys.modules
+    assert room.parts is sys.modules["a_lazy_room.parts"]
+
+
 def test_dir_and_all_name_the_exports_without_loading_them(room: ModuleType) -> None:
-    assert room.__all__ == ["Late", "Broken", "Absent"]
-    assert {"Late", "Broken", "Absent", "__name__"} <= set(dir(room))
+    assert room.__all__ == ["Late", "Broken", "Absent", "parts"]
+    assert {"Late", "Broken", "Absent", "parts", "__name__"} <= set(dir(room))
     assert "a_lazy_room.late" not in sys.modules
 
 

@@ -22,7 +22,8 @@ def attach(
 
     Args:
         package_name: ``__name__`` of the room.
-        exports: public name -> the submodule that defines it, relative to the room (``".routed_experts"``).
+        exports: public name -> the submodule that defines it, relative to the room (``".routed_experts"``); ``""``: it
+            is a submodule itself.
 
     Returns:
         ``__getattr__``, ``__dir__`` and ``__all__``, to be bound at the top level of the room's ``__init__``.
@@ -38,6 +39,8 @@ def attach(
     def __getattr__(name: str) -> Any:
         if name not in exports:
             raise AttributeError(f"module {package_name!r} has no attribute {name!r}")
+        if not exports[name]:
+            return import_module(f".{name}", package_name)  # which sets the attribute
         try:
             value = getattr(import_module(exports[name], package_name), name)
         except AttributeError as error:

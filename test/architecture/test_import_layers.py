@@ -16,7 +16,7 @@ from support.sources import PACKAGE, Source, imports, package_sources, snippet
 
 BELOW: dict[str, set[str]] = {
     "cli": {"collectors"},
-    "trainers": {"collectors", "objectives"},  # testing only by name, "module:function"
+    "trainers": {"collectors", "objectives", "_compat_memory"},  # testing only by name, "module:function"
     "collectors": {"weight_update", "modules.backends.ray"},  # a collector in Ray joins the cluster as an engine does
     "weight_update": {"modules"},
     "weight_update.transports": {"weight_update.store"},  # both ends: the sender's, and the workers'
@@ -41,6 +41,7 @@ BELOW: dict[str, set[str]] = {
     "_compat": {"_compat_routing", "_errors"},
     "_compat_sampling": {"_compat_routing"},  # parts of _compat: the same rules
     "_compat_routing": {"_errors"},
+    "_compat_memory": set(),
     "_errors": set(),
     "_lazy": set(),
     "": set(),  # the package's own __init__: it loads nothing, so anyone may import it
@@ -69,9 +70,10 @@ PLACES: dict[str, tuple[str, ...]] = {
         "modules.backends.tokenizer_files",
         "testing",
         "trainers.policy_model",
+        "trainers.model_sizes",
     ),
 }
-COMPAT = {"_compat", "_compat_sampling", "_compat_routing"}
+COMPAT = {"_compat", "_compat_memory", "_compat_sampling", "_compat_routing"}
 """Files that may touch private names of vLLM and TorchRL."""
 PURE: dict[str, set[str]] = {
     "ops": {"torch"},

@@ -17,7 +17,7 @@ PUBLIC: dict[str, str] = {
     "weight_update": "SyncReport VLLMDoubleBufferSyncScheme VLLMWeightSyncScheme get_model_metadata",
     "collectors": "AsyncLLMCollector LLMCollector RayAsyncLLMCollector RayLLMCollector",
     "objectives": "CISPOLoss DAPO DPPOLoss GRPOLoss GSPOLoss MismatchMetrics MoERouterLoss SAPOLoss",
-    "testing": "ByteTokenizer FakeAsyncVLLM make_tiny_moe",
+    "testing": "ByteTokenizer FakeAsyncVLLM conformance make_tiny_moe",
 }
 NOT_BUILT_YET: dict[str, str] = {}
 """Leave this list in the commit that builds the name."""

@@ -70,9 +70,13 @@ class Versions:
         self.change(seed, scale)
         manifest = self.publish(max(self.weights) + 1)
         self.keep(manifest.version)
+        self.stage(manifest)
+        return manifest
+
+    def stage(self, manifest: Manifest) -> None:
+        """Bring a version to all replicas."""
         for replica in self.replicas:
             assert self.transport.stage(replica, manifest, StageOptions(), SECONDS).digest == manifest.digest
-        return manifest
 
     def publish(self, version: int) -> Manifest:
         return self.store.publish(checkpoint_tensors(self.reference.model).items(), version)
@@ -94,8 +98,7 @@ class Versions:
         """Leave the replicas with the weights, and the version, that they had."""
         self.load(self.held)
         manifest = self.publish(self.held)
-        for replica in self.replicas:
-            self.transport.stage(replica, manifest, StageOptions(), SECONDS)
+        self.stage(manifest)
         self.swap(manifest)
         self.transport.close()
 

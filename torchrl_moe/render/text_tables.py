@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["one_line", "print_table"]
+__all__ = ["one_line", "plain_table", "print_table"]
 
 WIDTH = 140
 """Characters of a line where it is not a terminal's."""
@@ -58,7 +58,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         from rich.table import Table
         from rich.text import Text
     except ImportError:
-        print(_plain_table(title, header, rows, wide))
+        print(plain_table(title, header, rows, wide))
         return
     console = Console()
     if not (console.is_terminal or console.is_jupyter):
@@ -71,7 +71,15 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     console.print(table)
 
 
-def _plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], wide: Sequence[str]) -> str:
+def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], wide: Sequence[str] = ()) -> str:
+    """Return a table as text, in columns; arguments as in :func:`print_table`, but that no line is broken.
+
+    >>> print(plain_table("sizes", ["name", "bytes"], [["a", "1"], ["b", "20"]], wide=["name"]))
+    sizes
+    name  bytes
+    a         1
+    b        20
+    """
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [
         "  ".join(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torchrl_moe._lazy import attach
 
 if TYPE_CHECKING:
+    from torchrl_moe.testing import conformance as conformance
     from torchrl_moe.testing.byte_tokenizer import ByteTokenizer as ByteTokenizer
     from torchrl_moe.testing.fake_engine import FakeAsyncVLLM as FakeAsyncVLLM
     from torchrl_moe.testing.tiny_moe import make_tiny_moe as make_tiny_moe
@@ -17,6 +18,7 @@ else:
         {
             "ByteTokenizer": ".byte_tokenizer",
             "FakeAsyncVLLM": ".fake_engine",
+            "conformance": "",
             "make_tiny_moe": ".tiny_moe",
         },
     )

@@ -22,7 +22,7 @@ FIXED = ("model", "data", "seed", "loss.replay")
 """What a checkpoint's weights, or its place in the data, depend on."""
 OPEN = (
     "model.arguments", "model.pretrained", "data.arguments", "engine.arguments", "engine.sync", "rollout.sampling",
-    "loss.arguments", "loss.router", "log.arguments",
+    "loss.arguments", "loss.router", "log.arguments", "hardware.links",
 )  # fmt: skip
 """Groups whose keys are someone else's parameters."""
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from torchrl_moe.trainers.hardware_config import HardwareConfig
+
 __all__ = [
     "CheckpointConfig",
     "ConfigError",
@@ -275,6 +277,7 @@ class GRPOConfig:
         steps: of the run.
         resume: go on from the newest checkpoint in ``out``.
         hooks: functions, ``package.module:function``, that get the trainer before it starts, to register hooks.
+        plan: print what the run would need, and do not start it.
 
     >>> GRPOConfig(steps=5, optim=OptimConfig(lr=1e-5)).optim.lr
     1e-05
@@ -285,6 +288,7 @@ class GRPOConfig:
     steps: int = 100
     resume: bool = False
     hooks: list[str] = field(default_factory=list)
+    plan: bool = False
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -294,6 +298,7 @@ class GRPOConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def check(self) -> None:
         """Refuse what cannot be meant, or not be written down.
@@ -344,7 +349,7 @@ class GRPOConfig:
 POSITIVE = (
     "steps", "engine.num_replicas", "engine.sync_every", "rollout.prompts_per_step", "rollout.group_size",
     "rollout.max_new_tokens", "rollout.temperature", "optim.lr", "optim.epochs", "optim.minibatches", "eval.prompts",
-    "checkpoint.keep",
+    "checkpoint.keep", "hardware.gpu_gb", "hardware.host_gb", "hardware.gpus_per_host", "hardware.trainer_gpus",
 )  # fmt: skip
 POSITIVE_OR_NONE = ("optim.max_grad_norm", "optim.max_tokens", "rollout.reward_timeout")
 COUNTS = (

@@ -19,7 +19,7 @@ from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.trainers.config import ConfigError, ModelConfig
 from torchrl_moe.trainers.function_names import import_function, is_function_name
 
-__all__ = ["PolicyModel"]
+__all__ = ["PolicyModel", "prepared"]
 
 ATTENTION = [
     "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
@@ -72,7 +72,7 @@ class PolicyModel:
             model, tokenizer = _from_pretrained(source, tokenizer, config, dtype)
         if tokenizer is None:
             raise ConfigError("a model that is given needs its tokenizer: MoEGRPOTrainer(model, tokenizer=...)")
-        model = _prepared(model, config, dtype).to(device)
+        model = prepared(model, config, dtype).to(device)
         return cls(model, tokenizer, source, dtype)
 
     @property
@@ -175,18 +175,19 @@ def _from_pretrained(source: str, tokenizer: Any, config: ModelConfig, dtype: to
     return model, tokenizer
 
 
-def _prepared(model: Any, config: ModelConfig, dtype: torch.dtype) -> Any:
+def prepared(model: Any, config: ModelConfig, dtype: torch.dtype) -> Any:
     """Add an adapter, switch activation checkpointing on, and make all that is trained float32."""
     if config.lora.rank:
         if has_adapters(model):
             raise ConfigError("model.lora.rank is set, and the model has an adapter already: leave one of them out")
-        model = _with_adapter(model.to(dtype), config)
+        is_there = all(weight.dtype == dtype for weight in model.parameters())
+        model = _with_adapter(model if is_there else model.to(dtype), config)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if config.lora.rank:
             model.enable_input_require_grads()
     for weight in model.parameters():
-        if weight.requires_grad:
+        if weight.requires_grad and weight.dtype != torch.float32:
             weight.data = weight.data.float()
     # transformers computes activations again in training mode only; else dropout would make trainer and engine disagree
     return model.train(config.activation_checkpointing)

@@ -15,8 +15,9 @@ from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.trainers.compose import CONFIGS, load_config
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_yaml
 from torchrl_moe.trainers.grpo_trainer import MoEGRPOTrainer
+from torchrl_moe.trainers.plan import RunPlan
 
-__all__ = ["main", "run"]
+__all__ = ["main", "run", "show_plan"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         description="Train a Mixture-of-Experts model with GRPO: rollouts by vLLM, updates on the recorded experts.",
-        epilog=f"Every key and its default: {CONFIGS.parent / 'config.py'}. resume=true goes on after a kill.",
+        epilog=f"Every key and its default: {CONFIGS.parent / 'config.py'}. resume=true goes on after a kill; "
+        "plan=true prints what a run would need.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = ", ".join(sorted(item.stem for item in CONFIGS.glob("*.yaml")))
@@ -43,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.cfg:
             print(as_yaml(config))
             return 0
+        if config.plan:
+            show_plan(config)
+            return 0
         run(config)
     except (ConfigError, UnsupportedRouterError) as error:
         print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
@@ -51,6 +56,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: interrupted; resume=true goes on from the last checkpoint", file=sys.stderr)
         return 130
     return 0
+
+
+def show_plan(config: GRPOConfig) -> None:
+    """Print what a run needs, and start nothing.
+
+    Raises:
+        ConfigError: the model's configuration cannot be found.
+    """
+    plan = RunPlan.of(config)
+    console = Console(highlight=False)
+    console.print(plan.table())
+    for note in plan.notes:
+        console.print(f"- {note}")
 
 
 def run(config: GRPOConfig) -> None:

@@ -1,0 +1,148 @@
+"""What 8, 64 and 512 GPUs would do, on paper and in simulation: which part of a step holds the others up.
+
+Qwen3-30B-A3B; a quarter of the GPUs train, the others generate. Costs of GPUs and network are assumptions (below);
+what the driver costs is measured in this run; the schedule is the collector's own, in an event simulation. No GPU was
+used. A weak run has as many answers in a batch as are generated at a time, a strong one always 1024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+
+from benchmarks.async_collection import GROUP, Simulation, in_turns
+from benchmarks.collector_overhead import cost, environment, ready_answers
+from benchmarks.report import Row, finish
+from torchrl_moe.collectors import AsyncLLMCollector
+from torchrl_moe.collectors.schedule import Schedule
+from torchrl_moe.modules import vLLMWrapper
+from torchrl_moe.trainers.config import ModelConfig
+from torchrl_moe.trainers.model_sizes import ModelSizes, model_config_of
+
+GPUS = (8, 64, 512)
+STRONG_ANSWERS = 1024
+STALENESS, STEPS = 2, 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumptions:
+    """Of an H100 and its network (its maker's figures), and shares of them that are reached (guesses)."""
+
+    flops: float = 989e12  # bf16, dense
+    memory_bandwidth: float = 3.35e12  # bytes per second
+    network: float = 50e9  # bytes per second of a host's link for this traffic: 400 Gb/s
+    training_share: float = 0.15  # of flops, of an MoE with small experts
+    decoding_share: float = 0.5  # of the memory's bandwidth
+    training_gpus: float = 0.25  # of all
+    tensor_parallel: int = 2  # GPUs of a replica
+    slots: int = 128  # answers that a replica generates at a time
+    tokens: int = 4096  # of a mean answer, log-normal
+    sigma: float = 0.8
+    cap: float = 4.0  # the longest, in mean answers
+    fan_out: int = 4  # replicas that one sends to in the tree
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Seconds of a step's parts, each as if it were alone."""
+
+    replicas: int
+    answers: int
+    answer: float
+    train: float
+    sync_each: float
+    sync_tree: float
+
+    @classmethod
+    def of(cls, gpus: int, answers: int, sizes: ModelSizes, given: Assumptions) -> Step:
+        """Work out a step on so many GPUs."""
+        replicas = replicas_of(gpus, given)
+        cached = given.slots * given.tokens / 2 * sizes.kv * 2  # answers are half done on average
+        read = (2 * sizes.parameters + cached) / given.tensor_parallel
+        token = read / (given.memory_bandwidth * given.decoding_share)
+        # embeddings are looked up, the head is a product
+        active = sizes.parameters - sizes.outside // 2 - sizes.experts * (1 - sizes.top_k / sizes.num_experts)
+        work = answers * given.tokens * 6 * active * 4 / 3  # layers are computed again in the backward pass
+        weights = 2 * sizes.parameters / given.network
+        return cls(
+            replicas,
+            answers,
+            answer=token * given.tokens,
+            train=work / (gpus * given.training_gpus * given.flops * given.training_share),
+            sync_each=replicas * weights,
+            sync_tree=min(replicas, given.fan_out) * weights,  # in chunks: a level waits for one chunk of the last
+        )
+
+
+def replicas_of(gpus: int, given: Assumptions) -> int:
+    """Return how many replicas the GPUs hold that do not train."""
+    return int(gpus * (1 - given.training_gpus)) // given.tensor_parallel
+
+
+def measured_driver(tokens: int) -> float:
+    """Seconds of the driver's CPU for an answer, from prompt to row, with the routes of 48 layers."""
+    with ready_answers() as engine:
+        policy = vLLMWrapper(engine, generate_kwargs={"max_new_tokens": tokens})
+        collector = AsyncLLMCollector(environment(GROUP), policy=policy, dialog_turns_per_batch=64, max_staleness=1)
+        batches = iter(collector)
+        list(islice(batches, 1))
+        spent = cost(batches, 64)
+        collector.shutdown()
+    return spent / 1e3
+
+
+def seconds_of_a_step(step: Step, given: Assumptions, sync: float) -> tuple[float, float, float]:
+    """Return the seconds of a step in turns and at once, and the trainer's idle share then."""
+    groups = step.answers // GROUP
+    slots = step.replicas * given.slots
+    unit = step.answer  # the simulation counts in mean answers
+    turns = in_turns(given.sigma, given.cap, slots, step.train / unit, 10, groups, sync / unit)
+    run = Simulation(
+        Schedule(groups, STALENESS, "window"), given.sigma, given.cap, slots, step.train / unit, sync / unit
+    )
+    return turns * unit, run.run(STEPS) * unit, run.idle
+
+
+def bound(parts: dict[str, float]) -> str:
+    """Return the part that takes longest."""
+    return max(parts, key=lambda name: parts[name])
+
+
+def rows_of(gpus: int, kind: str, answers: int, sizes: ModelSizes, given: Assumptions, driver: float) -> list[Row]:
+    """Return what a step of so many GPUs would take."""
+    step = Step.of(gpus, answers, sizes, given)
+    generate = step.answers * step.answer / (step.replicas * given.slots)
+    longest = given.cap * step.answer / (STALENESS + 1)  # an answer may last as long as so many steps
+    alone = {
+        "rollouts": generate,
+        "the longest answer": longest,
+        "training": step.train,
+        "one driver": step.answers * driver,
+    }
+    rows = []
+    for how, sync in (("each replica from the trainer", step.sync_each), ("tree", step.sync_tree)):
+        turns, at_once, idle = seconds_of_a_step(step, given, sync)
+        at_once = max(at_once, alone["one driver"])
+        seconds = {**alone, "weight sync": sync}
+        claim = f"{gpus} GPUs, {kind}, {step.answers} answers, sync: {how}"
+        parts = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
+        value = f"{turns:.0f} s in turns, {at_once:.0f} s at once ({idle:.0%} idle); alone: {parts}: {bound(seconds)}"
+        rows.append(Row(claim=claim, value=value))
+    return rows
+
+
+def main() -> None:
+    """All sizes, weak and strong."""
+    given = Assumptions()
+    sizes = ModelSizes.of(model_config_of("Qwen/Qwen3-30B-A3B"), ModelConfig())
+    driver = measured_driver(given.tokens)
+    rows = [Row(claim=f"driver, CPU per answer of {given.tokens} tokens (measured)", value=f"{driver * 1e3:.1f} ms")]
+    for gpus in GPUS:
+        slots = replicas_of(gpus, given) * given.slots
+        rows += rows_of(gpus, "weak", slots, sizes, given, driver)
+        rows += rows_of(gpus, "strong", STRONG_ANSWERS, sizes, given, driver)
+    finish("scale", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Costs of a step on paper, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.scale import Assumptions, Step, bound, replicas_of
+from torchrl_moe.trainers.model_sizes import ModelSizes
+
+SIZES = ModelSizes(
+    parameters=1000,
+    trained=1000,
+    adapter=0,
+    layer=200,
+    outside=200,
+    experts=600,
+    layers=4,
+    top_k=2,
+    num_experts=8,
+    kv=5,
+)
+GIVEN = Assumptions(
+    flops=1e6, memory_bandwidth=1e6, network=1e3, training_share=0.5, decoding_share=0.25, tokens=10, slots=4, fan_out=2
+)
+
+
+def test_a_step_by_hand() -> None:
+    assert replicas_of(16, GIVEN) == 6
+    step = Step.of(16, 32, SIZES, GIVEN)
+    token = (2 * 1000 + 4 * 5 * 5 * 2) / 2 / (1e6 * 0.25)  # weights and four half answers, over two GPUs
+    assert step.answer == pytest.approx(10 * token)
+    active = 1000 - 100 - 600 * 6 / 8  # the embedding, and six experts of eight, do nothing
+    assert step.train == pytest.approx(32 * 10 * 8 * active / (4 * 1e6 * 0.5))
+    assert step.sync_each == pytest.approx(6 * 2000 / 1e3)
+    assert step.sync_tree == pytest.approx(2 * 2000 / 1e3)
+
+
+def test_the_longest_part_is_the_bound() -> None:
+    assert bound({"rollouts": 2.0, "training": 3.0}) == "training"

@@ -1,0 +1,114 @@
+"""The run of all checks: which there are, what an engine without a fault gets, and what an adapter may do wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.conformance import shared_moe
+from support.conforming_engine import QUICK, ConformingEngine
+from support.faulty_engines import FAULTS, TOKEN_SECONDS
+from torchrl_moe.modules.replay import handles
+from torchrl_moe.testing import conformance, make_tiny_moe
+from torchrl_moe.testing.conformance import CHECKS, Answer, NotOffered, check
+
+
+def test_an_engine_that_is_right_holds_in_all() -> None:
+    engine = ConformingEngine(shared_moe(), token_seconds=TOKEN_SECONDS)
+    report = check(engine, shared_moe(), settings=QUICK)
+    assert [one.text for one in report.results if not one.holds] == []
+    assert [one.name for one in report.results] == [one.name for one in CHECKS]
+    assert report.engine == "conforming"
+    state = shared_moe().state_dict()
+    assert all(value.equal(state[name]) for name, value in engine.model.state_dict().items())
+
+
+def test_each_check_has_a_fault_a_meaning_and_advice() -> None:
+    assert set(FAULTS) == {one.name for one in CHECKS}
+    assert all(FAULTS.values())
+    assert len(CHECKS) == len(set(FAULTS)) == 26
+    assert all(one.meaning and one.advice and not one.advice.endswith(".") for one in CHECKS)
+    assert next(one for one in CHECKS if one.name == "rows").meaning == "one row for each token but the last"
+
+
+def test_only_some_checks_run() -> None:
+    report = check(ConformingEngine(shared_moe()), shared_moe(), only=["values", "rows"], settings=QUICK)
+    assert [one.name for one in report.results] == ["rows", "values"]
+    with pytest.raises(ValueError, match=r"no checks \['row'\]; there are \['rows', "):
+        check(ConformingEngine(shared_moe()), shared_moe(), only=["row"])
+
+
+class Adapter:
+    """Answers by a function of the prompt; no name, and nothing else."""
+
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def generate(self, prompts: Any, sampling: Any, request_ids: Any = None) -> Any:
+        return [[self.make(prompt)] * sampling.n for prompt in prompts]
+
+
+def test_an_adapter_with_tokens_alone_is_offered_nothing_and_passes_nothing() -> None:
+    report = check(Adapter(lambda prompt: Answer(token_ids=[3, 4])), shared_moe(), settings=QUICK)
+    assert {one.verdict for one in report.results} == {"not offered"}
+    assert report.engine == "Adapter"
+    assert {one.seen for one in report.results} == {
+        "answers have no routed_experts",
+        "answers have no log-probs",
+        "no prefix was cached: num_cached_tokens is None when a prompt comes again",
+        "answers have no versions",
+        "the adapter has no abort(request_ids)",
+        "the adapter has no resume(prompt, answer, sampling)",
+        "the adapter has no update_weights(model)",
+    }
+
+
+def test_an_error_of_an_adapter_is_what_was_seen_of_it() -> None:
+    def fail(prompt: Any) -> Any:
+        raise OSError("no route to host")
+
+    report = check(Adapter(fail), shared_moe(), only=["rows", "log_probs[top_p]"], settings=QUICK)
+    assert [one.verdict for one in report.results] == ["does not hold"] * 2
+    assert report["rows"].seen == "OSError: no route to host"
+    assert report["rows"].off is None
+
+
+def test_an_adapter_says_itself_what_it_does_not_offer() -> None:
+    def refuse(prompt: Any) -> Any:
+        raise NotOffered("no such engine here")
+
+    report = check(Adapter(refuse), shared_moe(), only=["rows"], settings=QUICK)
+    assert (report["rows"].verdict, report["rows"].seen) == ("not offered", "no such engine here")
+
+
+def test_a_dense_model_has_no_routes_to_check() -> None:
+    dense = make_tiny_moe("qwen3", num_hidden_layers=1)
+    answer = Answer(token_ids=[3], routed_experts=np.zeros((1, 1, 1), np.int8))
+    report = check(Adapter(lambda prompt: answer), dense, only=["rows"], settings=QUICK)
+    assert "pass model= or layout=" in report["rows"].seen
+
+
+def test_a_model_may_be_a_folder(tmp_path: Path) -> None:
+    shared_moe().save_pretrained(tmp_path)
+    report = check(ConformingEngine(shared_moe()), tmp_path, only=["native_routes", "log_probs[plain]"], settings=QUICK)
+    assert [one.holds for one in report.results] == [True, True]
+
+
+def test_a_model_is_given_back_even_if_the_engine_fails_at_the_end() -> None:
+    model = make_tiny_moe("qwen3_moe", num_hidden_layers=2).train()
+
+    class Interrupts:
+        def generate(self, prompts: Any, sampling: Any, request_ids: Any = None) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        check(Interrupts(), model, only=["rows"])
+    assert handles.owner(model) is None
+    assert model.training
+
+
+def test_the_kit_is_found_from_the_room() -> None:
+    assert conformance.check is check

@@ -1,0 +1,150 @@
+"""What a run needs, against numbers worked out by hand, and against the peak of an update that really ran."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+
+from support.rollouts import byte_row
+from support.routes import random_routes
+from torchrl_moe._compat_memory import peak_bytes
+from torchrl_moe.modules import TransformersWrapper
+from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
+from torchrl_moe.trainers import ConfigError, GRPOConfig
+from torchrl_moe.trainers.compose import load_config
+from torchrl_moe.trainers.learner import Learner
+from torchrl_moe.trainers.plan import ENGINE, HOST, TRAINER, UPDATE, RunPlan
+from torchrl_moe.trainers.policy_model import PolicyModel
+from torchrl_moe.trainers.script import main
+
+QWEN = 30_532_122_624
+OLMOE = 6_919_161_856
+
+
+def items(plan: RunPlan, part: str) -> dict[str, int]:
+    return {row.item: row.bytes for row in plan.rows if row.part == part}
+
+
+@pytest.fixture(scope="module")
+def qwen() -> RunPlan:
+    """All weights of Qwen3-30B-A3B on four GPUs, and four engines."""
+    changes = ["model.source=Qwen/Qwen3-30B-A3B", "model.lora.rank=0", "hardware.trainer_gpus=4"]
+    changes += ["engine.num_replicas=4", "engine.sleep=false", "rollout.max_staleness=1"]
+    return RunPlan.of(load_config("olmoe_1b_7b", changes))
+
+
+def test_the_trainer_of_qwen3_30b_a3b_by_hand(qwen: RunPlan) -> None:
+    found = items(qwen, TRAINER)
+    assert found["weights"] == found["gradients"] == QWEN  # 4 bytes each, over 4 ranks
+    assert found["AdamW's moments"] == 2 * QWEN
+    layer, outside = 623_120_640, 622_331_904
+    assert found["gathered layers"] == 2 * (2 * layer + outside)
+    assert found["gradients that are being reduced"] == 4 * layer
+    resident = 4 * QWEN + 2 * (2 * layer + outside) + 4 * layer
+    assert qwen.total(TRAINER) == resident + max(found["a micro-batch"], QWEN)
+    assert any("80" in note and "trainer" in note for note in qwen.notes)  # it does not fit
+
+
+def test_the_rest_of_qwen3_30b_a3b_by_hand(qwen: RunPlan) -> None:
+    engine, host = items(qwen, ENGINE), items(qwen, HOST)
+    assert engine["weights"] == 2 * QWEN
+    tokens = 2 * 32 * 8 * 2048  # two batches of 256 answers, as long as they can be
+    assert host["rollouts"] == tokens * 18
+    assert host["recorded experts"] == tokens * 48 * 8
+    assert host["weight store"] == 2 * 2 * QWEN
+    assert items(qwen, UPDATE) == {"bytes to each replica": 2 * QWEN}
+    assert qwen.seconds["InfiniBand 400 Gb/s"] == pytest.approx(2 * QWEN / 50e9)
+
+
+def test_olmoe_with_an_adapter_by_hand() -> None:
+    plan = RunPlan.of(load_config("olmoe_1b_7b"))
+    adapter = 16 * 4 * 2 * 32 * 2048
+    trainer, engine = items(plan, TRAINER), items(plan, ENGINE)
+    assert trainer["weights"] == 4 * adapter + 2 * OLMOE
+    assert (trainer["gradients"], trainer["AdamW's moments"]) == (4 * adapter, 8 * adapter)
+    assert "gathered layers" not in trainer
+    assert engine["KV cache"] == int(0.5 * 80e9) - 2 * OLMOE
+    (how,) = [row.how for row in plan.rows if row.item == "KV cache"]
+    assert how.startswith("131,072 B a token")  # 16 layers x 2 x 2048 numbers x 2 B
+
+
+def test_an_adapter_alone_is_a_small_update_and_kept_words_are_counted() -> None:
+    plan = RunPlan.of(load_config("olmoe_1b_7b", ["+engine.sync.lora=adapter", "rollout.top_k=20"]))
+    adapter = 16 * 4 * 2 * 32 * 2048
+    assert items(plan, UPDATE) == {"bytes to each replica": 4 * adapter}
+    assert items(plan, HOST)["kept tokens"] == 256 * 1024 * 20 * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "item", "there"),
+    [
+        (["loss.reference=model", "+loss.arguments.kl_to_ref_coeff=0.1"], "reference model", True),
+        (["+loss.arguments.kl_to_ref_coeff=0.1"], "reference model", False),  # the adapter is switched off
+        (["+engine.sync.stage=shadow"], "the next weights, staged", True),
+        (["loss.replay=none"], "recorded experts", False),
+    ],
+)
+def test_what_is_not_asked_for_is_not_planned(changes: list[str], item: str, there: bool) -> None:
+    plan = RunPlan.of(load_config("olmoe_1b_7b", changes))
+    assert (item in {row.item for row in plan.rows}) is there
+
+
+def batch_of(learner: Learner, answers: int, tokens: int) -> TensorDictBase:
+    rows = []
+    for place in range(answers):
+        total = tokens - place  # a padded batch: its attention has a mask
+        row = byte_row(tokens // 4, total - tokens // 4, place)
+        row["log_probs"] = {"full": torch.full((total,), -4.0)}
+        replay = learner.actor.router_replay
+        assert replay is not None
+        row["routed_experts"] = {"full": random_routes(replay, 1, total, seed=place)[0]}
+        row["advantage"] = torch.full((total, 1), 1.0 - 2 * (place % 2))
+        rows.append(TensorDict(row))
+    return lazy_stack(rows)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_plan_of_a_tiny_model_is_within_a_tenth_of_its_measured_peak(checkpointing: bool, one_thread: None) -> None:
+    """An update of four micro-batches with replay, gradients and optimizer included."""
+    config = GRPOConfig(steps=2)
+    config.model.activation_checkpointing, config.model.dtype = checkpointing, "float32"
+    config.rollout.prompts_per_step, config.rollout.group_size = 4, 4
+    config.optim.max_tokens, config.engine.arguments = 4 * 256, {"max_model_len": 256, "dtype": "float32"}
+    model = make_tiny_moe("qwen3_moe", num_hidden_layers=4)
+    policy_model = PolicyModel.load(model, ByteTokenizer(), config.model)
+    learner = Learner(TransformersWrapper(policy_model.model, replay="R3"), policy_model, config)
+    batch = batch_of(learner, 16, 256)
+    unused: Any = None
+    learner.stepper.step(unused, batch)
+    resident = sum(weight.nbytes for weight in model.parameters())
+    states = learner.optimizer.state.values()
+    moments = sum(state[name].nbytes for state in states for name in ("exp_avg", "exp_avg_sq"))
+    measured = resident + moments + peak_bytes(lambda: learner.stepper.step(unused, batch))
+    plan = RunPlan.of_model(config, model.config)
+    assert items(plan, TRAINER)["AdamW's moments"] == moments == 2 * resident
+    assert plan.total(TRAINER) == pytest.approx(measured, rel=0.1)
+
+
+def test_the_command_prints_it_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", "olmoe_1b_7b", "plan=true", f"out={tmp_path / 'run'}"]) == 0
+    out = capsys.readouterr().out
+    assert "trainer, each GPU" in out and "weight update" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_is_made_has_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", "tiny_cpu", "plan=true"]) == 2
+    assert "model.source" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"model\.source=None"):
+        RunPlan.of(GRPOConfig())
+
+
+def test_a_plan_is_plain_values(qwen: RunPlan) -> None:
+    there = json.loads(json.dumps(qwen.to_dict()))
+    assert there["totals"][TRAINER] == qwen.total(TRAINER)
+    assert len(there["rows"]) == len(qwen.rows)

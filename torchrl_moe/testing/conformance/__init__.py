@@ -1,0 +1,40 @@
+"""Can an engine's routes be trusted? Checks by name, for any engine that an adapter of a few methods makes askable.
+
+``check(adapter, model=...)`` asks the engine, compares its answers with what the same model computes in transformers,
+and says of each check whether it holds and how far off the engine is. :mod:`~torchrl_moe.testing.conformance.plugin` is
+the same for pytest. See ``docs/conformance.md``.
+"""
+
+from typing import TYPE_CHECKING
+
+from torchrl_moe._lazy import attach
+
+if TYPE_CHECKING:
+    from torchrl_moe.testing.conformance.adapter import Answer as Answer
+    from torchrl_moe.testing.conformance.adapter import EngineAdapter as EngineAdapter
+    from torchrl_moe.testing.conformance.adapter import NotOffered as NotOffered
+    from torchrl_moe.testing.conformance.adapter import Sampling as Sampling
+    from torchrl_moe.testing.conformance.checks import CHECKS as CHECKS
+    from torchrl_moe.testing.conformance.checks import check as check
+    from torchrl_moe.testing.conformance.report import CheckResult as CheckResult
+    from torchrl_moe.testing.conformance.report import ConformanceReport as ConformanceReport
+    from torchrl_moe.testing.conformance.service import ServiceAdapter as ServiceAdapter
+    from torchrl_moe.testing.conformance.settings import Settings as Settings
+    from torchrl_moe.testing.conformance.sglang import SGLangAdapter as SGLangAdapter
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "CHECKS": ".checks",
+            "Answer": ".adapter",
+            "CheckResult": ".report",
+            "ConformanceReport": ".report",
+            "EngineAdapter": ".adapter",
+            "NotOffered": ".adapter",
+            "SGLangAdapter": ".sglang",
+            "Sampling": ".adapter",
+            "ServiceAdapter": ".service",
+            "Settings": ".settings",
+            "check": ".checks",
+        },
+    )

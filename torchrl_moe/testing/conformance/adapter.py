@@ -1,0 +1,131 @@
+"""What an engine offers to be checked: ``generate``, and four more methods where it has them.
+
+Nothing here imports an engine or a model, so an adapter's file needs no more than this one.
+
+Letters: P prompt tokens, G generated tokens, T = P + G, L decoder layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Aborts", "Answer", "EngineAdapter", "NotOffered", "ReportsVersion", "Resumes", "Sampling", "UpdatesWeights"]
+
+
+class NotOffered(Exception):
+    """The engine does not offer what a check needs; the message says what. An adapter may raise it anywhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How answers are sampled. Names are vLLM's; the defaults leave the model's distribution as it is.
+
+    An answer has ``max_tokens`` tokens: the adapter ignores the end-of-sequence token, or its answers are shorter.
+
+    >>> Sampling(max_tokens=4, top_p=0.9).changes
+    {'top_p': 0.9}
+    """
+
+    max_tokens: int = 16
+    n: int = 1
+    """Answers to each prompt."""
+    temperature: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Over prompt and answer; the next two over the answer alone."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    @property
+    def changes(self) -> dict[str, float]:
+        """What changes the model's distribution, by name."""
+        given = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return {
+            name: value
+            for name, (value, neutral) in given.items()
+            if name not in {"max_tokens", "n"} and value != neutral
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One answer, as the engine's user gets it for training.
+
+    Shapes (arrays, tensors or lists):
+        - token_ids: integers ``[G]``
+        - log_probs: floats ``[G]``, of the sampled tokens; ``None`` if the engine gives none
+        - routed_experts: ``[T - 1, L, K]``, or ``[T, L, K]`` with -1 in the last row: row t holds the experts that
+          token t was routed to as input, -1 on layers without a router and where nothing is known; ``None`` if the
+          engine gives none
+        - versions: integers ``[G]``, version of the weights that made each token; ``None`` if the engine says nothing
+
+    ``finish_reason`` is ``"stop"``, ``"length"`` or ``"abort"``. ``num_cached_tokens`` are the prompt's prefix-cache
+    hits; ``None`` if the engine does not say. ``native`` is the adapter's own: what it needs to resume the answer.
+    """
+
+    token_ids: Any
+    log_probs: Any = None
+    routed_experts: Any = None
+    versions: Any = None
+    finish_reason: str = "length"
+    num_cached_tokens: int | None = None
+    native: Any = None
+
+
+@runtime_checkable
+class EngineAdapter(Protocol):
+    """All that an engine must offer. Calls come from several threads at a time."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, request_ids: Sequence[str] | None = None
+    ) -> list[list[Answer]]:
+        """Answer prompts of token ids, and wait: ``sampling.n`` answers to each, in the order of the prompts.
+
+        Args:
+            prompts: one or more.
+            sampling: of all of them.
+            request_ids: one for each prompt, to :meth:`Aborts.abort` by.
+
+        Raises:
+            NotOffered: the engine knows no such sampling.
+        """
+
+
+@runtime_checkable
+class Aborts(Protocol):
+    """An engine whose requests can be cut short."""
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Cut requests: their ``generate`` returns what there is, with ``finish_reason="abort"``. Unknown ids pass."""
+
+
+@runtime_checkable
+class Resumes(Protocol):
+    """An engine, or an adapter that does what a trainer would, which goes on with an answer that was cut."""
+
+    def resume(self, prompt: Sequence[int], answer: Answer, sampling: Sampling) -> Answer:
+        """Return the whole answer, its first part included; ``sampling.max_tokens`` counts all of its tokens."""
+
+
+@runtime_checkable
+class UpdatesWeights(Protocol):
+    """An engine that takes new weights."""
+
+    def update_weights(self, model: PreTrainedModel) -> None:
+        """Bring a model's weights to the engine, as in training, and wait until it serves them."""
+
+
+@runtime_checkable
+class ReportsVersion(Protocol):
+    """An engine that says which weights it serves."""
+
+    def weights_version(self) -> int:
+        """Return the version of the weights that the next request gets; it grows with each update."""

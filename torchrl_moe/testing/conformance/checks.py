@@ -1,0 +1,214 @@
+"""All checks, by name, and the run of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.testing.conformance import (
+    interruption_checks,
+    log_prob_checks,
+    route_checks,
+    shape_checks,
+    weight_checks,
+)
+from torchrl_moe.testing.conformance.adapter import EngineAdapter, NotOffered
+from torchrl_moe.testing.conformance.findings import DoesNotHold, Finding
+from torchrl_moe.testing.conformance.reference import Reference
+from torchrl_moe.testing.conformance.report import CheckResult, ConformanceReport
+from torchrl_moe.testing.conformance.settings import Settings
+from torchrl_moe.testing.conformance.trial import Trial
+
+__all__ = ["CHECKS", "Check", "check", "open_trial", "run_check"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check: its name, how it is done (the docstring says what must hold), and what to do if it fails."""
+
+    name: str
+    find: Callable[[Trial], Finding]
+    advice: str
+    meaning: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.meaning:
+            first = (self.find.__doc__ or "").splitlines()[0]
+            object.__setattr__(self, "meaning", first[:1].lower() + first[1:].rstrip("."))
+
+
+SAMPLED = (
+    "have the engine return log-probs after temperature, penalties and truncation (vLLM: logprobs_mode="
+    "'processed_logprobs'; SGLang: return_sampling_mask), or ratios are biased wherever it changes the distribution"
+)
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        "rows",
+        shape_checks.rows,
+        "return the rows of prompt and answer, of the last token none: a row too few or too many shifts all of them",
+    ),
+    Check(
+        "dtype",
+        shape_checks.dtype,
+        "convert in the adapter: an unsigned type cannot say -1, a wide one costs its width for every token and layer",
+    ),
+    Check(
+        "dense_layers",
+        shape_checks.dense_layers,
+        "write -1 where a layer has no router: 0 is an expert, and a trainer would replay it",
+    ),
+    Check(
+        "last_token",
+        shape_checks.last_token,
+        "leave its row out, or write -1: what stands there was routed for another token, or for none",
+    ),
+    Check(
+        "values",
+        shape_checks.values,
+        "return logical expert ids (not those of redundant or local copies), K different ones for each token",
+    ),
+    Check(
+        "native_routes",
+        route_checks.native_routes,
+        "compare by hand one answer's rows with RouterReplay.record(): a shift by a token, another order of layers, or "
+        "rows of another request; in lower precision raise Settings.tie",
+    ),
+    Check(
+        "replay_parity",
+        route_checks.replay_parity,
+        "see native_routes; if that holds, precision differs (raise Settings.tolerance), or the weights",
+    ),
+    Check(
+        "prefix_cache",
+        route_checks.prefix_cache,
+        "keep rows with the cached blocks and return them too, or switch prefix caching off for training",
+    ),
+    Check(
+        "chunked_prefill",
+        route_checks.chunked_prefill,
+        "join the rows of all chunks, in order, or switch chunked prefill off for training",
+    ),
+    Check("samples", route_checks.samples, "keep rows by answer, not by request, or ask n times for one answer"),
+    *(
+        Check(f"log_probs[{name}]", partial(log_prob_checks.log_probs, name=name), SAMPLED, log_prob_checks.MEANING)
+        for name in log_prob_checks.SAMPLINGS
+    ),
+    Check(
+        "abort",
+        interruption_checks.abort,
+        "return what there is with finish_reason='abort': an answer that was cut must not count as finished",
+    ),
+    Check(
+        "resume",
+        interruption_checks.resume,
+        "keep the first part's rows and log-probs, and append only what is new: rows[len(old):]",
+    ),
+    Check(
+        "resumed_tail",
+        interruption_checks.resumed_tail,
+        "have the engine follow the recorded experts when it reads the first part again, or expect this mismatch",
+    ),
+    Check("versions", weight_checks.versions, "label each token with the version of the weights that made it"),
+    Check(
+        "update",
+        weight_checks.update,
+        "send every tensor, buffers too, and drop the prefix cache (or salt it by version) with each update",
+    ),
+    Check(
+        "versions_over_update",
+        weight_checks.versions_over_update,
+        "label tokens, not answers: note at the update how many tokens each answer has",
+    ),
+    Check(
+        "rows_over_update",
+        weight_checks.rows_over_update,
+        "keep the rows that were delivered when a request is read again (SGLang: pause in_place or abort, not retract)",
+    ),
+)
+"""In the order in which they run."""
+
+
+def check(
+    adapter: EngineAdapter,
+    model: PreTrainedModel | str | Path | None = None,
+    *,
+    layout: RoutingLayout | None = None,
+    only: Iterable[str] | None = None,
+    settings: Settings | None = None,
+) -> ConformanceReport:
+    """Check an engine, and say what holds and how far off it is.
+
+    The engine should have nothing else to do meanwhile. Weights that the checks change are changed back.
+
+    Args:
+        adapter: of the engine.
+        model: what the engine serves, in transformers: a model, or where one can be loaded from, in float32. Without
+            it, what needs a comparison is not offered.
+        layout: without a model: what its routers look like.
+        only: names of the checks to run; by default all of :data:`CHECKS`.
+        settings: how to ask, and what counts as equal.
+
+    Raises:
+        ValueError: a name in ``only`` that is no check's.
+    """
+    chosen = _chosen(only)
+    trial = open_trial(adapter, model, layout, settings)
+    try:
+        results = tuple(run_check(one, trial) for one in chosen)
+    finally:
+        trial.close()
+    return ConformanceReport(str(getattr(adapter, "name", type(adapter).__name__)), results)
+
+
+def open_trial(
+    adapter: EngineAdapter,
+    model: PreTrainedModel | str | Path | None,
+    layout: RoutingLayout | None,
+    settings: Settings | None,
+) -> Trial:
+    """Return what :func:`run_check` needs, to be closed by the caller; arguments as of :func:`check`."""
+    if isinstance(model, str | Path):
+        model = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+    reference = None if model is None else Reference(model)
+    return Trial(adapter, reference, layout, settings or Settings())
+
+
+def run_check(one: Check, trial: Trial) -> CheckResult:
+    """Run one check."""
+    try:
+        found = one.find(trial)
+    except NotOffered as reason:
+        return CheckResult(name=one.name, meaning=one.meaning, verdict="not offered", seen=str(reason))
+    except DoesNotHold as fault:
+        seen, off, allowed = str(fault), None, None
+    except Exception as error:  # noqa: BLE001  whatever an engine raises is what was seen of it
+        seen, off, allowed = f"{type(error).__name__}: {error}", None, None
+    else:
+        seen, off, allowed = found.seen, found.off, found.allowed
+        if off <= allowed:
+            return CheckResult(name=one.name, meaning=one.meaning, verdict="holds", off=off, allowed=allowed, seen=seen)
+    return CheckResult(
+        name=one.name,
+        meaning=one.meaning,
+        verdict="does not hold",
+        off=off,
+        allowed=allowed,
+        seen=seen,
+        advice=one.advice,
+    )
+
+
+def _chosen(only: Iterable[str] | None) -> tuple[Check, ...]:
+    if only is None:
+        return CHECKS
+    names = list(only)
+    unknown = sorted(set(names) - {one.name for one in CHECKS})
+    if unknown:
+        raise ValueError(f"no checks {unknown}; there are {[one.name for one in CHECKS]}")
+    return tuple(one for one in CHECKS if one.name in names)

@@ -1,0 +1,132 @@
+"""Answers that something happens to while they are made: cut by an abort, or crossed by a weight update.
+
+Nobody but the engine knows how far an answer is. For an abort the moment is found by trying: half of the time that a
+whole answer takes, then earlier or later. Over an update answers are asked for one after the other, so that one is in
+flight. How long anything took does not count.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from dataclasses import dataclass
+
+from torchrl_moe.testing.conformance.adapter import Aborts, NotOffered, Sampling
+from torchrl_moe.testing.conformance.background import in_thread, result
+from torchrl_moe.testing.conformance.findings import DoesNotHold
+from torchrl_moe.testing.conformance.judge import Judge
+from torchrl_moe.testing.conformance.sampled import Sampled
+from torchrl_moe.testing.conformance.trial import Trial
+
+__all__ = ["Crossed", "crossed_by_update", "cut_midway", "tokens_of"]
+
+ABORTS = 10
+UPDATES = 3
+CANDIDATES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Crossed:
+    """An answer that went on over a weight update.
+
+    Attributes:
+        sampled: the answer.
+        before: judges by the weights from before the update.
+        after: judges by those from after it.
+        boundary: how many of its tokens the old weights made, as their log-probs show.
+        versions: of the weights before and after, as the engine gave them; ``None`` if it says none.
+    """
+
+    sampled: Sampled
+    before: Judge
+    after: Judge
+    boundary: int
+    versions: tuple[int | None, int | None]
+
+
+def cut_midway(trial: Trial) -> Sampled:
+    """Return the first part of an answer, cut by an abort.
+
+    Raises:
+        NotOffered: the engine cannot abort.
+        DoesNotHold: no abort cut an answer.
+    """
+    engine = trial.adapter
+    if not isinstance(engine, Aborts):
+        raise NotOffered("the adapter has no abort(request_ids)")
+    sampling, prompt = Sampling(max_tokens=trial.settings.long_answer), trial.prompt(20, seed=4)
+    start = time.monotonic()
+    trial.ask([prompt], sampling)
+    delay, seen = (time.monotonic() - start) / 2, []
+    for attempt in range(ABORTS):
+        name = f"conformance-cut-{attempt}"
+        future = in_thread(lambda name=name: trial.ask([prompt], sampling, [name])[0])  # type: ignore[misc]
+        wait([future], delay)
+        engine.abort([name])
+        sampled = result(future, trial.settings.patience)
+        tokens = len(sampled.tokens)
+        if 0 < tokens < sampling.max_tokens:
+            return sampled
+        seen.append(tokens)
+        delay *= 0.5 if tokens else 1.8
+    raise DoesNotHold(f"no abort cut an answer of {sampling.max_tokens} tokens midway: they came back with {seen}")
+
+
+def crossed_by_update(trial: Trial) -> Crossed:
+    """Return an answer that went on over a weight update; the model's own weights are back when this returns.
+
+    Raises:
+        NotOffered: the engine takes no weights, or ends what is in flight first.
+    """
+    trial.check_updates()
+    seen: list[str] = []
+    try:
+        for _ in range(UPDATES):
+            before, old = trial.judge_now, trial.version()
+            answers = _asked_during(trial, trial.switch_weights)[-CANDIDATES:]
+            for sampled in reversed(answers):
+                boundary = tokens_of(before, sampled)
+                if 0 < boundary < len(sampled.tokens):
+                    return Crossed(sampled, before, trial.judge_now, boundary, (old, trial.version()))
+            reasons = {sampled.answer.finish_reason for sampled in answers}
+            seen.append(" and ".join(map(repr, sorted(reasons))))
+            if "abort" in reasons:
+                break
+    finally:
+        trial.restore_weights()
+    raise NotOffered(f"no answer went on over a weight update; those in flight ended with {', '.join(seen)}")
+
+
+def tokens_of(judge: Judge, sampled: Sampled) -> int:
+    """Return how many of an answer's first tokens have log-probs of these weights."""
+    logits = judge.reference.logits(sampled.ids)
+    prompt = len(sampled.prompt)
+    own = logits[prompt - 1 : -1].log_softmax(-1).gather(1, sampled.ids[prompt:, None])[:, 0]
+    other = ((own - sampled.log_probs).abs() > judge.settings.tolerance).nonzero()
+    return int(other[0]) if len(other) else len(own)
+
+
+def _asked_during(trial: Trial, act: Callable[[], object]) -> list[Sampled]:
+    """Do something while long answers are asked for, one after the other; return them, the last was in flight then."""
+    prompt, sampling = trial.prompt(20, seed=5), Sampling(max_tokens=trial.settings.long_answer)
+    answers: list[Sampled] = []
+    begun, over = threading.Event(), threading.Event()
+
+    def ask() -> list[Sampled]:
+        try:
+            while not over.is_set():
+                answers.extend(trial.ask([prompt], sampling, [f"conformance-update-{len(answers)}"]))
+                begun.set()
+        finally:
+            begun.set()
+        return answers
+
+    future = in_thread(ask)
+    try:
+        begun.wait(trial.settings.patience)
+        act()
+    finally:
+        over.set()
+    return result(future, trial.settings.patience)

@@ -1,0 +1,191 @@
+"""What is right of an answer, by the model and by the shape that routes must have.
+
+Letters: P prompt tokens, G generated tokens, T = P + G, L decoder layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchrl_moe._errors import RoutingError
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.testing.conformance.adapter import NotOffered
+from torchrl_moe.testing.conformance.distributions import sampled_log_probs
+from torchrl_moe.testing.conformance.findings import DoesNotHold, RouteFaults
+from torchrl_moe.testing.conformance.reference import Followed, Reference
+from torchrl_moe.testing.conformance.sampled import Sampled
+from torchrl_moe.testing.conformance.settings import Settings
+
+__all__ = ["Judge"]
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Judges answers.
+
+    Args:
+        settings: what counts as equal.
+        given_layout: what the model's routers look like; ``None`` if it has none, or nobody said.
+        given_reference: over the model, with the weights that made the answers; ``None``: what needs one is not
+            offered.
+    """
+
+    settings: Settings
+    given_layout: RoutingLayout | None
+    given_reference: Reference | None
+
+    def by(self, reference: Reference) -> Judge:
+        """Return one that judges by other weights."""
+        return replace(self, given_reference=reference)
+
+    @property
+    def layout(self) -> RoutingLayout:
+        """What the model's routers look like.
+
+        Raises:
+            NotOffered: nobody said.
+        """
+        if self.given_layout is None:
+            raise NotOffered("nothing says which layers have routers: pass model= or layout=, of a model that has some")
+        return self.given_layout
+
+    @property
+    def reference(self) -> Reference:
+        """Over the model.
+
+        Raises:
+            NotOffered: there is none.
+        """
+        if self.given_reference is None:
+            raise NotOffered("there is no model to compare with: pass model=")
+        return self.given_reference
+
+    def check_reference(self) -> None:
+        """Raise as :attr:`reference` does."""
+        self.reference  # noqa: B018
+
+    def routes(self, sampled: Sampled) -> NDArray[np.int64]:
+        """Return an answer's routes as they came, int64 ``[R, L, K]``.
+
+        Raises:
+            NotOffered: there are none.
+            DoesNotHold: they are no integers of that shape.
+        """
+        if sampled.answer.routed_experts is None:
+            raise NotOffered("answers have no routed_experts")
+        given = np.asarray(sampled.answer.routed_experts)
+        wanted = (self.layout.num_layers, self.layout.top_k)
+        if given.ndim != 3 or given.shape[1:] != wanted or given.dtype.kind not in "iu":
+            raise DoesNotHold(
+                f"routes are {given.dtype} {list(given.shape)}, not integers [tokens - 1, {wanted[0]}, {wanted[1]}]: "
+                "all decoder layers count, those without a router too"
+            )
+        return given.astype(np.int64)
+
+    def known(self, sampled: Sampled) -> NDArray[np.bool_]:
+        """Return for which of the first T - 1 tokens, and which layers with a router, there is a route."""
+        rows = self.routes(sampled)[: len(sampled.ids) - 1, list(self.layout.moe_layers)]
+        known = np.zeros((len(sampled.ids) - 1, rows.shape[1]), bool)
+        known[: len(rows)] = (rows >= 0).any(-1)
+        return known
+
+    def follow(self, sampled: Sampled, tokens: int | None = None) -> Followed:
+        """Run the model over an answer, by the routes that came with it.
+
+        Args:
+            sampled: the answer.
+            tokens: how many to run; default: all.
+
+        Raises:
+            DoesNotHold: the routes are none that a router could choose.
+        """
+        count = len(sampled.ids) if tokens is None else tokens
+        rows = torch.from_numpy(self.routes(sampled))[: count - 1].clone()
+        rows[:, list(self.layout.dense_layers)] = -1
+        try:
+            return self.reference.follow(sampled.ids[:count], rows)
+        except RoutingError as error:
+            raise DoesNotHold(str(error)) from error
+
+    def faults(self, sampled: Sampled, tokens: int | None = None) -> RouteFaults:
+        """Return how right an answer's routes are; arguments as of :meth:`follow`."""
+        count = len(sampled.ids) if tokens is None else tokens
+        known = self.known(sampled)[: count - 1]
+        missing = int((~known).sum())
+        if self.given_reference is None:
+            return RouteFaults(known.size, missing, None, first=_first(~known, self.layout.moe_layers))
+        gaps = self.follow(sampled, tokens).gaps[: count - 1, list(self.layout.moe_layers)].numpy()
+        wrong = gaps > self.settings.tie
+        ties = int(((gaps > 0) & ~wrong).sum())
+        first = _first(wrong | ~known, self.layout.moe_layers)
+        return RouteFaults(known.size, missing, int(wrong.sum()), ties, float(gaps.max(initial=0.0)), first)
+
+    def parity(self, sampled: Sampled, since: int = 0, tokens: int | None = None) -> float:
+        """Return max |log-prob, engine - model that follows the routes|.
+
+        Args:
+            sampled: the answer.
+            since: how many of its first tokens do not count.
+            tokens: how many to look at, the prompt's included; default: all.
+
+        Raises:
+            DoesNotHold: the routes are none that a router could choose.
+        """
+        count = len(sampled.ids) if tokens is None else tokens
+        logits, prompt = self.follow(sampled, count).logits, len(sampled.prompt)
+        own = sampled_log_probs(logits, sampled.ids[:count], prompt, sampled.sampling)
+        return _largest((sampled.log_probs[: count - prompt] - own)[since:])
+
+    def gap(self, sampled: Sampled) -> tuple[float, float]:
+        """Return max |log-prob, engine - model|, and what it would be if the engine gave the unprocessed ones.
+
+        The model routes for itself. At a tie, and only there, it sides with the engine.
+        """
+        given = sampled.log_probs
+        prompt = len(sampled.prompt)
+        logits = self.reference.logits(sampled.ids)
+        off = self._distance(given, logits, sampled)
+        if off > self.settings.tolerance and sampled.answer.routed_experts is not None:
+            sided = self._sided(sampled)
+            if sided is not None:
+                logits = sided
+                off = self._distance(given, logits, sampled)
+        own = logits[prompt - 1 : -1].log_softmax(-1).gather(1, sampled.ids[prompt:, None])[:, 0]
+        return off, _largest(own - sampled_log_probs(logits, sampled.ids, prompt, sampled.sampling))
+
+    def _distance(self, given: Tensor, logits: Tensor, sampled: Sampled) -> float:
+        return _largest(given - sampled_log_probs(logits, sampled.ids, len(sampled.prompt), sampled.sampling))
+
+    def _sided(self, sampled: Sampled) -> Tensor | None:
+        """Return logits of the model that follows the engine in tied rows alone; ``None`` if there are none."""
+        try:
+            gaps = self.follow(sampled).gaps
+        except (DoesNotHold, NotOffered):  # what is wrong with the routes is another check's
+            return None
+        tied = (gaps > 0) & (gaps <= self.settings.tie)
+        if not tied.any():
+            return None
+        rows = torch.from_numpy(self.routes(sampled))[: len(gaps) - 1]
+        return self.reference.follow(sampled.ids, rows.masked_fill(~tied[: len(rows), :, None], -1)).logits
+
+
+def _largest(difference: Tensor) -> float:
+    """Return the largest size; infinite if one is no number."""
+    size = difference.abs()
+    return float(torch.where(size.isnan(), torch.inf, size).max()) if len(size) else 0.0
+
+
+def _first(faulty: NDArray[np.bool_], layers: Sequence[int]) -> str:
+    """Say where the first fault is."""
+    places: Any = np.argwhere(faulty)
+    if not len(places):
+        return ""
+    token, place = (int(value) for value in places[0])
+    return f"; the first at token {token}, layer {layers[place]}"

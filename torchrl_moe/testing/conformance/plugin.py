@@ -1,0 +1,133 @@
+"""The checks as tests of pytest: one for each, in a project of your own.
+
+In the topmost ``conftest.py``, or with ``-p torchrl_moe.testing.conformance.plugin``::
+
+    pytest_plugins = ["torchrl_moe.testing.conformance.plugin"]
+
+    @pytest.fixture(scope="session")
+    def conformance_adapter():
+        return MyAdapter(...)
+
+    @pytest.fixture(scope="session")
+    def conformance_model():
+        return "path/or/name/of/the/model"
+
+and in a test file::
+
+    def test_my_engine(conformance_check):
+        conformance_check()
+
+What is not offered is skipped, with the reason. The table is shown at the end; ``--conformance-json FILE`` writes the
+report. The checks share one engine: run them in one process, without ``-n`` of pytest-xdist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.testing.conformance.adapter import EngineAdapter
+from torchrl_moe.testing.conformance.checks import CHECKS, open_trial, run_check
+from torchrl_moe.testing.conformance.report import CheckResult, ConformanceReport
+from torchrl_moe.testing.conformance.settings import Settings
+from torchrl_moe.testing.conformance.trial import Trial
+
+__all__ = [
+    "conformance_adapter",
+    "conformance_check",
+    "conformance_layout",
+    "conformance_model",
+    "conformance_settings",
+    "conformance_trial",
+    "pytest_addoption",
+    "pytest_generate_tests",
+    "pytest_terminal_summary",
+]
+
+RESULTS = pytest.StashKey[dict[str, CheckResult]]()
+ENGINE = pytest.StashKey[str]()
+
+
+@pytest.fixture(scope="session")
+def conformance_adapter() -> EngineAdapter:
+    """The engine; to be overridden."""
+    raise pytest.UsageError("override the fixture conformance_adapter: it returns the adapter of your engine")
+
+
+@pytest.fixture(scope="session")
+def conformance_model() -> Any:
+    """What the engine serves: a transformers model, or where it lies; override it, or nothing is compared."""
+    return None
+
+
+@pytest.fixture(scope="session")
+def conformance_layout() -> RoutingLayout | None:
+    """Without a model: what its routers look like."""
+    return None
+
+
+@pytest.fixture(scope="session")
+def conformance_settings() -> Settings:
+    """How to ask, and what counts as equal."""
+    return Settings()
+
+
+@pytest.fixture(scope="session")
+def conformance_trial(
+    conformance_adapter: EngineAdapter,
+    conformance_model: Any,
+    conformance_layout: RoutingLayout | None,
+    conformance_settings: Settings,
+    pytestconfig: pytest.Config,
+) -> Iterator[Trial]:
+    """The run that all checks share."""
+    pytestconfig.stash[ENGINE] = str(getattr(conformance_adapter, "name", type(conformance_adapter).__name__))
+    trial = open_trial(conformance_adapter, conformance_model, conformance_layout, conformance_settings)
+    yield trial
+    trial.close()
+
+
+@pytest.fixture
+def conformance_check(
+    request: pytest.FixtureRequest, conformance_trial: Trial, pytestconfig: pytest.Config
+) -> Callable[[], None]:
+    """A function that runs one check, and fails or skips the test."""
+
+    def run() -> None:
+        result = run_check(request.param, conformance_trial)
+        pytestconfig.stash.setdefault(RESULTS, {})[result.name] = result
+        if result.verdict == "not offered":
+            pytest.skip(result.text)
+        if not result.holds:
+            pytest.fail(result.text, pytrace=False)
+
+    return run
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--conformance-json``."""
+    group = parser.getgroup("conformance", "conformance of an engine's routes")
+    group.addoption("--conformance-json", metavar="FILE", help="write the report of the conformance checks as JSON")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs what asks for ``conformance_check`` once for each check."""
+    if "conformance_check" in metafunc.fixturenames:
+        metafunc.parametrize("conformance_check", CHECKS, ids=[one.name for one in CHECKS], indirect=True)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Shows the table, and writes the JSON."""
+    results = config.stash.get(RESULTS, {})
+    if not results:
+        return
+    report = ConformanceReport(config.stash.get(ENGINE, "engine"), tuple(results.values()))
+    terminalreporter.section("conformance")
+    terminalreporter.write_line(report.table())
+    path = config.getoption("--conformance-json")
+    if path:
+        Path(path).write_text(report.to_json() + "\n", encoding="utf-8")

@@ -1,0 +1,121 @@
+"""What came of the checks: a row for each, as text, as HTML and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
+
+from torchrl_moe.render.tables import html_table
+from torchrl_moe.render.text_tables import plain_table
+
+__all__ = ["CheckResult", "ConformanceReport", "Verdict"]
+
+Verdict: TypeAlias = Literal["holds", "does not hold", "not offered"]
+HEADER = ("check", "verdict", "off by", "allowed", "seen")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """What came of one check.
+
+    Attributes:
+        name: of the check.
+        meaning: what must hold.
+        verdict: ``"not offered"`` if the engine, or its adapter, lacks what the check needs: that is no pass.
+        off: how far off the engine is, in the unit that ``seen`` names; ``None`` if that cannot be said in a number.
+        allowed: the most that holds.
+        seen: what was looked at, and found.
+        advice: what to do about it; empty unless it does not hold.
+    """
+
+    name: str
+    meaning: str
+    verdict: Verdict
+    off: float | None = None
+    allowed: float | None = None
+    seen: str = ""
+    advice: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it was checked, and holds."""
+        return self.verdict == "holds"
+
+    @property
+    def text(self) -> str:
+        """The row as sentences."""
+        off = f", off by {_number(self.off)} (allowed: {_number(self.allowed)})" if self.off is not None else ""
+        advice = f" What to do: {self.advice}." if self.advice else ""
+        return f"{self.name} {self.verdict}{off}: {self.seen}. What must hold: {self.meaning}.{advice}"
+
+
+@dataclass(frozen=True, slots=True)
+class ConformanceReport:
+    """What came of all checks, in the order in which they ran.
+
+    >>> row = CheckResult(name="dtype", meaning="as narrow as can be", verdict="holds", off=0, allowed=0, seen="int8")
+    >>> print(ConformanceReport("MyEngine", (row,)))
+    MyEngine: 1 holds, 0 do not hold, 0 not offered
+    check  verdict  off by  allowed  seen
+    dtype  holds         0        0  int8
+    """
+
+    engine: str
+    results: tuple[CheckResult, ...]
+
+    @property
+    def failures(self) -> tuple[CheckResult, ...]:
+        """Those that do not hold."""
+        return tuple(result for result in self.results if result.verdict == "does not hold")
+
+    def __getitem__(self, name: str) -> CheckResult:
+        found = next((result for result in self.results if result.name == name), None)
+        if found is None:
+            raise KeyError(f"no check {name!r} in this report; there are {[result.name for result in self.results]}")
+        return found
+
+    @property
+    def title(self) -> str:
+        """The engine, and how many checks came out which way."""
+        counts = Counter(result.verdict for result in self.results)
+        holding = f"{counts['holds']} hold{'s' if counts['holds'] == 1 else ''}"
+        return f"{self.engine}: {holding}, {counts['does not hold']} do not hold, {counts['not offered']} not offered"
+
+    def table(self) -> str:
+        """Return the report as text: a line for each check, and what to do about those that do not hold."""
+        table = plain_table(self.title, HEADER, self._rows(), wide=("check", "verdict", "seen"))
+        return "\n".join([table, *self._advice()])
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        return html_table(self.title, HEADER, self._rows(), note=" ".join(self._advice()))
+
+    def _advice(self) -> list[str]:
+        """Return what must hold, and what to do, once for all failures that share it."""
+        names: dict[tuple[str, str], list[str]] = {}
+        for one in self.failures:
+            names.setdefault((one.meaning, one.advice), []).append(one.name)
+        return [f"{', '.join(of)}: {meaning}. What to do: {advice}." for (meaning, advice), of in names.items()]
+
+    def _rows(self) -> list[list[str]]:
+        return [[one.name, one.verdict, _number(one.off), _number(one.allowed), one.seen] for one in self.results]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data: ``engine``, ``holds`` (no failure) and a mapping for each of ``checks``."""
+        rows = [asdict(result) for result in self.results]
+        for row in rows:
+            row["off"] = row["off"] if row["off"] is not None and math.isfinite(row["off"]) else None
+        return {"engine": self.engine, "holds": not self.failures, "checks": rows}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Return :meth:`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}" if float(value).is_integer() else f"{value:.1e}"
