@@ -19,7 +19,7 @@ def test_each_request_is_answered_and_counted(plain: Loaded) -> None:
     async def script(bench: Bench) -> None:
         bench.start("a")
         bench.start("b", [70], params={"n": 3, "max_tokens": 2})
-        bench.start("bad", params={"presence_penalty": 1.0})
+        bench.start("bad", params={"logit_bias": {1: 1.0}})
         bench.start("s", [70, 71, 72], scoring=Scoring(temperature=0.5))
         await bench.until(lambda: len(bench.sent) == 3)
 

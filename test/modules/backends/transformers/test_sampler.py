@@ -80,6 +80,15 @@ def test_a_greedy_token_is_the_likeliest_and_its_log_prob_is_of_temperature_one(
     assert penalised.log_prob == pytest.approx(math.log(0.3 / 0.76), abs=1e-5)
 
 
+def test_words_of_the_answer_so_far_are_penalised_by_how_often_they_came() -> None:
+    (one,) = answers(1, temperature=0, frequency_penalty=0.5, presence_penalty=0.25)
+    one.tokens += [0, 0, 3]
+    (drawn,) = Sampler(torch.device("cpu"), 0)(LOGITS[None], [one])
+    left = [0.4 * math.exp(-1.25), 0.3, 0.2, 0.1 * math.exp(-0.75)]
+    assert drawn.token == 1
+    assert drawn.log_prob == pytest.approx(math.log(0.3 / sum(left)), abs=1e-5)
+
+
 def test_words_are_masked_until_there_are_enough_tokens() -> None:
     logits = torch.zeros(WORDS.eos + 1)  # type: ignore[operator]
     logits[WORDS.eos] = 100.0

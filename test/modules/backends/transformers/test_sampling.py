@@ -59,7 +59,9 @@ def test_what_means_the_same_is_the_same() -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ({"presence_penalty": 0.5}, "does not serve presence_penalty=0.5; vLLM does"),
+        ({"presence_penalty": 2.5}, "presence_penalty=2.5 is out of range"),
+        ({"frequency_penalty": -3}, "frequency_penalty=-3 is out of range"),
+        ({"bad_words": ["a"]}, "does not serve bad_words=.*; vLLM does"),
         ({"logit_bias": {1: 2.0}}, "does not serve logit_bias"),
         ({"structured_outputs": {"regex": "a"}}, "does not serve structured_outputs"),
         ({"nonsense": 1}, "unknown nonsense; known: detokenize, ignore_eos"),

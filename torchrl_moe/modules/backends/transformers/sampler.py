@@ -93,6 +93,9 @@ def _processed(logits: Tensor, sampling: Sampling, answers: Sequence[Answer]) ->
         if sampling.repetition_penalty != 1:
             ids = torch.tensor([answer.ids], device=logits.device)
             logits[row] = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, logits[row : row + 1])[0]
+        if answer.tokens and (sampling.frequency_penalty or sampling.presence_penalty):
+            words, counts = torch.tensor(answer.tokens, device=logits.device).unique(return_counts=True)
+            logits[row, words] -= sampling.frequency_penalty * counts + sampling.presence_penalty
         if masked := [word for word in answer.masked if word < logits.shape[1]]:
             logits[row, masked] = float("-inf")
     for warp in _warpers(sampling):

@@ -13,8 +13,6 @@ __all__ = ["Sampling", "read_sampling"]
 GREEDY_BELOW, LEAST_TEMPERATURE = 1e-5, 1e-2  # vLLM's: below the first it is 0, from there to the second the second
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
     "prompt_logprobs": (None,),
     "logprob_token_ids": (None, []),
     "structured_outputs": (None,),
@@ -54,6 +52,8 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -83,6 +83,8 @@ class Sampling:
             "top_p": 0 < self.top_p <= 1,
             "min_p": 0 <= self.min_p <= 1,
             "repetition_penalty": math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "presence_penalty": -2 <= self.presence_penalty <= 2,
+            "frequency_penalty": -2 <= self.frequency_penalty <= 2,
             "max_tokens": self.max_tokens is None or self.max_tokens >= 1,
             "min_tokens": self.min_tokens >= 0 and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
             "stop": all(self.stop),
