@@ -16,6 +16,8 @@ from torchrl_moe.modules.serving.launch import (
     check_backend,
     check_model,
     default_timeout,
+    engine_kind,
+    engine_of,
     local_factory,
     ray_factory,
     with_fp32_head,
@@ -33,6 +35,16 @@ def test_an_unknown_backend_no_replica_and_words_of_ray_are_refused() -> None:
         check_backend("local", 1, name="policy", resources=None)
     with pytest.raises(ValueError, match=r"devices=\[\[0\]\] given with backend='ray': Ray chooses devices"):
         check_backend("ray", 1, [[0]])
+
+
+def test_an_engine_is_known_by_its_name_and_by_its_kind() -> None:
+    for engine in ("vllm", "transformers"):
+        found = engine_kind(engine)
+        assert f"torchrl_moe.modules.backends.{engine}.engine_process" == found.PROGRAM
+        assert engine_of(cast(Any, found).__name__) == engine
+    assert engine_of("support.toy_kind") == "vllm"  # all others are made like it
+    with pytest.raises(ValueError, match="engine must be one of vllm, transformers, got 'sglang'"):
+        engine_kind("sglang")
 
 
 def test_a_folder_without_a_model_is_refused_and_a_hub_name_is_not(tmp_path: Path) -> None:

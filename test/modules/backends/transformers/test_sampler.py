@@ -110,7 +110,7 @@ def test_rows_that_sample_differently_do_not_mix() -> None:
         assert drawn[i].log_prob == pytest.approx(math.log(PROBABILITIES[drawn[i].token]), abs=1e-5)
 
 
-def test_a_seed_gives_the_same_tokens_whoever_else_draws() -> None:
+def test_a_seed_gives_the_same_tokens_beside_any_others() -> None:
     def own(others: int, seed: int) -> list[int]:
         sampler = Sampler(torch.device("cpu"), others)
         one, *rest = answers(others + 1)
