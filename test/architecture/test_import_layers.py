@@ -25,7 +25,7 @@ BELOW: dict[str, set[str]] = {
     "objectives": {"data", "ops"},  # never modules: tensordict keys are the interface
     # the public face, and any file straight in it
     "modules": {"modules.policies", "modules.backends.vllm", "modules.backends.transformers"},
-    "modules.policies": {"modules.serving", "modules.replay"},
+    "modules.policies": {"modules.serving", "modules.replay", "_compat_generation"},
     "modules.serving": {"modules.backends"},
     "modules.backends.ray": {"modules.backends.process"},  # an actor hosts an engine process, of whatever engine
     # a worker replays as the trainer does
@@ -41,6 +41,7 @@ BELOW: dict[str, set[str]] = {
     "_compat": {"_compat_routing", "_errors"},
     "_compat_sampling": {"_compat_routing"},  # parts of _compat: the same rules
     "_compat_routing": {"_errors"},
+    "_compat_generation": set(),
     "_compat_memory": set(),
     "_errors": set(),
     "_lazy": set(),
@@ -73,7 +74,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "trainers.model_sizes",
     ),
 }
-COMPAT = {"_compat", "_compat_memory", "_compat_sampling", "_compat_routing"}
+COMPAT = {"_compat", "_compat_generation", "_compat_memory", "_compat_routing", "_compat_sampling"}
 """Files that may touch private names of vLLM and TorchRL."""
 PURE: dict[str, set[str]] = {
     "ops": {"torch"},

@@ -12,10 +12,12 @@ from torchrl_moe.collectors.environments import EnvironmentPool, take_dataloader
 from torchrl_moe.collectors.settings import Settings
 from torchrl_moe.collectors.workflow import EpisodeFunction, Workflow, is_episode_function
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
+from torchrl_moe.modules.serving.service import GenerationService
 
 __all__ = [
     "EnvLike",
     "Source",
+    "engine_of",
     "one_env",
     "one_policy",
     "policy_of",
@@ -90,11 +92,25 @@ def one_policy(policy: Any, factory: Callable[[], Any] | None) -> Any:
     return policy
 
 
+def engine_of(policy: Any) -> GenerationService | None:
+    """Return the engine behind a policy, which knows the version of its weights; ``None`` if there is none such.
+
+    A ``vllm.LLM`` knows none, nor do policies of TorchRL's own.
+    """
+    model = policy.model if isinstance(policy, vLLMWrapper) else None
+    return model if isinstance(model, GenerationService) else None
+
+
 def policy_of(policy: Any, factory: Callable[[], Any] | None) -> vLLMWrapper:
     """Return the policy of a collector that asks the engine for one answer at a time."""
     policy = one_policy(policy, factory)
     if not isinstance(policy, vLLMWrapper):
         raise TypeError(f"the policy must be a torchrl_moe vLLMWrapper, got {type(policy).__name__}")
+    if engine_of(policy) is None:
+        raise TypeError(
+            f"the policy's model is a {type(policy.model).__name__}, which answers one call at a time: make it an "
+            "AsyncVLLM, or use LLMCollector"
+        )
     if policy.num_samples is not None:
         raise ValueError(f"the policy has num_samples={policy.num_samples}: use the collector's group_size instead")
     return policy

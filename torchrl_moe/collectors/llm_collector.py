@@ -15,12 +15,11 @@ from torchrl.collectors import llm as torchrl_llm
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
-from torchrl_moe.collectors.arguments import one_env, one_policy, refuse_queue, refuse_version_tracker
+from torchrl_moe.collectors.arguments import engine_of, one_env, one_policy, refuse_queue, refuse_version_tracker
 from torchrl_moe.collectors.environments import primer_of
 from torchrl_moe.collectors.prompt_feed import PromptFeed
 from torchrl_moe.collectors.prompt_stream import Prompt
 from torchrl_moe.collectors.reports import Reports
-from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
 __all__ = ["LLMCollector"]
 
@@ -103,7 +102,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         self._failure: BaseException | None = None
         refuse_queue(queue)
         policy = one_policy(policy, policy_factory)
-        self._engine = policy.model if isinstance(policy, vLLMWrapper) else None
+        self._engine = engine_of(policy)
         if self._engine is not None:
             refuse_version_tracker(track_policy_version)
             track_policy_version = False

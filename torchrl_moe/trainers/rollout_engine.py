@@ -139,8 +139,9 @@ class RolloutEngine:
 
 def _sampling(config: GRPOConfig) -> dict[str, Any]:
     rollout = config.rollout
-    named = ("max_new_tokens", "temperature", "top_p", "top_k")
-    return {**{name: getattr(rollout, name) for name in named}, **rollout.sampling}
+    named = ("max_new_tokens", "temperature", "top_p")
+    top_k = {"top_k": rollout.top_k} if rollout.top_k else {}  # 0 is all words, which TorchRL has no number for
+    return {**{name: getattr(rollout, name) for name in named}, **top_k, **rollout.sampling}
 
 
 def check_room(policy_model: PolicyModel, num_replicas: int, arguments: dict[str, Any]) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
-from torchrl.modules.llm.policies import Tokens
+from torchrl.data.llm import History
+from torchrl.modules.llm.policies import ChatHistory, LogProbs, Text, Tokens
 from transformers import AutoModelForCausalLM
 
 from support.engines import EngineShelf
@@ -65,7 +66,8 @@ def test_a_batch_of_any_size_and_another_place_to_write(fake: FakeAsyncVLLM) -> 
     batch = lazy_stack([rollout(fake, 3, 9), rollout(fake, 2, 2)])
     out = scorer(fake, inplace=False)(batch)
     assert out.batch_size == batch.batch_size == torch.Size([2, 2])
-    assert list(out.keys()) == ["old"]
+    assert set(out.keys()) == {"tokens", "masks", "old"}
+    assert out[1, 0]["tokens", "full"].tolist() == batch[1, 0]["tokens", "full"].tolist()
     assert out[1, 0]["old", "full"].shape == (8,)
     one = scorer(fake)(rollout(fake, 4)[0])
     torch.testing.assert_close(one["old", "full"][4:], one["log_probs", "full"][4:])
@@ -118,12 +120,11 @@ def test_without_replay_the_engine_routes(fake: FakeAsyncVLLM) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"input_mode": "history"}, "text may be encoded to other tokens"),
+        ({"input_mode": "history", "replay": "R3"}, "text may be encoded to other tokens"),
         ({"replay": "R2"}, "an engine records no R2"),
         ({"temperature": 0.0}, "temperature must be positive"),
         ({"num_samples": 2}, "num_samples=2 is of generating"),
-        ({"pad_output": True}, "pad_output=True is of generating"),
-        ({"return_log_probs": False}, "return_log_probs=False is of generating"),
+        ({"return_log_probs": False}, "return_log_probs must be True when generate=False"),
         ({"generate": True, "replay": "R3"}, "replay is of scoring"),
         ({"generate": True, "temperature": 1.0}, "temperature is of scoring"),
     ],
@@ -153,6 +154,150 @@ def test_an_engine_that_cannot_follow_says_so() -> None:
     with pytest.raises(RequestRefusedError, match="FancyRouter"):
         scorer(unable)(batch)
     scorer(unable, replay="none")(batch)
+
+
+# -- text and chats ---------------------------------------------------------------------------------------------------
+
+CHATS = History.from_chats(
+    [
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ab"}],
+        [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "c"}],
+    ]
+)
+
+
+def words(mode: str) -> TensorDictBase:
+    """Two full sequences of other lengths than each other's."""
+    if mode == "history":
+        return TensorDict(history=ChatHistory(full=CHATS, batch_size=[2]), batch_size=[2])
+    return TensorDict(text=Text(full=["ab", "cdefg"], batch_size=[2]), batch_size=[2])
+
+
+def scored_ids(fake: FakeAsyncVLLM, count: int) -> list[list[int]]:
+    return [request.prompt_token_ids.tolist() for request in fake.replicas[0].submitted[-count:]]
+
+
+@pytest.mark.parametrize("pad", [False, True])
+@pytest.mark.parametrize("mode", ["text", "history"])
+def test_text_and_chats_are_encoded_and_written_with_what_came_of_them(
+    mode: str, pad: bool, fake: FakeAsyncVLLM
+) -> None:
+    td = words(mode)
+    policy = scorer(fake, input_mode=mode, log_probs_key="log_probs", pad_output=pad)
+    own = ["history"] if mode == "history" else []
+    assert (policy.in_keys, policy.out_keys) == ([(mode, "full")], ["text", "masks", "tokens", "log_probs", *own])
+    out = policy(td)
+    assert out is td
+    assert set(out.keys()) == set(policy.out_keys)
+    asked = scored_ids(fake, 2)
+    assert all(request.routed_experts is None for request in fake.replicas[0].submitted[-2:])
+    expected = fake.score(asked)
+    assert asked[0] == ([97, 98] if mode == "text" else rendered("hi", "ab"))
+    most = max(map(len, asked))
+    for i, (ids, scores) in enumerate(zip(asked, expected, strict=True)):
+        row, pads = out[i], most - len(ids) if pad else 0
+        assert row["tokens", "full"].tolist() == [PAD] * pads + ids
+        assert row["masks", "all_attention_mask"].tolist() == [False] * pads + [True] * len(ids)
+        assert row["log_probs", "full"].tolist() == [0.0] * (pads + 1) + scores[1:].tolist()
+        assert [row[key].padded for key in ("tokens", "masks", "log_probs")] == [pad] * 3
+        assert [row["tokens"].get(leaf, None) for leaf in ("prompt", "response")] == [None, None]
+        assert (row["text"].full, row["text"].response) == (TEXTS[mode][i], None)
+        if mode == "history":
+            assert row["history"].full.content == CHATS[i].content
+            spoken = row["masks", "all_assistant_mask"]
+            assert bytes(i for i in row["tokens", "full"][spoken].tolist() if i < PAD).decode() == CHATS[i].content[1]
+        else:
+            assert row["masks"].get("all_assistant_mask", None) is None
+    assert (type(out["tokens"]), type(out["log_probs"])) == (Tokens, LogProbs)
+
+
+PAD, START, END = 256, 257, 258
+
+
+def rendered(question: str, answer: str) -> list[int]:
+    turns = (START, *b"user\n", *question.encode(), END, *b"\n", START, *b"assistant\n", *answer.encode(), END, *b"\n")
+    return list(turns)
+
+
+TEXTS = {
+    "text": ["ab", "cdefg"],
+    "history": [
+        f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+        for question, answer in (("hi", "ab"), ("hello", "c"))
+    ],
+}
+
+
+@pytest.mark.parametrize("pad", [False, True])
+@pytest.mark.parametrize("mode", ["text", "history"])
+def test_a_single_text_keeps_its_batch_size(mode: str, pad: bool, fake: FakeAsyncVLLM) -> None:
+    one = words(mode)[0]
+    out = scorer(fake, input_mode=mode, pad_output=pad)(one)
+    assert out is one
+    assert out.batch_size == torch.Size([])
+    assert out["old", "full"].shape == out["tokens", "full"].shape == (len(scored_ids(fake, 1)[0]),)
+
+
+def test_what_a_sample_says_of_its_tokens_is_not_used_for_others(fake: FakeAsyncVLLM) -> None:
+    (replica,) = fake.replicas
+    policy = scorer(fake, input_mode="text")
+    td = words("text")
+    td["sampling"] = TensorDict(temperature=torch.tensor([0.5, 2.0]), batch_size=[2])
+    policy(td.copy())  # a temperature is the whole sample's
+    assert [request.scoring.temperature for request in replica.submitted[-2:]] == [0.5, 2.0]
+    scorer(fake, input_mode="text", temperature=3.0)(words("text"))
+    assert replica.submitted[-1].scoring.temperature == 3.0
+    cut = vLLMWrapper(fake, input_mode="text", generate_kwargs={"max_new_tokens": 2, "top_k": 2}, inplace=False)
+    rollouts = cut(TensorDict(text=Text(prompt=["ab"], batch_size=[1]), batch_size=[1]))
+    with pytest.raises(ValueError, match=r"sample 0 says which words each token .*exclude 'sampling'"):
+        policy(rollouts)
+    assert policy(rollouts.exclude("sampling"))[0]["old", "full"].shape == (4,)
+
+
+# -- tokens of others -------------------------------------------------------------------------------------------------
+
+
+def test_a_dense_model_scores_tokens_without_being_told_to() -> None:
+    with FakeAsyncVLLM(layout=None) as dense:
+        policy = scorer(dense)
+        assert policy.in_keys == [("tokens", "full")]
+        out = policy(TensorDict(tokens=Tokens(full=torch.tensor([[5, 6, 7]]), batch_size=[1]), batch_size=[1]))
+        assert out["masks", "all_attention_mask"].all()
+        assert out["old", "full"].tolist() == [[0.0, *dense.score([5, 6, 7])[1:].tolist()]]
+
+
+def test_pads_of_tokens_without_masks_are_found(fake: FakeAsyncVLLM) -> None:
+    """By a mask under the wrapper's own key for one, or else by the pad token, as TorchRL's wrapper does."""
+    ids = torch.tensor([[PAD, PAD, 7, 8], [5, PAD, 6, PAD]])
+    td = TensorDict(tokens=Tokens(full=ids, batch_size=[2]), batch_size=[2])
+    policy = scorer(fake, replay="none", inplace=False)
+    out = policy(td)
+    assert scored_ids(fake, 2) == [[7, 8], [5, PAD, 6]]
+    assert out[0]["masks", "all_attention_mask"].tolist() == [False, False, True, True]
+    assert out[0]["old", "full"].tolist() == [0, 0, 0, fake.score([7, 8])[1].item()]
+    policy(td.set("attention_mask", torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])))
+    assert scored_ids(fake, 2) == [[7, 8], [5, PAD, 6, PAD]]
+    with pytest.raises(ValueError, match=r"sample 0: 'attention_mask' has shape \[3\] and \('tokens', 'full'\) \[4\]"):
+        policy(td.set("attention_mask", torch.ones(2, 3)))
+
+
+def test_tokens_elsewhere_replace_those_that_are_there(fake: FakeAsyncVLLM) -> None:
+    batch = rollout(fake, 3)
+    batch[0]["mine"] = torch.tensor([5, 6, 7])
+    policy = scorer(fake, replay="none", input_key="mine", masks_key="others", temperature=1.0)
+    out = policy(batch.exclude("sampling"))
+    assert out[0]["tokens", "full"].tolist() == [5, 6, 7]
+    assert out[0]["tokens"].get("prompt", None) is None
+    assert out[0]["others", "all_attention_mask"].tolist() == [True] * 3
+    assert out[0]["masks", "all_assistant_mask"].shape == (9,)  # a rollout's, under its own key
+
+
+def test_scores_of_unequal_tokens_can_be_padded(fake: FakeAsyncVLLM) -> None:
+    batch = rollout(fake, 1, 3)
+    out = scorer(fake, pad_output=True, inplace=False)(batch)
+    assert out["old", "full"].shape == out["tokens", "full"].shape == out["masks", "all_attention_mask"].shape == (2, 9)
+    assert out["old", "full"][0, :2].eq(0).all()
+    assert out["old"].padded is True
 
 
 # -- the real engine --------------------------------------------------------------------------------------------------

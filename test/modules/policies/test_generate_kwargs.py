@@ -66,8 +66,23 @@ def test_greedy_is_temperature_zero(given: dict[str, Any], params: dict[str, Any
 
 
 def test_greedy_with_a_temperature_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"do_sample=False is greedy, but temperature=0\.7"):
+    with pytest.raises(ValueError, match=r"When do_sample=False .* temperature must be 0.*temperature=0\.7"):
         sampling_params_of({"do_sample": False, "temperature": 0.7})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"temperature": -0.1}, "Temperature must be non-negative"),
+        ({"top_p": 1.5}, "top_p must be between 0 and 1"),
+        ({"top_k": 0}, "top_k must be positive"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
+    ],
+)
+def test_a_value_out_of_its_range_is_refused_as_by_torchrl(given: dict[str, Any], words: str) -> None:
+    for check in (sampling_params_of, lambda kwargs: overridden({}, kwargs)):
+        with pytest.raises(ValueError, match=words):
+            check(given)
 
 
 @pytest.mark.parametrize(("given", "params"), [(True, 0), (False, None), (0, 0), (5, 5)])

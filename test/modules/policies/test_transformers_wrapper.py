@@ -1,64 +1,46 @@
-"""TransformersWrapper: each score is that of a plain forward of one sequence, with exactly the recorded experts.
-
-Rollouts come from a fake engine, whose routes are random: no router would choose them, so a row that is not replayed,
-or replayed one off, shows in the numbers.
-"""
+"""TransformersWrapper: what its arguments mean, what it reads and writes, and that it generates what it can score."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-import re
-import warnings
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
+from torchrl.data.llm import History
 from torchrl.envs.llm.transforms import RetrieveLogProb
-from torchrl.modules.llm.policies import LLMWrapperBase, LogProbs
+from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
 from torchrl.modules.llm.policies import TransformersWrapper as TorchRLWrapper
 from torchrl.modules.llm.policies import vLLMWrapper as TorchRLvLLMWrapper
 from torchrl.objectives.llm import GRPOLoss as TorchRLLoss
 
-from support.families import build
-from support.flash import flash_attention
 from support.gradients import gradients
-from support.routes import FAMILIES, experts_seen, random_routes
-from torchrl_moe._errors import ReplayError, RouteShapeError, UnsupportedRouterError
-from torchrl_moe.data import KeptTokens, RoutedExperts, RoutingLayout
-from torchrl_moe.modules import RouterReplay, TransformersWrapper, vLLMWrapper
-from torchrl_moe.modules.policies.rollout import RolloutKeys, pad_answers, stack_answers
-from torchrl_moe.modules.policies.scoring import read_rows
-from torchrl_moe.modules.replay.interception import TopKObserver
+from support.routes import experts_seen
+from support.scored_rollouts import LAYOUT, LAYOUTS, at, dense, fake_rollouts
+from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe.modules import TransformersWrapper
+from torchrl_moe.modules.policies.rollout import stack_answers
 from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.objectives.actors import score_tokens
 from torchrl_moe.objectives.batch import TokenReader
-from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM, make_tiny_moe
+from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LAYOUT = RoutingLayout(num_layers=4, moe_layers=(1, 2, 3), top_k=4, num_experts=16)
 MOE = LAYOUT.moe_layers
 FULL, ROUTES, RECORDED = ("tokens", "full"), ("routed_experts", "full"), ("train_routed_experts", "full")
 LOG_PROBS = ("log_probs", "full")
-SAMPLES = {"1+1=": 3, "a longer question": 6, "hm": 1}
-"""Prompt -> tokens of its answer."""
+TOKENIZER = ByteTokenizer()
 
 
 @pytest.fixture(scope="module")
 def rollouts() -> LazyStackedTensorDict:
-    """Three answers of unequal length, without padding."""
-    with FakeAsyncVLLM(seed=1, layout=LAYOUT) as engine:
-        policy = vLLMWrapper(engine, input_mode="text")
-        answers = [
-            policy(lazy_stack([TensorDict({"text": {"prompt": prompt}})]), max_new_tokens=new)[0]
-            for prompt, new in SAMPLES.items()
-        ]
-    assert len({len(answer[FULL]) for answer in answers}) == 3
-    return lazy_stack(answers)
+    return fake_rollouts()
 
 
 @pytest.fixture
@@ -66,770 +48,14 @@ def td(rollouts: LazyStackedTensorDict) -> TensorDictBase:
     return rollouts.clone()
 
 
-def at(temperature: float, td: TensorDictBase) -> TensorDictBase:
-    """As if it had been sampled at a temperature."""
-    for sample in td.unbind(0):
-        sample["sampling", "temperature"] = torch.tensor(temperature)
-    return td
-
-
-def dense(td: TensorDictBase) -> TensorDictBase:
-    """With pads on both sides, as ``vLLMWrapper(pad_output=True)`` writes them."""
-    keys = td.select("tokens", "masks", "log_probs", "routed_experts", "policy_versions", "sampling")
-    out = pad_answers(list(keys.unbind(0)), ByteTokenizer().pad_token_id, RolloutKeys(), [len(td)])
-    mask = out["masks", "all_attention_mask"]
-    assert not mask[:, 0].all()
-    assert not mask[:, -1].all()
-    return out
-
-
-LAYOUTS = {"ragged": lambda td: td, "dense": dense}
-
-
 @pytest.fixture(scope="module")
 def actor() -> TransformersWrapper:
-    return TransformersWrapper(make_tiny_moe(), tokenizer=ByteTokenizer())
+    return TransformersWrapper(make_tiny_moe(), tokenizer=TOKENIZER)
 
 
 @pytest.fixture(scope="module")
-def twin() -> RouterReplay:
-    """Another model of the same weights."""
-    return RouterReplay(make_tiny_moe())
-
-
-def reference(twin: RouterReplay, ids: Tensor, routes: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies ``[T - 1]`` of the tokens after the first, in a forward of this sequence alone."""
-    with torch.no_grad():
-        if routes is None:
-            logits = make_tiny_moe()(ids[None]).logits[0]
-        else:
-            with twin.replay(routes[None]):
-                logits = twin.model(ids[None]).logits[0]
-    dist = torch.distributions.Categorical(logits=logits[:-1] / temperature)
-    return dist.log_prob(ids[1:]), dist.entropy()
-
-
-# -- scores -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("packed", [False, True, None])
-@pytest.mark.parametrize(("replay", "temperature"), [("R3", 1.0), ("R3", 0.7), ("none", 0.7)])
-def test_scores_are_those_of_each_sequence_alone(
-    actor: TransformersWrapper,
-    twin: RouterReplay,
-    rollouts: TensorDictBase,
-    td: TensorDictBase,
-    layout: str,
-    packed: bool | None,
-    replay: Any,
-    temperature: float,
-) -> None:
-    pad = None if packed is None else not packed
-    scorer = actor.get_new_version(replay=replay, pad_model_input=pad)
-    batch = LAYOUTS[layout](at(temperature, td))
-    log_probs, entropy, router_logits = scorer.score(batch)
-    assert router_logits is None
-    assert log_probs.dtype == entropy.dtype == torch.float32
-    mask = read_rows(batch, ("masks", "all_attention_mask"), False)
-    assert log_probs.shape == entropy.shape == mask.shape
-    for i, one in enumerate(rollouts.unbind(0)):
-        routes = one[ROUTES] if replay == "R3" else None
-        wanted = reference(twin, one[FULL], routes, temperature)
-        for got, alone in zip((log_probs[i], entropy[i]), wanted, strict=True):
-            torch.testing.assert_close(got[mask[i]][1:], alone, atol=1e-5, rtol=0)
-            assert not got[~mask[i]].any()  # pads
-            assert got[mask[i]][0] == 0  # the first token
-    if layout == "ragged":
-        assert mask[:, -1].all()  # padded on the left
-
-
-# -- the distributions that were sampled ------------------------------------------------------------------------------
-
-VOCABULARY = 259
-KEPT = ("sampling", "kept")
-TEMPERATURES = (0.5, 2.0, 1.0)
-
-
-def truncated(td: TensorDictBase, words: tuple[bool, ...] = (True, True, True)) -> TensorDictBase:
-    """As if tokens of some answers had been drawn from 3 words, or from all but 40, by turns; each at a temperature."""
-    for i, (one, temperature) in enumerate(zip(td.unbind(0), TEMPERATURES, strict=True)):
-        one["sampling", "temperature"] = torch.tensor(temperature)
-        if not words[i]:
-            continue
-        answered = one["masks", "all_assistant_mask"]
-        ids, sizes = [], torch.zeros(len(answered), dtype=torch.int32)
-        for t in answered.nonzero()[:, 0].tolist():
-            others = [word for word in range(VOCABULARY) if word != int(one[FULL][t])]
-            ids += others[:40] if t % 2 else [int(one[FULL][t]), others[100], others[-1]]
-            sizes[t] = -40 if t % 2 else 3
-        one[KEPT] = KeptTokens(ids=torch.tensor(ids, dtype=torch.int32), sizes=sizes)
-        one[KEPT].validate(vocabulary=VOCABULARY, tokens=one[FULL])
-    return td
-
-
-def sampled_reference(twin: RouterReplay, one: TensorDictBase, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies ``[T - 1]``, of a softmax over each token's words."""
-    with torch.no_grad(), twin.replay(one[ROUTES][None]):
-        logits = twin.model(one[FULL][None]).logits[0, :-1] / temperature
-    scores = []
-    for t, row in enumerate(logits, start=1):
-        kept = one.get(KEPT, None)
-        words = torch.arange(VOCABULARY) if kept is None else kept.words(t, vocabulary=VOCABULARY)
-        dist = torch.distributions.Categorical(logits=row[words])
-        scores.append((dist.log_prob((words == one[FULL][t]).nonzero()[0, 0]), dist.entropy()))
-    log_probs, entropies = zip(*scores, strict=True)
-    return torch.stack(log_probs), torch.stack(entropies)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("splits", [False, True])
-@pytest.mark.parametrize("words", [(True, True, True), (True, False, True)])
-def test_scores_are_of_the_distribution_that_each_sample_was_drawn_from(
-    actor: TransformersWrapper,
-    twin: RouterReplay,
-    td: TensorDictBase,
-    layout: str,
-    packed: bool,
-    splits: bool,
-    words: tuple[bool, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rollouts = truncated(td, words)
-    batch = LAYOUTS[layout](rollouts)
-    scorer = actor.get_new_version(pad_model_input=not packed)
-    scorer.scoring_model.check()
-    assert scorer.scoring_model.splits
-    if not splits:
-        monkeypatch.setattr(scorer.scoring_model, "check", lambda: None)
-        monkeypatch.setattr(scorer.scoring_model, "splits", False)
-    log_probs, entropy, _ = scorer.score(batch)
-    mask = read_rows(batch, ("masks", "all_attention_mask"), False)
-    for i, one in enumerate(rollouts.unbind(0)):
-        wanted = sampled_reference(twin, one, TEMPERATURES[i])
-        for got, alone in zip((log_probs[i], entropy[i]), wanted, strict=True):
-            torch.testing.assert_close(got[mask[i]][1:], alone, atol=2e-5, rtol=0)
-            assert not got[~mask[i]].any()
-    loss = log_probs.sum() + entropy.sum()
-    grads = torch.autograd.grad(loss, [p for p in scorer.model.parameters() if p.requires_grad], allow_unused=True)
-    assert all(grad.isfinite().all() for grad in grads if grad is not None)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_dense_distributions_are_those_that_were_sampled(
-    actor: TransformersWrapper, twin: RouterReplay, td: TensorDictBase, layout: str
-) -> None:
-    rollouts = truncated(td, (True, False, True))
-    batch = LAYOUTS[layout](rollouts)
-    dist = actor.get_dist(batch)
-    ids = read_rows(batch, FULL, 0)
-    log_probs, spread = dist.log_prob(ids), dist.entropy()
-    probabilities = dist.logits.softmax(-1)
-    mask = read_rows(batch, ("masks", "all_attention_mask"), False)
-    for i, one in enumerate(rollouts.unbind(0)):
-        wanted, entropy = sampled_reference(twin, one, TEMPERATURES[i])
-        torch.testing.assert_close(log_probs[i][mask[i]][1:], wanted, atol=2e-5, rtol=0)
-        torch.testing.assert_close(spread[i][mask[i]][1:], entropy, atol=2e-5, rtol=0)
-        kept = one.get(KEPT, None)
-        for t, row in enumerate(probabilities[i][mask[i]]):
-            left = VOCABULARY if kept is None else len(kept.words(t, vocabulary=VOCABULARY))
-            assert int((row > 0).sum()) <= left
-    torch.testing.assert_close(
-        actor.score(batch)[0][mask], log_probs[mask] * scored_mask(mask)[mask], atol=2e-5, rtol=0
-    )
-
-
-def scored_mask(mask: Tensor) -> Tensor:
-    """All real tokens but the first ones."""
-    before = torch.nn.functional.pad(mask[:, :-1], (1, 0))
-    return mask & before
-
-
-def test_a_batch_that_says_nothing_was_sampled_at_1(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    wanted = actor.score(at(1.0, td.clone()))[0]
-    assert torch.equal(actor.score(td.exclude("sampling", "policy_versions"))[0], wanted)
-    hot = actor.get_new_version(temperature=2.0)
-    torch.testing.assert_close(hot.score(td.exclude("sampling"))[0], actor.score(at(2.0, td))[0])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ask", ["score", "get_dist", "forward"])
-def test_of_an_engines_answer_that_says_nothing_one_is_warned_once(
-    actor: TransformersWrapper, td: TensorDictBase, layout: str, ask: str
-) -> None:
-    batch = LAYOUTS[layout](td)
-    unsaid = batch.exclude("sampling")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        quiet, scorer = actor.get_new_version(temperature=1.0), actor.get_new_version(inplace=False)
-        for one, given in ((scorer, batch), (quiet, unsaid), (scorer, unsaid.exclude("log_probs"))):
-            getattr(one, ask)(given.copy())
-        assert not caught
-        for _ in range(2):
-            getattr(scorer, ask)(unsaid.copy())
-    (warning,) = caught
-    assert warning.category is UserWarning
-    text = r"^sample 0 has an engine's log-probs, and no 'sampling' .* scored at temperature 1, over all words\."
-    assert re.match(text, str(warning.message))
-
-
-def test_the_warning_points_at_the_line_that_asks_for_scores(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    with pytest.warns(UserWarning, match="no 'sampling'") as caught:
-        actor.get_new_version().score(td.exclude("sampling"))
-    assert caught[0].filename == __file__
-
-
-def test_a_number_must_be_what_each_sample_says(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    td = at(0.7, td)
-    wanted = actor.score(td)[0]
-    assert torch.equal(actor.get_new_version(temperature=0.7).score(td)[0], wanted)
-    td[1]["sampling", "temperature"] = torch.tensor(0.9)
-    other = actor.get_new_version(temperature=0.7)
-    text = r"^sample 1 was sampled at temperature 0\.9, and is to be scored at 0\.7: leave temperature= out"
-    for ask in (other.score, other.get_dist, other):
-        with pytest.raises(ValueError, match=text):
-            ask(td)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_greedy_answers_are_refused(actor: TransformersWrapper, td: TensorDictBase, layout: str) -> None:
-    td[2]["sampling", "temperature"] = torch.tensor(0.0)
-    batch = LAYOUTS[layout](td)
-    for ask in (actor.score, actor.get_dist):
-        with pytest.raises(ValueError, match=r"^sample 2 was sampled at temperature 0: it is greedy"):
-            ask(batch)
-
-
-def test_words_cut_apart_from_their_tokens_are_refused(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    truncated(td)
-    td[0][KEPT] = td[0][KEPT].truncate(3)
-    with pytest.raises(ValueError, match=r"^\('sampling', 'kept'\) of sample 0 is for 3 tokens, and there are \d+"):
-        actor.score(td)
-
-
-def test_a_token_outside_its_words_is_refused(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    truncated(td)
-    td[0][FULL][-1] = (td[0][FULL][-1] + 7) % 250
-    td[0][KEPT].sizes[-1] = td[0][KEPT].sizes[-1].abs()  # whichever it was: the words that are named
-    with pytest.raises(ValueError, match="is not among the words that kept gives this row"):
-        actor.score(td)
-
-
-def test_no_token_of_several_temperatures_can_be_asked_for(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    batch = truncated(td)
-    nothing, spread, _ = actor.score(batch, mask=torch.zeros_like(actor._batch(batch).mask))
-    assert not nothing.any()
-    assert not spread.any()
-    nothing.sum().backward()
-
-
-def test_the_reference_scores_over_the_same_words(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    batch = truncated(td)
-    torch.testing.assert_close(actor.reference(replay=True).score(batch)[0], actor.score(batch)[0].detach())
-
-
-def test_replay_matters_here(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    live = actor.get_new_version(replay="none").score(td)[0]
-    assert (live - actor.score(td)[0]).abs().max() > 0.1
-
-
-def test_entropies_are_optional(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    log_probs, entropy, _ = actor.score(td, entropy=False)
-    assert entropy is None
-    assert torch.equal(log_probs, actor.score(td)[0])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("packed", [False, True, None])
-def test_only_the_tokens_asked_for_are_scored(
-    actor: TransformersWrapper, td: TensorDictBase, layout: str, packed: bool | None
-) -> None:
-    scorer = actor.get_new_version(pad_model_input=None if packed is None else not packed)
-    batch = LAYOUTS[layout](td)
-    asked = read_rows(batch, ("masks", "all_assistant_mask"), False)
-    asked[0] = False  # no token of this sample is read
-    asked[1] = True  # every one of this sample, its first token and its pads too
-    counted: list[int] = []
-    hook = scorer.model.lm_head.register_forward_hook(lambda _, __, scores: counted.append(len(scores)))
-    log_probs, entropy, logits = scorer.score(batch, router_logits=True, mask=asked)
-    hook.remove()
-    whole, spread, all_logits = scorer.score(batch, router_logits=True)
-    read = asked & scorer._batch(batch).scored
-    assert counted == [int(read.sum())]
-    assert 0 < int(read.sum()) < int(scorer._batch(batch).scored.sum())
-    torch.testing.assert_close(log_probs, torch.where(read, whole, 0), atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(entropy, torch.where(read, spread, 0), atol=1e-6, rtol=1e-6)
-    assert torch.equal(logits, all_logits)
-    log_probs.sum().backward()
-    nothing, _, _ = scorer.score(batch, mask=torch.zeros_like(asked))
-    assert not nothing.any()
-    nothing.sum().backward()
-    with pytest.raises(
-        ValueError, match=r"mask must have shape \[3, \d+\], got \[3, 2\]. It is laid out as the padded"
-    ):
-        scorer.score(batch, mask=asked[:, :2])
-
-
-def test_ragged_batches_are_packed_unless_told_otherwise(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    lengths = [len(one[FULL]) for one in td.unbind(0)]
-    longest = max(lengths)
-    assert lengths[0] + lengths[2] <= longest
-    shapes = {pad: actor.get_new_version(pad_model_input=pad)._layout(actor._batch(td)).shape for pad in (True, None)}
-    assert shapes == {True: (3, longest), None: (2, longest)}
-    same = lazy_stack([td[1], td[1].clone()])
-    assert actor._layout(actor._batch(same)).shape == (2, lengths[1])
-    leaky = TransformersWrapper(build("jamba"), replay="none")
-    assert leaky._layout(leaky._batch(td)).shape == (3, longest)
-
-
-@pytest.fixture
-def uneven() -> TensorDictBase:
-    """Sequences of 300, 20 and 20 tokens."""
-    ids = torch.randint(3, 250, (340,), generator=torch.Generator().manual_seed(0)).split([300, 20, 20])
-    return lazy_stack([TensorDict({"tokens": {"full": one}}) for one in ids])
-
-
-def test_flash_attention_has_one_row_for_all(uneven: TensorDictBase) -> None:
-    """Of 340 tokens, in its kernel for sequences of several lengths. As three rows they were 900, in the other one."""
-    model = make_tiny_moe(num_hidden_layers=2)
-    actor = TransformersWrapper(model, replay="none")
-    wanted = actor.score(uneven)[0]
-    slots: list[int] = []
-    count = lambda _, __, inputs: slots.append(inputs["input_ids"].numel())  # noqa: E731
-    model.model.register_forward_pre_hook(count, with_kwargs=True)
-    for packed in (None, False):
-        with flash_attention(model) as calls:
-            scorer = TransformersWrapper(model, replay="none", pad_model_input=packed)
-            scorer.score(uneven)  # the model is tried
-            calls.clear()
-            slots.clear()
-            got = scorer.score(uneven)[0]
-        assert slots == [340]
-        assert calls == [[0, 300, 320, 340]] * 2
-        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("pads", [True, None])
-def test_right_padded_batches_make_no_mask_of_all_pairs(
-    uneven: TensorDictBase, pads: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SDPA's is [B, 1, W, W]: 2.1 GB for 8 sequences of 16k. Rows of one sequence need none, and keep every score."""
-    actor = TransformersWrapper(make_tiny_moe(num_hidden_layers=2), replay="none", pad_model_input=pads)
-    batch = uneven if pads else uneven[1:]
-    alone = [actor.score(batch[i : i + 1])[0][0] for i in range(len(batch))]
-    masks: list[Any] = []
-    attention = torch.nn.functional.scaled_dot_product_attention
-
-    def kept(*args: Any, attn_mask: Tensor | None = None, **more: Any) -> Tensor:
-        masks.append(None if attn_mask is None else list(attn_mask.shape))
-        return attention(*args, attn_mask=attn_mask, **more)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kept)
-    together = actor.score(batch)[0]
-    assert masks == [None] * 2
-    for row, one in zip(together, alone, strict=True):
-        torch.testing.assert_close(row[len(row) - len(one) :], one, atol=1e-6, rtol=0)
-    actor.get_dist(batch)
-    assert masks == [None] * 4
-
-
-@pytest.mark.parametrize("family", ["minimax", "deepseek_v4", "qwen3_next"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_no_family_sees_pads(family: str, side: str) -> None:
-    """Linear attention, and attention over blocks of tokens, do see those on the left of a model's input."""
-    actor = TransformersWrapper(build(family))
-    ids = [torch.arange(n) % 57 + 3 for n in (14, 6, 5)]
-    routes = [random_routes(actor.router_replay, 1, n, seed=n)[0] for n in (14, 6, 5)]
-    alone = []
-    padded = []
-    for row, route in zip(ids, routes, strict=True):
-        one = TensorDict({"tokens": {"full": row}, "routed_experts": {"full": route}})
-        alone.append(actor.score(lazy_stack([one]))[0][0].detach())
-        fill = (14 - len(row), 0) if side == "left" else (0, 14 - len(row))
-        places = torch.nn.functional.pad(torch.ones(len(row)), fill).bool()
-        one = TensorDict({"tokens": {"full": torch.zeros(14).long()}, "masks": {"all_attention_mask": places}})
-        one[FULL][places] = row
-        one[ROUTES] = torch.full((14, *route.shape[1:]), -1)
-        one[ROUTES][places] = route
-        padded.append(one)
-    batch = torch.stack(padded)
-    scores = actor.score(batch)[0].detach()
-    for got, mask, wanted in zip(scores, batch["masks", "all_attention_mask"], alone, strict=True):
-        torch.testing.assert_close(got[mask][1:], wanted[1:], atol=1e-5, rtol=0)
-
-
-def test_one_row_is_refused_where_sequences_would_see_each_other() -> None:
-    actor = TransformersWrapper(build("jamba"), replay="none", pad_model_input=False)
-    td = lazy_stack([TensorDict({"tokens": {"full": torch.tensor([3, 4, 5])}})])
-    with pytest.raises(ValueError, match="pad_model_input=False: sequences in one row see each other in Jamba"):
-        actor.score(td)
-    with pytest.raises(ValueError, match="pad_model_input=False"):
-        actor.get_dist(td)
-
-
-@pytest.mark.parametrize("packed", [None, True, False])
-def test_sequences_of_one_token_and_of_none(packed: bool | None) -> None:
-    actor = TransformersWrapper(make_tiny_moe(num_hidden_layers=2), replay="R2", pad_model_input=packed)
-    single = lazy_stack([TensorDict({"tokens": {"full": torch.tensor([7])}}) for _ in range(2)])
-    nothing = lazy_stack([single[0].clone(), single[1].clone()])
-    for one in nothing.unbind(0):
-        one["masks"] = {"all_attention_mask": torch.tensor([False])}
-    for td, rows in ((single, 1), (nothing, 0)):
-        with torch.no_grad():
-            assert actor.score(td)[0].tolist() == [[0.0], [0.0]]
-        assert [int((row[:, 1] >= 0).all(-1).sum()) for row in td.get(RECORDED, as_list=True)] == [rows, rows]
-        assert actor.score(td)[0].tolist() == [[0.0], [0.0]]
-
-
-def test_a_model_has_one_replay_whichever_version_made_it() -> None:
-    native = TransformersWrapper(make_tiny_moe(num_hidden_layers=2), replay="none")
-    first, second = native.get_new_version(replay="R3"), native.get_new_version(replay="R2")
-    assert first.router_replay is second.router_replay is not None
-
-
-def test_two_wrappers_of_a_model_share_its_replay(td: TensorDictBase) -> None:
-    model = make_tiny_moe()
-    first, second = TransformersWrapper(model), TransformersWrapper(model, replay="R2")
-    assert first.router_replay is second.router_replay
-    with torch.no_grad():
-        second.score(td)
-    assert torch.equal(TransformersWrapper(model, router_replay=first.router_replay).score(td)[0], first.score(td)[0])
-    with pytest.raises(ReplayError, match=r"use it, RouterReplay.of\(model\).* It is RouterReplay\(Qwen3MoeFor"):
-        RouterReplay(model)
-
-
-def test_training_without_the_recorded_experts_is_said_once(td: TensorDictBase) -> None:
-    td["advantage"] = torch.ones(3, 1, 1)
-    live = TransformersWrapper(make_tiny_moe(), replay="none")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with torch.no_grad():
-            live.score(td)  # as a reference, or to compare
-        live.score(td.exclude("routed_experts"))
-        live.reference().score(td)
-    with pytest.warns(
-        UserWarning, match="the batch has the experts that an engine recorded, and replay='none'"
-    ) as told:
-        live.score(td)
-    assert told[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        GRPOLoss(live)(td)
-    with pytest.warns(UserWarning, match=r"replay='R3' to follow them, or record none, vLLMWrapper\(return_routed"):
-        GRPOLoss(TransformersWrapper(make_tiny_moe(), replay="none"))(td)
-
-
-def test_a_reference_does_not_freeze_the_policy(actor: TransformersWrapper) -> None:
-    with pytest.raises(ValueError, match="this one is trained"):
-        actor.reference(model=actor.model)
-    assert all(p.requires_grad for p in actor.model.parameters())
-
-
-def test_probabilities_are_no_router_logits() -> None:
-    td = lazy_stack([TensorDict({"tokens": {"full": torch.tensor([3, 4, 5])}})])
-    with pytest.raises(UnsupportedRouterError, match="probabilities"):
-        TransformersWrapper(build("gemma4"), replay="none").score(td, router_logits=True)
-
-
-def test_data_parallel_wrappers_are_refused() -> None:
-    with pytest.raises(TypeError, match="DataParallel hides its model"):
-        TransformersWrapper(torch.nn.DataParallel(make_tiny_moe(num_hidden_layers=2)))
-
-
-def test_versions_of_an_actor_share_what_was_found_out_about_the_model(actor: TransformersWrapper) -> None:
-    assert actor.get_new_version(replay="none").scoring_model is actor.scoring_model
-    assert actor.get_new_version(model=make_tiny_moe()).scoring_model is not actor.scoring_model
-
-
-def test_a_token_behind_a_gap_does_not_count_as_certain(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    td[1]["masks", "all_attention_mask"][len(td[1]["tokens", "prompt"])] = False
-    td["advantage"] = torch.ones(3, 1, 1)
-    for ask in (actor.score, actor.get_dist, GRPOLoss(actor)):
-        with pytest.raises(ValueError, match=r"'all_attention_mask'\) of sample 1 has a gap before token \d+ \(1 gaps"):
-            ask(td)
-
-
-def test_without_a_mask_all_tokens_are_real(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    assert torch.equal(actor.score(td.exclude("masks"))[0], actor.score(td)[0])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_equals_padded_with_gradients(family: str) -> None:
-    padded = TransformersWrapper(make_tiny_moe(family))
-    packed = padded.get_new_version(pad_model_input=False)
-    assert padded.router_replay is not None
-    lengths = (3, 9, 5)
-    routes = [random_routes(padded.router_replay, 1, length, seed=length)[0] for length in lengths]
-    ids = [torch.arange(length) * 7 % 250 for length in lengths]
-    batch = lazy_stack([TensorDict({FULL: i, ROUTES: r}) for i, r in zip(ids, routes, strict=True)])
-    results = []
-    for scorer in (padded, packed):
-        log_probs, entropy, _ = scorer.score(batch)
-        (log_probs.sum() + entropy.sum()).backward()
-        results.append((log_probs.detach(), entropy.detach(), gradients(scorer.model)))
-    (*scores, grads), (*others, other_grads) = results
-    for got, wanted in zip(others, scores, strict=True):
-        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-6)
-    assert other_grads.keys() == grads.keys()
-    largest = max(float(grad.abs().max()) for grad in grads.values())
-    assert all((other_grads[name] - grad).abs().max() < 1e-6 * max(1.0, largest) for name, grad in grads.items())
-
-
-# -- which experts ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("packed", [False, True])
-def test_routes_reach_the_experts_as_recorded(
-    actor: TransformersWrapper, twin: RouterReplay, td: TensorDictBase, layout: str, packed: bool
-) -> None:
-    """Row by row: known rows as given, the last token's included; unset rows and pads by the live router."""
-    last = td[0][ROUTES]
-    assert last[-1].eq(-1).all()  # as engines leave it
-    last[-1, list(MOE)] = torch.tensor([3, 1, 15, 0], dtype=last.dtype)
-    td[1][ROUTES][4:6] = -1
-    td[1][ROUTES][8, 2] = -1  # in one layer only
-    batch = LAYOUTS[layout](td)
-    scorer = actor.get_new_version(pad_model_input=not packed)
-    routes = read_rows(batch, ROUTES, -1).long()
-    mask = read_rows(batch, ("masks", "all_attention_mask"), False)
-    with torch.no_grad(), experts_seen(scorer.model) as seen:
-        scorer.score(batch)
-    laid_out = scorer._layout(scorer._batch(batch))
-    with torch.no_grad(), twin.record() as native:
-        twin.model(**laid_out.inputs, use_cache=False)
-    assert seen.keys() == set(MOE)
-    for layer in MOE:
-        wanted = torch.full((laid_out.shape.numel(), routes.shape[-1]), -1)
-        wanted[laid_out.index[mask]] = routes[mask][:, layer]
-        got, known = seen[layer][0], wanted[:, 0] >= 0
-        assert torch.equal(got[known], wanted[known])
-        assert got.min() >= 0  # live rows are routed too
-        if layer == MOE[0]:  # later ones see other hidden states than without replay
-            live = native.routed_experts.flatten(0, 1)[:, layer].long()
-            assert torch.equal(got[~known], live[~known])
-    assert int(known.sum()) < len(known)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_of_real_rollouts_only_rows_without_a_route_are_ranked(
-    actor: TransformersWrapper, td: TensorDictBase, packed: bool
-) -> None:
-    """No engine knows the experts of a last token. With one such row in each sequence all of them were ranked."""
-    scorer = actor.get_new_version(pad_model_input=not packed)
-    ranked: list[int] = []
-    scorer.score(td)  # the model has been tried
-    with TopKObserver(lambda scores, _: ranked.append(len(scores))):
-        scorer.score(td)
-    rows = scorer._layout(scorer._batch(td)).shape.numel()
-    known = sum(int((one[ROUTES][:, 1, 0] >= 0).sum()) for one in td.unbind(0))
-    assert rows - known == (3 if packed else rows - known)  # packed: the last of each, and no pads
-    assert ranked == [rows - known] * len(MOE)
-
-
-def test_gradients_reach_every_router(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    actor.score(td)[0].sum().backward()
-    grads = gradients(actor.model)
-    for layer in MOE:
-        assert grads[f"model.layers.{layer}.mlp.gate.weight"].abs().max() > 0
-
-
-@pytest.mark.parametrize("replay", ["R3", "R2"])
-def test_activation_checkpointing_changes_nothing(td: TensorDictBase, replay: Any) -> None:
-    results = []
-    for checkpointing in (False, True):
-        scorer = TransformersWrapper(make_tiny_moe().train(), replay=replay)
-        if checkpointing:
-            scorer.model.gradient_checkpointing_enable()
-        if replay == "R2":
-            with torch.no_grad():
-                scorer.score(td)
-        log_probs, _, _ = scorer.score(td)
-        with torch.no_grad():  # another batch in between
-            scorer.score(td[:1])
-        log_probs.sum().backward()
-        results.append((log_probs.detach(), gradients(scorer.model)))
-    (plain, grads), (again, others) = results
-    assert torch.equal(plain, again)
-    assert all(torch.equal(others[name], grad) for name, grad in grads.items())
-
-
-def test_missing_routes_name_the_switch(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    message = r"replay='R3' needs \('routed_experts', 'full'\) in every sample.*return_routed_experts=True.*'none'"
-    with pytest.raises(ReplayError, match=message):
-        actor.score(td.exclude("routed_experts"))
-    del td[1]["routed_experts"]
-    with pytest.raises(ReplayError, match=message):
-        actor.score(td)
-
-
-@pytest.mark.parametrize("sample", [0, 1])
-@pytest.mark.parametrize("change", [lambda rows: rows[1:], lambda rows: torch.cat([rows, rows[-1:]])])
-def test_a_row_too_few_or_too_many_is_refused(
-    actor: TransformersWrapper, td: TensorDictBase, sample: int, change: Any
-) -> None:
-    """In a short sample as well: padding would hide it, and shift the routes by one."""
-    td[sample]["routed_experts"] = RoutedExperts(full=change(td[sample][ROUTES]))
-    got, length = len(td[sample][ROUTES]), len(td[sample][FULL])
-    with pytest.raises(ReplayError, match=f"of sample {sample} has {got} rows, its tokens are {length}"):
-        actor.score(td)
-
-
-def test_routes_of_another_model_are_refused(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    for one in td.unbind(0):
-        one["routed_experts"] = RoutedExperts(full=one[ROUTES][:, :3])
-    with pytest.raises(RouteShapeError, match=r"of sample 0 must have shape \[T, 4, 4\], got \[\d+, 3, 4\]"):
-        actor.score(td)
-
-
-# -- R2 ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("packed", [False, True])
-def test_r2_records_without_gradients_and_replays_with_them(
-    actor: TransformersWrapper, td: TensorDictBase, layout: str, packed: bool
-) -> None:
-    scorer = actor.get_new_version(replay="R2", pad_model_input=not packed)
-    batch = LAYOUTS[layout](td).exclude("routed_experts")  # the engine's are not asked for
-    with torch.no_grad(), experts_seen(scorer.model) as seen:
-        before = scorer.score(batch)[0]
-    recorded = batch.get(RECORDED, as_list=True)
-    mask = batch.get(("masks", "all_attention_mask"), as_list=True)
-    rows = torch.cat([row[keep] for row, keep in zip(recorded, mask, strict=True)])
-    assert [len(row) for row in recorded] == [len(row) for row in batch.get(FULL, as_list=True)]
-    assert all((row[~keep] == -1).all() for row, keep in zip(recorded, mask, strict=True))
-    assert rows[:, 0].eq(-1).all()  # the dense layer
-    assert rows[:, 1:].ge(0).all()  # the last token too
-    laid_out = scorer._layout(scorer._batch(batch))
-    for layer in MOE:
-        assert torch.equal(rows[:, layer].long(), seen[layer][0][laid_out.index[laid_out.mask]])
-    assert isinstance(batch["train_routed_experts"][0], RoutedExperts)
-    after = scorer.score(batch)[0]
-    assert after.requires_grad
-    assert torch.equal(after, before)
-
-
-def test_r2_keeps_the_recorded_experts_when_the_weights_move(td: TensorDictBase) -> None:
-    scorer = TransformersWrapper(make_tiny_moe(), replay="R2", pad_model_input=True)
-    with torch.no_grad():
-        scorer.score(td)
-        for layer in MOE:
-            scorer.model.model.layers[layer].mlp.gate.weight.copy_(torch.randn(16, 64))
-    with experts_seen(scorer.model) as seen:
-        scorer.score(td)
-    laid_out = scorer._layout(scorer._batch(td))
-    for layer in MOE:
-        rows = torch.cat([row[:, layer] for row in td.get(RECORDED, as_list=True)]).long()
-        assert torch.equal(seen[layer][0][laid_out.index[laid_out.mask]], rows)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_r2_records_once_unless_asked_to_do_it_again(td: TensorDictBase, layout: str) -> None:
-    """Old log-probs after an update are those of the recorded experts, whose record stays."""
-    scorer, batch = TransformersWrapper(make_tiny_moe(), replay="R2"), LAYOUTS[layout](td)
-    with torch.no_grad():
-        scorer.score(batch)
-        first = [row.clone() for row in batch.get(RECORDED, as_list=True)]
-        for layer in MOE:
-            scorer.model.model.layers[layer].mlp.gate.weight.copy_(torch.randn(16, 64))
-        again = scorer.score(batch)[0]
-        assert all(map(torch.equal, batch.get(RECORDED, as_list=True), first))
-    assert torch.equal(scorer.score(batch)[0], again)
-    with torch.no_grad():
-        scorer.get_new_version(rerecord=True).score(batch)
-    assert not all(map(torch.equal, batch.get(RECORDED, as_list=True), first))
-
-
-def test_r2_does_not_guess_where_some_samples_were_recorded(td: TensorDictBase) -> None:
-    scorer = TransformersWrapper(make_tiny_moe(), replay="R2")
-    with torch.no_grad():
-        scorer.score(td[:1])
-        with pytest.raises(ReplayError, match=r"samples \[1, 2\] have no 'train_routed_experts', and others have"):
-            scorer.score(td)
-        scorer.get_new_version(rerecord=True).score(td)
-        scorer.score(td)
-
-
-def test_r2_without_a_recording_says_how_to_make_one(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    with pytest.raises(ReplayError, match=r"'train_routed_experts'.*score the batch once under torch.no_grad\(\)"):
-        actor.get_new_version(replay="R2").score(td)
-
-
-# -- what it says about routing ---------------------------------------------------------------------------------------
-
-
-def test_agreement_and_fallback_by_hand(actor: TransformersWrapper, twin: RouterReplay, td: TensorDictBase) -> None:
-    """The live routes, but for 4 rows of the last layer; 2 rows are unset."""
-    for one in td.unbind(0):
-        with torch.no_grad(), twin.record() as native:
-            twin.model(one[FULL][None])
-        one["routed_experts"] = RoutedExperts(full=native.routed_experts[0].flip(-1))  # sets have no order
-    rows = td[1][ROUTES]
-    taken = rows[:4, 3].tolist()
-    rows[:4, 3, 0] = torch.tensor([next(e for e in range(16) if e not in row) for row in taken], dtype=rows.dtype)
-    td[0][ROUTES][-1] = -1
-    td[2][ROUTES][0, 1] = -1  # in one layer
-    total = sum(len(one[FULL]) for one in td.unbind(0))
-    with torch.no_grad():
-        actor.get_new_version(measure_agreement=True).score(td)
-    agreement = td["routing", "agreement"]
-    assert agreement.shape == (3, 4)
-    assert agreement[:, 0].isnan().all()
-    assert agreement[:, 1:3].eq(1.0).all()
-    torch.testing.assert_close(agreement[:, 3], torch.full((3,), 1 - 4 / (total - 1)))
-    assert td["routing", "fallback"].tolist() == [1, 0, 1]
-
-
-def test_agreement_is_nan_unless_measured(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    actor.score(td)
-    assert td["routing", "agreement"].isnan().all()
-    assert td["routing", "fallback"].tolist() == [1, 1, 1]  # engines do not forward the last token
-    assert td["routing", "fallback"].dtype == torch.int64
-    batch = dense(td)
-    actor.score(batch)
-    assert batch["routing", "fallback"].tolist() == [1, 1, 1]  # pads are not counted
-
-
-def test_without_replay_nothing_is_said(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    before = set(td.keys(True, True))
-    actor.get_new_version(replay="none").score(td)
-    assert set(td.keys(True, True)) == before
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("replay", ["R3", "none", "bare"])
-def test_router_logits_stand_at_their_layer_and_token(
-    actor: TransformersWrapper, rollouts: TensorDictBase, td: TensorDictBase, replay: Any, packed: bool
-) -> None:
-    if replay == "bare":  # no handle on the model that would know its routers
-        scorer = TransformersWrapper(make_tiny_moe(), replay="none", pad_model_input=not packed)
-    else:
-        scorer = actor.get_new_version(replay=replay, pad_model_input=not packed, measure_agreement=True)
-    _, _, logits = scorer.score(td, router_logits=True)
-    mask = scorer._batch(td).mask
-    assert logits.shape == (*mask.shape, 4, 16)
-    assert not logits[:, :, 0].any()  # the dense layer
-    assert not logits[~mask].any()  # pads
-    assert logits.requires_grad
-    plain = make_tiny_moe()
-    seen: dict[int, Tensor] = {}
-    for layer in MOE:
-        gate: nn.Module = plain.model.layers[layer].mlp.gate
-        gate.register_forward_hook(lambda _, __, out, layer=layer: seen.__setitem__(layer, out[0]))
-    with torch.no_grad():
-        for i, one in enumerate(rollouts.unbind(0)):
-            plain(one[FULL][None])
-            for layer in MOE if replay != "R3" else MOE[:1]:  # replay changes what later layers see
-                torch.testing.assert_close(logits[i, mask[i], layer], seen[layer], atol=1e-4, rtol=1e-4)
-
-
-def test_a_dense_model_has_no_router_logits(td: TensorDictBase) -> None:
-    scorer = TransformersWrapper(make_tiny_moe("qwen3"), replay="none")
-    assert scorer.score(td)[0].shape == scorer._batch(td).mask.shape
-    with pytest.raises(UnsupportedRouterError, match="Qwen3ForCausalLM returns no router logits"):
-        scorer.score(td, router_logits=True)
+def dense_model() -> nn.Module:
+    return make_tiny_moe("qwen3")
 
 
 # -- construction -----------------------------------------------------------------------------------------------------
@@ -837,7 +63,20 @@ def test_a_dense_model_has_no_router_logits(td: TensorDictBase) -> None:
 
 def test_a_new_version_keeps_every_argument() -> None:
     changed = {
-        "tokenizer": ByteTokenizer(),
+        "tokenizer": TOKENIZER,
+        "attention_mask_key": "mask",
+        "generate_kwargs": {"max_new_tokens": 3},
+        "tokenizer_kwargs": {"truncation": True},
+        "pad_output": True,
+        "layout": torch.jagged,
+        "num_samples": 2,
+        "chat_template": "{{ messages }}",
+        "batching": True,
+        "max_batch_size": 4,
+        "batching_timeout": 1.0,
+        "prefer_tokens": True,
+        "input_mode": "tokens",
+        "generate": False,
         "replay": "R2",
         "temperature": 0.3,
         "pad_model_input": False,
@@ -856,11 +95,23 @@ def test_a_new_version_keeps_every_argument() -> None:
     assert again._arguments == scorer._arguments
     assert {**again._arguments, **changed} == again._arguments
     assert again.router_replay is scorer.router_replay is not None
-    for name, value in changed.items():
-        assert getattr(again, name) == value, name
+    assert (again._min_batch_size, again._max_batch_size, again._batching_timeout) == (1, 4, 1.0)
+    for name in (
+        "tokenizer",
+        "replay",
+        "temperature",
+        "pad_model_input",
+        "measure_agreement",
+        "on_bad_routes",
+        "inplace",
+        "rerecord",
+        "layout",
+        "pad_output",
+    ):
+        assert getattr(again, name) == changed[name], name
     hotter = scorer.get_new_version(temperature=2.0)
     assert (hotter.temperature, hotter.replay, scorer.temperature) == (2.0, "R2", 0.3)
-    with pytest.raises(TypeError, match=r"unknown arguments \['temprature'\]; known: \['generate'"):
+    with pytest.raises(TypeError, match=r"unknown arguments \['temprature'\]; known: \['attention_mask_key'"):
         scorer.get_new_version(temprature=1.0)
 
 
@@ -889,10 +140,25 @@ def test_a_copy_scores_alike_and_is_on_its_own(td: TensorDictBase, replay: Any, 
     ("arguments", "message"),
     [
         ({"on_bad_routes": "skip"}, r"on_bad_routes must be one of \('raise', 'live'\), got 'skip'"),
-        ({"generate": True}, r"generate=True\): it only scores. vLLMWrapper generates"),
-        ({"input_mode": "text"}, "input_mode='text': encoding text again .* Use input_mode='tokens'"),
-        ({"input_mode": "history"}, "input_mode='history': encoding text again"),
-        ({"replay": "r3"}, r"replay must be one of \('R3', 'R2', 'none'\), got 'r3'"),
+        ({"input_mode": "chat"}, r"input_mode must be one of \('history', 'text', 'tokens'\), got 'chat'"),
+        (
+            {"input_mode": "text", "generate": False, "replay": "R3"},
+            "'R3' .*encoding text again .* Use input_mode='tok",
+        ),
+        ({"input_mode": "history", "generate": False, "replay": "R2"}, "replay='R2' with input_mode='history'"),
+        ({"generate": True, "replay": "R3"}, "replay='R3' is of scoring"),
+        ({"generate": True, "temperature": 1.0}, "temperature=1.0 is of scoring.* Sampling goes by generate_kwargs"),
+        ({"generate": True, "pad_model_input": True}, "pad_model_input=True is of scoring"),
+        ({"generate": False, "return_log_probs": False}, "return_log_probs must be True"),
+        ({"pad_output": None}, r"pad_output must be one of \(True, False\)"),
+        ({"inplace": "full"}, "inplace must be one of"),
+        ({"layout": torch.sparse_coo}, "layout must be one of"),
+        ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
+        ({"generate": True, "num_samples": 2, "inplace": True}, "inplace must be False .or None. when generating more"),
+        ({"num_samples": 2, "generate_kwargs": {"n": 3}}, r"num_samples=2 differs from .*num_return_sequences'\]=3"),
+        ({"generate_kwargs": {"temperature": -1}}, "Temperature must be non-negative"),
+        ({"batching": False, "min_batch_size": 2}, "batching=False"),
+        ({"replay": "r3"}, r"replay must be one of \(None, 'R3', 'R2', 'none'\), got 'r3'"),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
         ({"temperature": float("nan")}, "temperature must be positive, got nan"),
     ],
@@ -904,7 +170,7 @@ def test_bad_arguments_are_refused_before_a_model_is_loaded(arguments: dict[str,
 
 def test_replay_of_a_dense_model_is_refused() -> None:
     with pytest.raises(UnsupportedRouterError, match="it is a dense model"):
-        TransformersWrapper(make_tiny_moe("qwen3"))
+        TransformersWrapper(make_tiny_moe("qwen3"), replay="R3")
 
 
 def test_a_folder_is_loaded_and_anything_else_refused(tmp_path: Path, td: TensorDictBase) -> None:
@@ -923,8 +189,9 @@ def test_it_is_a_wrapper_of_torchrl(actor: TransformersWrapper) -> None:
     assert isinstance(actor, LLMWrapperBase)
     assert not isinstance(actor, TorchRLvLLMWrapper)
     assert actor.in_keys == [FULL, ROUTES]
-    assert actor.out_keys == ["log_probs", "routing"]
-    assert actor.get_new_version(replay="R2").out_keys == ["log_probs", "routing", "train_routed_experts"]
+    scores = ["masks", "tokens", "log_probs"]
+    assert actor.out_keys == [*scores, "routing"]
+    assert actor.get_new_version(replay="R2").out_keys == [*scores, "routing", "train_routed_experts"]
     assert actor.get_new_version(replay="none").in_keys == [FULL]
 
 
@@ -955,7 +222,7 @@ def test_forward_can_leave_its_input_alone(actor: TransformersWrapper, td: Tenso
     before = td.clone()
     with torch.no_grad():
         out = actor.get_new_version(inplace=inplace)(td)
-    assert set(out.keys()) == {"log_probs", "routing"}
+    assert set(out.keys()) == {"masks", "tokens", "log_probs", "routing"}
     assert_rows(out, actor.score(td.copy())[0].detach())
     assert set(td.keys(True, True)) == set(before.keys(True, True))
     for one, old in zip(td.unbind(0), before.unbind(0), strict=True):
@@ -966,7 +233,7 @@ def test_forward_writes_where_it_is_told(actor: TransformersWrapper, td: TensorD
     out = lazy_stack([TensorDict({"mine": i}) for i in range(3)])
     with torch.no_grad():
         assert actor(td, tensordict_out=out) is out
-    assert set(out.keys()) == {"mine", "log_probs", "routing"}
+    assert set(out.keys()) == {"mine", "masks", "tokens", "log_probs", "routing"}
     assert td[0][LOG_PROBS].isnan().any()  # still the engine's
 
 
@@ -1090,3 +357,400 @@ def test_it_can_be_the_reference(actor: TransformersWrapper, td: TensorDictBase)
         assert torch.equal(row, wanted[i, -len(row) :])
     out = GRPOLoss(actor, kl_to_ref_coeff=0.1)(batch)
     assert out.loss_kl_to_ref > 0
+
+
+# -- what arguments leave open ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mode", "generates", "reads"),
+    [
+        ({}, "tokens", False, ("tokens", "full")),
+        ({"generate": False}, "tokens", False, ("tokens", "full")),
+        ({"generate": True}, "history", True, ("history", "prompt")),
+        ({"chat_template_name": "qwen"}, "history", True, ("history", "prompt")),
+        ({"chat_template_name": "qwen", "generate": False}, "history", False, ("history", "full")),
+        ({"input_mode": "history"}, "history", True, ("history", "prompt")),
+        ({"input_mode": "text"}, "text", True, ("text", "prompt")),
+        ({"input_mode": "text", "generate": False}, "text", False, ("text", "full")),
+        ({"input_mode": "tokens", "generate": True}, "tokens", True, ("tokens", "prompt")),
+        ({"input_mode": "tokens", "generate": True, "input_key": "ids"}, "tokens", True, "ids"),
+    ],
+)
+def test_what_is_read_and_done_by_default(
+    dense_model: nn.Module, arguments: dict[str, Any], mode: str, generates: bool, reads: Any
+) -> None:
+    wrapper = TransformersWrapper(dense_model, tokenizer=TOKENIZER, **arguments)
+    assert (wrapper.input_mode, wrapper.generate, wrapper.input_key) == (mode, generates, reads)
+    assert wrapper.in_keys == [reads]
+    again = wrapper.get_new_version()
+    assert (again.input_mode, again.generate, again.in_keys) == (mode, generates, [reads])
+
+
+def test_routes_are_followed_by_default_where_they_belong_to_the_tokens(
+    actor: TransformersWrapper, dense_model: nn.Module
+) -> None:
+    assert actor.replay == "R3"
+    assert actor.get_new_version(input_mode="text", generate=False).replay == "none"
+    policy = actor.get_new_version(generate=True)
+    assert (policy.replay, policy.return_routed_experts) == ("none", True)
+    assert policy.get_new_version(generate=False).replay == "R3"
+    ours = TransformersWrapper(dense_model)
+    assert (ours.replay, ours.router_replay) == ("none", None)
+    assert actor.get_new_version(replay="R2").get_new_version(generate=True).replay == "none"
+    assert actor.get_new_version(generate=True, replay="none").return_routed_experts
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has no experts by its config"):
+        TransformersWrapper(dense_model, input_mode="tokens", generate=True, return_routed_experts=True)
+
+
+def test_a_version_that_reads_something_else_has_the_key_of_that(dense_model: nn.Module) -> None:
+    policy = TransformersWrapper(dense_model, tokenizer=TOKENIZER, input_mode="text", input_key="question")
+    assert policy.get_new_version(num_samples=2).input_key == "question"
+    assert policy.get_new_version(generate=False).input_key == ("text", "full")
+    assert policy.get_new_version(generate=False, input_key="all").input_key == "all"
+
+
+def test_a_tokenizer_comes_from_where_the_model_comes_from(tmp_path: Path, dense_model: nn.Module) -> None:
+    dense_model.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    assert TransformersWrapper(str(tmp_path), input_mode="text").tokenizer.encode("hi") == TOKENIZER.encode("hi")
+    assert TransformersWrapper(dense_model, tokenizer=str(tmp_path)).tokenizer.eos_token_id == 258
+    with pytest.raises(ValueError, match="input_mode='text' makes tokens of text: pass tokenizer="):
+        TransformersWrapper(dense_model, input_mode="text")
+
+
+def test_a_model_that_is_elsewhere_is_not_moved(dense_model: nn.Module) -> None:
+    assert TransformersWrapper(dense_model, device="cpu").device == torch.device("cpu")
+    with pytest.raises(ValueError, match="device='meta', and the model is on 'cpu': move it first"):
+        TransformersWrapper(dense_model, device="meta")
+
+
+# -- chats and text that are scored -----------------------------------------------------------------------------------
+
+CHATS = [
+    [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "two"}],
+    [{"role": "user", "content": "and a longer one?"}, {"role": "assistant", "content": "yes"}],
+]
+TEXTS = ["1+1=", "and a longer one?"]
+
+
+def spoken(mode: str) -> TensorDict:
+    history = ChatHistory(full=History.from_chats(CHATS))
+    return (
+        TensorDict(history=history, batch_size=[2])
+        if mode == "history"
+        else TensorDict(text=Text(full=TEXTS), batch_size=[2])
+    )
+
+
+@pytest.mark.parametrize("mode", ["history", "text"])
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_chats_and_text_are_scored_as_torchrl_scores_them(
+    dense_model: nn.Module, mode: str, pad_output: bool, packed: bool
+) -> None:
+    arguments: dict[str, Any] = {
+        "tokenizer": TOKENIZER,
+        "input_mode": mode,
+        "generate": False,
+        "pad_output": pad_output,
+    }
+    ours = TransformersWrapper(dense_model, pad_model_input=not packed, **arguments)
+    theirs = TorchRLWrapper(dense_model, **arguments)
+    assert ours.out_keys == theirs.out_keys
+    with torch.no_grad():
+        got, wanted = ours(spoken(mode)), theirs(spoken(mode))
+    assert set(got.keys()) == set(wanted.keys())
+    kinds = {"tokens": Tokens, "masks": Masks, "log_probs": LogProbs, "text": Text}
+    for key, kind in kinds.items():
+        assert isinstance(got[key], kind)
+    for key in (FULL, LOG_PROBS, ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")):
+        rows = [one.get(key, as_list=True) for one in (got, wanted)]
+        if rows[1] is None:
+            assert rows[0] is None
+            continue
+        for row, other in zip(*rows, strict=True):
+            torch.testing.assert_close(row, other, atol=1e-5, rtol=0)
+    assert got["text"].full == wanted["text"].full
+    assert (got["text"].response, got["tokens"].get("response", None)) == (None, None)
+    padded = got["tokens"].padded
+    assert (padded if isinstance(padded, bool) else all(padded)) == pad_output
+
+
+def test_the_assistants_tokens_are_those_of_torchrl_where_both_templates_write_the_same(
+    dense_model: nn.Module, tmp_path: Path
+) -> None:
+    """The tokenizer's own template counts the end of a turn as the assistant's; TorchRL's for "qwen" does not."""
+    chats = [[{"role": "system", "content": "add"}, *CHATS[0]]]
+    named = tmp_path / "qwen"
+    TOKENIZER.save_pretrained(named)
+    said = []
+    for tokenizer in (TOKENIZER, str(named)):
+        scorer = TransformersWrapper(dense_model, tokenizer=tokenizer, input_mode="history", generate=False)
+        out = scorer(TensorDict(history=ChatHistory(full=History.from_chats(chats)), batch_size=[1]))[0]
+        said.append(TOKENIZER.decode(out[FULL][out["masks", "all_assistant_mask"]]))
+    assert said == ["two<|im_end|>", "two"]
+
+
+def test_losses_score_the_tokens_that_a_batch_has(dense_model: nn.Module) -> None:
+    scorer = TransformersWrapper(dense_model, tokenizer=TOKENIZER, input_mode="text", generate=False)
+    td = spoken("text")
+    with torch.no_grad():
+        made = scorer.score(td)[0]
+        assert td[0][FULL].tolist() == list(b"1+1=")  # for the loss, which reads tokens
+        td["tokens"] = lazy_stack([Tokens(full=torch.tensor([7, 8, 9])), Tokens(full=torch.tensor([7, 8]))])
+        td["masks"] = lazy_stack([Masks(all_attention_mask=torch.ones(n).bool()) for n in (3, 2)])
+        own = scorer.score(td)[0]
+        wanted = dense_model(torch.tensor([[7, 8, 9]])).logits[0].log_softmax(-1)
+    assert made.shape == (2, 17)
+    torch.testing.assert_close(own[0, 1:], torch.stack([wanted[0, 8], wanted[1, 9]]), atol=1e-5, rtol=0)
+    assert scorer(td)[1][FULL].tolist() == list(b"and a longer one?")  # a call reads what input_mode says
+
+
+def test_distributions_of_chats(dense_model: nn.Module) -> None:
+    scorer = TransformersWrapper(dense_model, tokenizer=TOKENIZER, input_mode="history", generate=False)
+    with torch.no_grad():
+        scored = scorer(spoken("history"))
+        for ask, mask in (
+            (scorer._get_rlhf_dist, "all_assistant_mask"),
+            (scorer._get_generic_dist, "all_attention_mask"),
+        ):
+            td = spoken("history")
+            dist = ask(td)
+            tokens = td.get(FULL, as_padded_tensor=True, padding_side="left", padding_value=0)
+            log_probs = dist.log_prob(tokens)
+            for i, one in enumerate(scored.unbind(0)):
+                row = one["masks", mask] & (torch.arange(len(one[FULL])) > 0)
+                torch.testing.assert_close(log_probs[i, -len(row) :][row], one[LOG_PROBS][row], atol=1e-5, rtol=0)
+
+
+def test_pads_of_a_dense_batch_without_a_mask(dense_model: nn.Module) -> None:
+    scorer = TransformersWrapper(dense_model, tokenizer=TOKENIZER, pad_output=True)
+    ids = torch.tensor([[256, 256, 5, 6, 7], [1, 2, 3, 4, 256]])
+    with torch.no_grad():
+        out = scorer.get_new_version(input_key="ids")(TensorDict({"ids": ids}, [2]))
+        alone = scorer(TensorDict({"tokens": Tokens(full=ids[:1, 2:], batch_size=[1])}, [1]))
+    assert out["masks", "all_attention_mask"].int().tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]
+    assert torch.equal(out[FULL], ids)
+    torch.testing.assert_close(out[LOG_PROBS][0, 2:], alone[LOG_PROBS][0], atol=1e-5, rtol=0)
+    masked = TensorDict({"ids": ids, "attention_mask": torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])}, [2])
+    with torch.no_grad():
+        out = scorer.get_new_version(input_key="ids")(masked)
+    assert torch.equal(out["masks", "all_attention_mask"], masked["attention_mask"].bool())
+
+
+def test_a_ragged_batch_can_be_written_padded(actor: TransformersWrapper, td: TensorDictBase) -> None:
+    with torch.no_grad():
+        wanted = actor.score(td.copy())[0]
+        out = actor.get_new_version(pad_output=True, inplace=False)(td)
+    assert torch.equal(out[LOG_PROBS], wanted)
+    mask = out["masks", "all_attention_mask"]
+    assert torch.equal(out[FULL][mask], torch.cat([one[FULL] for one in td.unbind(0)]))
+    assert (out[FULL][~mask] == TOKENIZER.pad_token_id).all()
+    assert all(all(out[key].padded) for key in ("tokens", "masks", "log_probs"))
+
+
+def test_what_is_not_there_is_named(dense_model: nn.Module) -> None:
+    scorer = TransformersWrapper(dense_model, tokenizer=TOKENIZER)
+    with pytest.raises(KeyError, match=r"no \('tokens', 'full'\), and there are chats: input_mode='history'"):
+        scorer(spoken("history"))
+    chats = scorer.get_new_version(input_mode="history")
+    with pytest.raises(ValueError, match=r"Expected \('history', 'full'\) key in sample 0"):
+        chats(spoken("text"))
+    with pytest.raises(TypeError, match="Expected History object"):
+        chats.get_new_version(input_key=("text", "full"))(spoken("text"))
+    with pytest.raises(TypeError, match=r"\['temperature'\] are of generation, and this wrapper scores"):
+        scorer(spoken("text"), temperature=1.0)
+
+
+# -- generation -------------------------------------------------------------------------------------------------------
+
+SAMPLED = {"max_new_tokens": 5, "do_sample": True}
+
+
+def asked(mode: str) -> TensorDict:
+    if mode == "history":
+        chats = [chat[:1] for chat in CHATS]
+        return TensorDict(history=ChatHistory(prompt=History.from_chats(chats)), batch_size=[2])
+    if mode == "text":
+        return TensorDict(text=Text(prompt=TEXTS), batch_size=[2])
+    rows = [torch.tensor(TOKENIZER.encode(text)) for text in TEXTS]
+    return lazy_stack([TensorDict({"tokens": Tokens(prompt=row)}) for row in rows])
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize("num_samples", [None, 2])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.8}])
+def test_its_answers_are_scored_as_they_were_sampled(
+    actor: TransformersWrapper, mode: Any, pad_output: bool, num_samples: int | None, sampling: dict[str, float]
+) -> None:
+    torch.manual_seed(0)
+    policy = actor.get_new_version(
+        generate=True,
+        input_mode=mode,
+        pad_output=pad_output,
+        num_samples=num_samples,
+        generate_kwargs={**SAMPLED, **sampling},
+    )
+    extra = ["sampling"] if sampling else []
+    text, history = ["text"] * (mode != "tokens"), ["history"] * (mode == "history")
+    assert policy.out_keys == [*text, "masks", "tokens", "log_probs", *history, "routed_experts", *extra]
+    td = asked(mode)
+    out = policy(td)
+    assert (out is td) == (num_samples is None)
+    assert out.batch_size == ((2,) if num_samples is None else (2, num_samples))
+    assert set(out.keys()) == set(policy.out_keys)
+    flat = out.reshape(-1)
+    for one in flat.unbind(0):
+        mask, full = one["masks", "all_attention_mask"], one[FULL]
+        assert torch.equal(torch.cat([one["tokens", "prompt"], one["tokens", "response"]]), full)
+        known = one[ROUTES][mask]
+        assert (known[:-1, list(MOE)] >= 0).all()
+        assert (known[-1] == -1).all()
+        assert (known[:, 0] == -1).all()  # a dense layer
+        assert known.dtype == torch.int8
+        answered = one["masks", "all_assistant_mask"]
+        assert torch.equal(one[LOG_PROBS][answered], one["log_probs", "response"][: int(answered.sum())])
+        assert one[LOG_PROBS][mask & ~answered].isnan().all()
+        if mode != "tokens":
+            assert one["text"].full == one["text"].prompt + one["text"].response
+        if mode == "history":
+            assert one["history"].response.content == [one["text"].response.removesuffix("<|im_end|>")]
+            assert one["history"].full.role == ["user", "assistant"]
+    with torch.no_grad():
+        scores = actor.score(flat.copy())[0]
+    assert actor.replay == "R3"
+    for i, one in enumerate(flat.unbind(0)):
+        answered = one["masks", "all_assistant_mask"]
+        got = scores[i, -len(answered) :][answered]
+        torch.testing.assert_close(got, one[LOG_PROBS][answered], atol=1e-5, rtol=0)
+
+
+def test_a_dense_model_writes_what_torchrl_writes(dense_model: nn.Module) -> None:
+    policy = TransformersWrapper(dense_model, tokenizer=TOKENIZER, input_mode="history", generate_kwargs=SAMPLED)
+    assert policy.out_keys == ["text", "masks", "tokens", "log_probs", "history"]
+    out = policy(asked("history"))
+    assert set(out.keys()) == set(policy.out_keys)
+    silent = policy.get_new_version(return_log_probs=False)
+    assert silent.out_keys == ["text", "masks", "tokens", "history"]
+    assert "log_probs" not in silent(asked("history"))
+    with pytest.raises(NotImplementedError, match=r"this wrapper generates: get_new_version\(generate=False\)"):
+        policy.get_dist(out)
+    with pytest.raises(NotImplementedError, match="this wrapper generates"):
+        policy.score(out)
+
+
+def test_no_batch_size_and_two(actor: TransformersWrapper) -> None:
+    policy = actor.get_new_version(generate=True, input_mode="text", generate_kwargs={"max_new_tokens": 3})
+    wanted = policy(asked("text"))
+    one = policy(asked("text")[0])
+    assert one.batch_size == ()
+    assert one["text"].response == wanted[0]["text"].response
+    several = asked("text")
+    square = policy(lazy_stack([several, several.clone()]))
+    assert square.batch_size == (2, 2)
+    assert square[1][1]["text"].response == wanted[1]["text"].response
+    assert float(one["sampling", "temperature"]) == 0  # greedy, unless told to sample
+
+
+def test_one_call_can_be_sampled_otherwise(actor: TransformersWrapper) -> None:
+    policy = actor.get_new_version(generate=True, input_mode="text", generate_kwargs=SAMPLED)
+    short = policy(asked("text"), max_new_tokens=2, temperature=0.5)
+    assert [len(row) for row in short.get(("tokens", "response"), as_list=True)] == [2, 2]
+    assert short["sampling", "temperature"].tolist() == [0.5, 0.5]
+    assert "sampling" not in policy(short.select(("text", "prompt")))
+    with pytest.raises(ValueError, match="num_return_sequences=3 differs from num_samples=1"):
+        policy(asked("text"), num_return_sequences=3)
+    out = lazy_stack([TensorDict({"mine": i}) for i in range(2)])
+    assert policy(asked("text"), tensordict_out=out) is out
+    assert "mine" in out
+    assert "tokens" in out
+
+
+def test_a_new_answer_leaves_nothing_of_the_old_one(actor: TransformersWrapper) -> None:
+    policy = actor.get_new_version(generate=True, input_mode="text", generate_kwargs={**SAMPLED, "temperature": 0.5})
+    td = policy(asked("text"))
+    with torch.no_grad():
+        actor(td)
+    plain = policy.get_new_version(generate_kwargs=SAMPLED, return_routed_experts=False)
+    assert set(plain(td).keys()) == {"text", "masks", "tokens", "log_probs"}
+
+
+def test_a_second_turn_keeps_what_is_known_of_the_first(actor: TransformersWrapper) -> None:
+    torch.manual_seed(1)
+    policy = actor.get_new_version(generate=True, input_mode="tokens", generate_kwargs={**SAMPLED, "top_k": 20})
+    first = policy(asked("tokens"))
+    second = first.clone()
+    for one in second.unbind(0):
+        one["tokens", "prompt"] = torch.cat([one[FULL], torch.tensor([5, 6])])
+    policy(second)
+    for one, later in zip(first.unbind(0), second.unbind(0), strict=True):
+        length = len(one[FULL])
+        torch.testing.assert_close(later[LOG_PROBS][:length], one[LOG_PROBS], equal_nan=True)
+        assert torch.equal(later[ROUTES][: length - 1], one[ROUTES][:-1])
+        assert (later[ROUTES][length - 1, list(MOE)] >= 0).all()  # its last token is fed now
+        assert torch.equal(later["sampling", "kept"].sizes[:length], one["sampling", "kept"].sizes)
+    with torch.no_grad():
+        scores = actor.score(second.copy())[0]
+    for i, one in enumerate(second.unbind(0)):
+        sampled = ~one[LOG_PROBS].isnan()
+        got = scores[i, -len(sampled) :][sampled]
+        torch.testing.assert_close(got, one[LOG_PROBS][sampled], atol=1e-5, rtol=0)
+
+
+def test_known_tokens_are_preferred_to_a_rendered_chat(actor: TransformersWrapper) -> None:
+    policy = actor.get_new_version(
+        generate=True, input_mode="history", prefer_tokens=True, generate_kwargs={"max_new_tokens": 2}
+    )
+    td = asked("history")
+    td["tokens"] = lazy_stack([Tokens(prompt=torch.tensor([7, 8, 9])), Tokens(prompt=torch.tensor([7, 8]))])
+    out = policy(td)
+    assert [row[:2].tolist() for row in out.get(("tokens", "prompt"), as_list=True)] == [[7, 8], [7, 8]]
+
+
+def test_text_comes_without_special_tokens_if_they_are_not_wanted(dense_model: nn.Module) -> None:
+    kwargs = {"max_new_tokens": 3, "forced_eos_token_id": 258, "do_sample": True, "skip_special_tokens": True}
+    policy = TransformersWrapper(dense_model, tokenizer=TOKENIZER, input_mode="text", generate_kwargs=kwargs)
+    out = policy(asked("text"))[0]
+    assert int(out["tokens", "response"][-1]) == 258
+    assert "<|im_end|>" not in out["text"].response
+
+
+class Counting(TransformersWrapper):
+    """Says how many samples each batch had."""
+
+    sizes: list[int]
+
+    def _generated(self, tensordict: TensorDictBase, *args: Any) -> TensorDictBase:
+        self.sizes.append(len(tensordict))
+        return super()._generated(tensordict, *args)
+
+    def _scored(self, td: TensorDictBase) -> TensorDictBase:
+        self.sizes.append(len(td))
+        return super()._scored(td)
+
+
+@pytest.mark.parametrize("generate", [True, False])
+def test_callers_of_several_threads_share_a_batch(actor: TransformersWrapper, generate: bool) -> None:
+    arguments: dict[str, Any] = {"generate": generate, "input_mode": "text", "generate_kwargs": {"max_new_tokens": 2}}
+    alone = actor.get_new_version(**arguments)
+    together = Counting(actor.model, tokenizer=TOKENIZER, min_batch_size=3, batching_timeout=100, **arguments)
+    together.sizes = []
+    found: dict[str, TensorDictBase] = {}
+
+    def ask(text: str, wrapper: TransformersWrapper = together) -> TensorDictBase:
+        with torch.no_grad():
+            td = TensorDict({"text": Text(**{"prompt" if generate else "full": [text]}, batch_size=[1])}, [1])
+            return found.setdefault(text, wrapper(td))
+
+    threads = [Thread(target=ask, args=(text,)) for text in ("a", "bc", "def")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together.sizes == [3]
+    for text, out in found.items():
+        wanted = alone(TensorDict({"text": Text(**{"prompt" if generate else "full": [text]}, batch_size=[1])}, [1]))
+        assert out[0][FULL].tolist() == wanted[0][FULL].tolist()
+    assert together.get_batching_state()["queue_size"] == 0

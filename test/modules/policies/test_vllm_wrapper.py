@@ -37,6 +37,12 @@ ROOT = {"tokens", "masks", "log_probs", "routed_experts", "policy_versions", "po
 KEYS = ROOT | {"num_segments", "resume", "finish_reason", "num_cached_tokens", "sampling"}
 OWN = {"history": {"text", "history"}, "text": {"text"}, "tokens": set()}
 """What a mode writes besides."""
+OUT_KEYS = {
+    "history": ["text", "masks", "tokens", "log_probs", "history"],
+    "text": ["text", "masks", "tokens", "log_probs"],
+    "tokens": ["masks", "tokens", "log_probs"],
+}
+"""TorchRL's, in its order."""
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +252,8 @@ FULL = [
 def test_the_keys_are_announced(fake: FakeAsyncVLLM, mode: str) -> None:
     policy = wrapper(fake, mode)
     assert policy.in_keys == [(mode, "prompt")]
-    assert set(policy.out_keys) == KEYS | OWN[mode]
+    assert policy.out_keys == OUT_KEYS[mode]
+    assert set(policy.out_keys + policy.extra_keys) == KEYS | OWN[mode]
     assert isinstance(policy, LLMWrapperBase)
     assert policy.generate is True
     assert policy.batching is False
@@ -404,7 +411,7 @@ def test_keys_may_be_renamed(fake: FakeAsyncVLLM) -> None:
     own = KEYS - names.keys() | {"mine"}
     assert set(out.keys()) == set(names.values()) | own
     assert [type(out[0][name]) for name in "tmlrxh"] == [Tokens, Masks, LogProbs, RoutedExperts, Text, ChatHistory]
-    assert set(policy.out_keys) | {"mine"} == set(out.keys())
+    assert {*policy.out_keys, *policy.extra_keys, "mine"} == set(out.keys())
 
 
 def test_the_output_goes_to_the_device(fake: FakeAsyncVLLM) -> None:
@@ -423,7 +430,7 @@ def test_the_output_goes_to_the_device(fake: FakeAsyncVLLM) -> None:
 def test_log_probs_can_be_left_out(fake: FakeAsyncVLLM, pad_output: bool) -> None:
     policy = wrapper(fake, return_log_probs=False, pad_output=pad_output, inplace=False)
     out = policy(stacked("text", *PROMPTS))
-    assert set(out.keys()) == set(policy.out_keys) == (KEYS | {"text"}) - {"log_probs"}
+    assert set(out.keys()) == {*policy.out_keys, *policy.extra_keys} == (KEYS | {"text"}) - {"log_probs"}
     assert "logprobs" not in fake.replicas[0].submitted[-1].sampling_params
 
 
@@ -431,7 +438,7 @@ def test_log_probs_can_be_left_out(fake: FakeAsyncVLLM, pad_output: bool) -> Non
 def test_routes_can_be_left_out(fake: FakeAsyncVLLM, pad_output: bool) -> None:
     policy = wrapper(fake, return_routed_experts=False, pad_output=pad_output, inplace=False)
     out = policy(stacked("text", *PROMPTS))
-    assert set(out.keys()) == set(policy.out_keys) == (KEYS | {"text"}) - {"routed_experts"}
+    assert set(out.keys()) == {*policy.out_keys, *policy.extra_keys} == (KEYS | {"text"}) - {"routed_experts"}
     assert fake.replicas[0].submitted[-1].return_routed_experts is False
 
 
@@ -449,7 +456,7 @@ def test_a_dense_model_gives_the_same_without_routes(fake: FakeAsyncVLLM, pad_ou
         policy = wrapper(engine, pad_output=pad_output, inplace=False)
         out = policy(stacked("text", *PROMPTS))
     moe = wrapper(fake, pad_output=pad_output, inplace=False)(stacked("text", *PROMPTS))
-    assert set(out.keys()) == set(policy.out_keys) == set(moe.keys()) - {"routed_experts"}
+    assert set(out.keys()) == {*policy.out_keys, *policy.extra_keys} == set(moe.keys()) - {"routed_experts"}
     for td, other in zip(out.unbind(0), moe.unbind(0), strict=True):
         for key in (*FULL[:4], ("log_probs", "response"), ("policy_versions", "full"), "policy_version"):
             torch.testing.assert_close(td[key], other[key], rtol=0, atol=0, equal_nan=True)
@@ -526,10 +533,10 @@ def test_chats_of_different_length(fake: FakeAsyncVLLM) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_missing_prompt_is_named(fake: FakeAsyncVLLM, mode: str) -> None:
     with pytest.raises(
-        KeyError, match=rf"no \('{mode}', 'prompt'\) in sample 1 .* are \['other'\]; input_mode='{mode}'"
+        ValueError, match=rf"Expected \('{mode}', 'prompt'\) key in sample 1, .*input_mode='{mode}' .*\['other'\]"
     ):
         wrapper(fake, mode)(lazy_stack([one(mode, "ab"), TensorDict(other=torch.zeros(1))]))
-    with pytest.raises(KeyError, match=rf"no \('{mode}', 'prompt'\) in sample 0"):
+    with pytest.raises(ValueError, match=rf"Expected \('{mode}', 'prompt'\) key in sample 0"):
         wrapper(fake, mode)(TensorDict(batch_size=[2]))
 
 
@@ -548,7 +555,7 @@ def test_an_empty_batch_is_refused(fake: FakeAsyncVLLM) -> None:
 
 
 def test_something_else_than_a_history_is_refused(fake: FakeAsyncVLLM) -> None:
-    with pytest.raises(TypeError, match="input_mode='history' needs a torchrl"):
+    with pytest.raises(TypeError, match=r"Expected History object .* got Tensor"):
         wrapper(fake, "history")(
             TensorDict(history=TensorDict(prompt=torch.zeros(2, 1), batch_size=[2]), batch_size=[2])
         )
@@ -963,13 +970,17 @@ def test_how_answers_go_on_can_be_chosen(where: str) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"generate": False}, ValueError, "with generate=False: text may be encoded"),
+        ({"generate": False, "replay": "R3"}, ValueError, "text may be encoded to other tokens"),
+        (
+            {"generate": False, "return_log_probs": False},
+            ValueError,
+            "return_log_probs must be True when generate",
+        ),
+        ({"pad_output": None}, ValueError, "pad_output must be a boolean, got None"),
         ({"input_mode": "chat"}, ValueError, r"input_mode must be one of \('history', 'text', 'tokens'\), got 'chat'"),
         ({"pad_model_input": True}, ValueError, "pad_model_input must be None"),
         ({"pad_model_input": False}, ValueError, "pad_model_input must be None"),
-        ({"batching": True}, ValueError, "batching is the engine's"),
-        ({"min_batch_size": 2}, ValueError, "batching is the engine's"),
-        ({"max_batch_size": 2}, ValueError, "batching is the engine's"),
+        ({"min_batch_size": 5, "max_batch_size": 2}, ValueError, r"min_batch_size \(5\) must be <= max_batch_size"),
         ({"layout": torch.jagged}, ValueError, "layout must be None or torch.strided, got torch.jagged"),
         ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
         ({"num_samples": 2, "generate_kwargs": {"n": 3}}, ValueError, "num_samples=2 differs from .*=3"),
@@ -985,7 +996,7 @@ def test_what_cannot_be_meant_is_refused(
 
 
 def test_something_else_than_an_engine_is_refused() -> None:
-    with pytest.raises(TypeError, match="model must be an AsyncVLLM, a folder or a hub name, got object"):
+    with pytest.raises(TypeError, match=r"model must be an AsyncVLLM, a vllm\.LLM, a folder or a hub name, got object"):
         vLLMWrapper(object())
 
 
@@ -1003,9 +1014,9 @@ def test_a_folder_or_a_hub_name_starts_an_engine(fake: FakeAsyncVLLM, monkeypatc
 
 
 def test_nothing_is_started_for_a_bad_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_wrapper, "engine_of", lambda model: pytest.fail("an engine was started"))
-    with pytest.raises(ValueError, match="with generate=False: text may be encoded to other tokens"):
-        vLLMWrapper("org/model", generate=False)
+    monkeypatch.setattr(vllm_wrapper, "model_of", lambda model: pytest.fail("an engine was started"))
+    with pytest.raises(ValueError, match="text may be encoded to other tokens"):
+        vLLMWrapper("org/model", generate=False, replay="R3")
 
 
 # new versions
@@ -1032,9 +1043,9 @@ CHANGES: dict[str, Any] = {
     "masks_key": "m",
     "log_probs_key": "l",
     "routed_experts_key": "r",
-    "batching": False,
-    "min_batch_size": 0,
-    "max_batch_size": 0,
+    "batching": True,
+    "min_batch_size": 1,
+    "max_batch_size": 4,
     "batching_timeout": 3.0,
     "prefer_tokens": True,
     "timeout_seconds": 7.0,
@@ -1046,8 +1057,9 @@ CHANGES: dict[str, Any] = {
 
 
 def visible(policy: vLLMWrapper) -> dict[str, Any]:
-    """Everything a user can see of a wrapper, without nn.Module's own."""
-    return {name: value for name, value in vars(policy).items() if name not in vars(torch.nn.Module())}
+    """Everything a user can see of a wrapper, without nn.Module's own; a lock is no setting."""
+    own = {*vars(torch.nn.Module()), "_batching_lock"}
+    return {name: value for name, value in vars(policy).items() if name not in own}
 
 
 def test_the_table_of_changes_is_complete(fake: FakeAsyncVLLM) -> None:
@@ -1069,7 +1081,8 @@ def test_a_new_version_keeps_every_argument(fake: FakeAsyncVLLM) -> None:
 def test_a_new_version_changes_one_argument_and_keeps_the_others(fake: FakeAsyncVLLM, name: str) -> None:
     every = {**CHANGES, "inplace": False, "num_samples": 2}
     others = {key: value for key, value in every.items() if key != name}
-    changed = vLLMWrapper(fake, **others).get_new_version(**{name: every[name]})
+    also = {"input_key": every["input_key"]} if name == "input_mode" else {}  # else it is the new mode's own
+    changed = vLLMWrapper(fake, **others).get_new_version(**{name: every[name], **also})
     assert visible(changed) == visible(vLLMWrapper(fake, **every))
 
 
@@ -1101,9 +1114,18 @@ def test_a_new_version_may_score(fake: FakeAsyncVLLM) -> None:
     scoring = generating.get_new_version(generate=False)
     assert (generating.generate, scoring.generate) == (True, False)
     assert scoring.in_keys == [("tokens", "full"), ("routed_experts", "full")]
-    assert scoring.out_keys == ["log_probs"]
-    with pytest.raises(ValueError, match="text may be encoded to other tokens"):
-        wrapper(fake).get_new_version(generate=False)
+    assert (scoring.out_keys, scoring.extra_keys) == (["masks", "tokens", "log_probs"], [])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_only_the_other_kind_has_does_not_follow(fake: FakeAsyncVLLM, mode: str) -> None:
+    generating = wrapper(fake, mode, input_key=("mine", "prompt"), num_samples=2, return_log_probs=False)
+    scoring = generating.get_new_version(generate=False)
+    assert (scoring.in_keys[0], scoring.return_log_probs, scoring.num_samples) == ((mode, "full"), True, None)
+    again = scoring.get_new_version(generate=True, num_samples=3)
+    assert (again.in_keys, again.return_log_probs, again.num_samples) == ([(mode, "prompt")], True, 3)
+    assert generating.get_new_version(pad_output=True).in_keys == [("mine", "prompt")]
+    assert scoring.get_new_version(generate=True, input_key=("my", "own")).in_keys == [("my", "own")]
 
 
 # later turns

@@ -6,22 +6,27 @@ from typing import Any
 
 import pytest
 
+from support.fake_llm import LLM
 from torchrl_moe.modules.policies.wrapper_arguments import (
+    changed_arguments,
     engine_of,
     keeps_routes,
     refuse,
+    sampling_parameters_of,
+    scorer_of,
     split_arguments,
     tokenizer_of,
 )
+from torchrl_moe.modules.serving.llm_service import LLMService
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
 PLAIN: dict[str, Any] = {
     "generate": True,
     "input_mode": "text",
     "pad_model_input": None,
-    "batching": None,
-    "min_batch_size": None,
-    "max_batch_size": None,
+    "pad_output": False,
+    "return_log_probs": None,
+    "return_routed_experts": None,
     "layout": None,
     "num_samples": None,
     "replay": None,
@@ -45,10 +50,12 @@ def test_the_same_argument_twice_is_refused() -> None:
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ({"generate": False}, "text may be encoded to other tokens"),
+        ({"generate": False, "replay": "R3"}, "text may be encoded to other tokens"),
+        ({"generate": False, "num_samples": 2}, "num_samples=2 is of generating"),
+        ({"generate": False, "return_log_probs": False}, "return_log_probs must be True"),
+        ({"pad_output": 1}, "pad_output must be a boolean, got 1"),
         ({"input_mode": "image"}, "must be one of"),
         ({"pad_model_input": True}, "without padding"),
-        ({"max_batch_size": 4}, "batching is the engine's"),
         ({"layout": 3}, "layout must be None"),
         ({"num_samples": 0}, "at least 1, got 0"),
     ],
@@ -62,8 +69,75 @@ def test_what_cannot_be_meant_is_refused(bad: dict[str, Any], words: str) -> Non
 def test_an_engine_is_itself_and_anything_else_is_refused() -> None:
     with FakeAsyncVLLM() as engine:
         assert engine_of(engine) is engine
-    with pytest.raises(TypeError, match="model must be an AsyncVLLM, a folder or a hub name, got int"):
+    with pytest.raises(TypeError, match=r"model must be an AsyncVLLM, a vllm\.LLM, .* got int. .*AsyncVLLM\.connect"):
         engine_of(3)
+
+
+def test_a_vllm_llm_gets_the_face_of_a_service() -> None:
+    llm = LLM()
+    engine = engine_of(llm)
+    assert isinstance(engine, LLMService)
+    assert tokenizer_of(None, engine) is llm.tokenizer
+
+
+def test_sampling_parameters_have_what_rl_needs() -> None:
+    needs = {"include_stop_str_in_output": True, "skip_special_tokens": False}
+    assert sampling_parameters_of({}, None, True) == {"logprobs": 0, **needs}
+    assert sampling_parameters_of({"logprobs": 2}, 3, False) == {"logprobs": 2, "n": 3, **needs}
+    with pytest.raises(ValueError, match=r"num_samples=2 differs from generate_kwargs\['n'\]=3"):
+        sampling_parameters_of({"num_return_sequences": 3}, 2, True)
+
+
+SCORING: dict[str, Any] = {
+    "generate": False,
+    "input_mode": "tokens",
+    "replay": None,
+    "temperature": None,
+    "input_key": None,
+    "tokens_key": "tokens",
+    "masks_key": "masks",
+    "routed_experts_key": "routed_experts",
+    "timeout_seconds": None,
+    "use_tqdm": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("routes", "arguments", "replay"),
+    [
+        (True, {}, "R3"),
+        (False, {}, "none"),  # a dense model
+        (True, {"input_mode": "text"}, "none"),  # routes belong to tokens
+        (True, {"replay": "none"}, "none"),
+        (False, {"replay": "R3"}, "R3"),  # refused with the batch, by the scorer
+    ],
+)
+def test_tokens_follow_recorded_experts_where_an_engine_captures_some(
+    routes: bool, arguments: dict[str, Any], replay: str
+) -> None:
+    with FakeAsyncVLLM() if routes else FakeAsyncVLLM(layout=None) as engine:
+        scorer = scorer_of(engine, {**SCORING, **arguments}, {})
+        assert scorer is not None
+        assert scorer.replay == replay
+        assert scorer_of(engine, {**SCORING, "generate": True}, {}) is None
+
+
+def test_a_vllm_llm_follows_none() -> None:
+    for routes, asked in ((False, "R3"), (True, None)):
+        with pytest.raises(ValueError, match=r"a vllm\.LLM follows no recorded experts: pass replay='none'"):
+            scorer_of(LLMService(LLM(routes=routes)), {**SCORING, "replay": asked}, {})
+
+
+def test_a_new_version_changes_what_goes_with_its_changes() -> None:
+    given = {**PLAIN, "input_key": "mine", "num_samples": 2, "return_log_probs": False}
+    assert changed_arguments(given, {}) == given
+    assert changed_arguments(given, {"input_mode": "text"}) == given  # the same as before
+    assert changed_arguments(given, {"input_mode": "tokens"}) == {**given, "input_mode": "tokens", "input_key": None}
+    scoring = {"generate": False, "input_key": None, "num_samples": None, "return_log_probs": None}
+    assert changed_arguments(given, {"generate": False}) == {**given, **scoring}
+    assert changed_arguments(given, {"generate": False, "num_samples": 3})["num_samples"] == 3
+    with pytest.raises(TypeError, match=r"get_new_version got unknown arguments \['x'\]"):
+        changed_arguments(given, {"x": 1})
 
 
 def test_a_tokenizer_is_the_engines_unless_one_is_given() -> None:

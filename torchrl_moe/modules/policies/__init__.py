@@ -1,1 +1,1 @@
-"""Policies over tensordicts: one generates with an engine, one scores with a model. No policy does both."""
+"""Policies over tensordicts, on an engine or on a model: each either generates or scores, and has versions of both."""

@@ -1,6 +1,7 @@
-"""Log-probs of a batch's tokens by an engine: what ``vLLMWrapper(generate=False)`` does.
+"""Log-probs of full sequences by an engine: what ``vLLMWrapper(generate=False)`` does.
 
-The engine follows the experts that were recorded (R3), at the temperature and over the words that the batch says. No
+Tokens of a rollout follow the experts that were recorded (R3), at the temperature and over the words that the batch
+says. Text and chats are encoded, perhaps to other tokens than were sampled, so what belongs to tokens is not theirs. No
 gradient goes through it: it gives old log-probs by a replica that serves anyway, or those of a reference policy by an
 engine that is never synced, in place of a second model in the trainer.
 """
@@ -13,18 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
-from torchrl.modules.llm.policies import LogProbs
 
 from torchrl_moe._errors import ReplayError
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import select_rows
+from torchrl_moe.modules.policies.full_sequences import FullSequence, scored_tensordict
 from torchrl_moe.modules.policies.request_keys import request_arguments
 from torchrl_moe.modules.policies.routes import no_routes, read_routes
 from torchrl_moe.modules.policies.sampled_from import UNSAID, read_sampling, says_nothing
+from torchrl_moe.modules.policies.sampling_entry import SAMPLING
 from torchrl_moe.modules.policies.scoring import ScoringBatch, read_batch
-from torchrl_moe.modules.serving.service import GenerationService
+from torchrl_moe.modules.serving.llm_service import Engine
 
 __all__ = ["EngineScorer"]
 
@@ -42,7 +44,7 @@ class EngineScorer:
         arguments: of the engine's ``score``: ``actor_index``, ``lora_request``, ``timeout_seconds``, ``use_tqdm``.
     """
 
-    engine: GenerationService
+    engine: Engine
     replay: Literal["R3", "none"] = "R3"
     temperature: float | None = None
     tokens_key: Any = ("tokens", "full")
@@ -53,21 +55,39 @@ class EngineScorer:
 
     @property
     def in_keys(self) -> list[Any]:
-        """What it reads of every sample."""
-        return [self.tokens_key, *([self.routed_experts_key] if self.replay == "R3" else [])]
+        """What it reads of every sample besides its sequence."""
+        return [self.routed_experts_key] if self.replay == "R3" else []
 
     def answers(
-        self, samples: Sequence[TensorDictBase], log_probs_key: str, sampling: Mapping[str, Any] | None = None
+        self, samples: Sequence[TensorDictBase], sequences: Sequence[FullSequence], keys: Mapping[str, Any]
     ) -> list[TensorDictBase]:
-        """Return a TensorDict of each sample's log-probs, ``(log_probs_key, "full")`` ``[T]``; see :meth:`score`.
+        """Return what is written of each sample; see :meth:`score`, and ``scored_tensordict``.
+
+        Args:
+            samples: of the batch, batch size ``[]`` each.
+            sequences: read of them.
+            keys: where to write.
 
         Raises:
-            ValueError: the call says how to sample.
+            ValueError: text or a chat, and words that were kept for other tokens.
         """
-        if sampling:
-            raise ValueError(f"{sorted(sampling)} are of generating, and this wrapper has generate=False")
-        rows = self.score(lazy_stack(list(samples)))
-        return [TensorDict({log_probs_key: LogProbs(full=row, padded=False)}) for row in rows]
+        rows = [self._row(*pair, i) for i, pair in enumerate(zip(samples, sequences, strict=True))]
+        scores = self.score(lazy_stack(rows))
+        return [scored_tensordict(one, row, keys) for one, row in zip(sequences, scores, strict=True)]
+
+    def _row(self, sample: TensorDictBase, sequence: FullSequence, position: int) -> TensorDictBase:
+        """Return a sample with its sequence where :meth:`score` reads it, and what else that reads."""
+        if sequence.text is None:
+            row = sample.copy()
+        else:
+            if sample.get((SAMPLING, "kept"), None) is not None:
+                raise ValueError(
+                    f"sample {position} says which words each token was sampled from, and text may be encoded to other "
+                    f"tokens: input_mode='tokens' scores those; or exclude {SAMPLING!r}, and all words count"
+                )
+            row = sample.select(SAMPLING, "min_version", strict=False).copy()
+        row.set(self.tokens_key, sequence.ids)
+        return row.set(self.mask_key, sequence.mask)
 
     def score(self, td: TensorDictBase) -> list[Tensor]:
         """Return the log-probs of each sample's tokens, float32 ``[T]``; 0 on pads and on first tokens.

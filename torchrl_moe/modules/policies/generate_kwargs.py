@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torchrl_moe._compat_generation import standard_names
+
 __all__ = ["engine_arguments_of", "overridden", "sampling_params_of"]
 
 # Common name -> vLLM's. Where both are given vLLM's own wins, as in TorchRL.
@@ -29,21 +31,23 @@ def sampling_params_of(generate_kwargs: Mapping[str, Any] | None) -> dict[str, A
     """Return the fields of vLLM's ``SamplingParams`` that ``generate_kwargs`` ask for.
 
     Raises:
-        ValueError: a beam-search setting, or ``do_sample=False`` with a temperature.
+        ValueError: a beam-search setting, ``do_sample=False`` with a temperature, or a value that TorchRL refuses: a
+            negative temperature, a ``top_p`` outside 0 to 1, a ``top_k`` or a ``repetition_penalty`` that is not
+            positive.
 
     >>> sampling_params_of({"max_new_tokens": 8, "do_sample": False})
     {'max_tokens': 8, 'temperature': 0.0}
     """
     given = dict(generate_kwargs or {})
+    if given.get("temperature", 0.0) is None:
+        del given["temperature"]  # TorchRL takes it for a temperature that is not 0
+    given = standard_names(given)
     for name, off in BEAM_ONLY.items():
         value = given.pop(name, None)
         if value not in off:
             raise ValueError(f"generate_kwargs[{name!r}]={value!r}: vLLM samples and has no beam search; leave it out")
     params = {RENAMED.get(name, name): value for name, value in given.items() if RENAMED.get(name) not in given}
-    sample = params.pop("do_sample", None)
-    if sample is False:
-        if params.get("temperature", 0.0) not in (None, 0.0):
-            raise ValueError(f"do_sample=False is greedy, but temperature={params['temperature']}: pass one of them")
+    if params.pop("do_sample", None) is False:
         params["temperature"] = 0.0
     if isinstance(params.get("logprobs"), bool):
         params["logprobs"] = 0 if params["logprobs"] else None

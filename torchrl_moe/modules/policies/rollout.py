@@ -21,19 +21,28 @@ from torchrl_moe.data.segments import first_writer_wins, num_segments, shared_pr
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
 from torchrl_moe.modules.policies.sampling_entry import SAMPLING, check_earlier_turn, pad_sampling, sampling_entry
 
-__all__ = ["RolloutKeys", "answer_tensordict", "check_prompts", "flat_samples", "pad_answers", "stack_answers"]
+__all__ = [
+    "RolloutKeys",
+    "answer_tensordict",
+    "check_prompts",
+    "flat_samples",
+    "pad_answers",
+    "repeated",
+    "stack_answers",
+]
 
 NO_VERSION = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutKeys:
-    """Where the wrapper writes; ``None`` leaves an entry out."""
+    """Where the wrapper writes; ``None`` leaves an entry out, and without ``versions`` there is none of these."""
 
     tokens: str = "tokens"
     masks: str = "masks"
     log_probs: str | None = "log_probs"
     routed_experts: str | None = "routed_experts"
+    versions: bool = True
 
 
 def _mask(prompt: int, total: int) -> Tensor:
@@ -66,7 +75,7 @@ def check_prompts(
     """
     for prompt, earlier in zip(prompts, inputs, strict=True):
         if earlier.get(SAMPLING, None) is not None:
-            real = _repeated(earlier, torch.tensor(prompt), keys)
+            real = repeated(earlier, torch.tensor(prompt), keys)
             if real is not None:
                 check_earlier_turn(params, earlier, real)
 
@@ -93,23 +102,24 @@ def answer_tensordict(
     response = torch.from_numpy(output.token_ids.copy())
     full = torch.cat([prompt, response])
     per_token = _per_token(output, len(prompt), len(full), layout, keys)
-    real = None if earlier is None else _repeated(earlier, prompt, keys)
+    real = None if earlier is None else repeated(earlier, prompt, keys)
     if earlier is not None and real is not None:
         _keep_earlier(earlier, real, per_token)
     goes_on_from = None if real is None else earlier
     assistant = _mask(len(prompt), len(full))
-    versions = per_token["policy_versions"]
     source: dict[str, Any] = {
         keys.tokens: _unpadded(Tokens, prompt=prompt, response=response, full=full),
         keys.masks: _unpadded(Masks, all_attention_mask=torch.ones_like(assistant), all_assistant_mask=assistant),
-        "policy_versions": TensorDict({"full": versions}),
-        "policy_version": versions[len(prompt) :].min().long() if len(response) else torch.tensor(NO_VERSION),
-        "num_segments": torch.tensor(num_segments(versions)),
         "resume": NonTensorData(_resume(output, goes_on_from)),
         "finish_reason": NonTensorData(output.finish_reason),
         "num_cached_tokens": torch.tensor(completion.num_cached_tokens),
         SAMPLING: sampling_entry(params, output.kept, len(prompt), len(full), goes_on_from, real),
     }
+    if keys.versions:
+        versions = per_token["policy_versions"]
+        least = versions[len(prompt) :].min().long() if len(response) else torch.tensor(NO_VERSION)
+        source |= {"policy_versions": TensorDict({"full": versions}), "policy_version": least}
+        source["num_segments"] = torch.tensor(num_segments(versions))
     if keys.log_probs is not None:
         values = per_token[keys.log_probs]
         source[keys.log_probs] = _unpadded(LogProbs, response=values[len(prompt) :].clone(), full=values)
@@ -122,9 +132,11 @@ def _per_token(
     output: CompletionOutput, prompt: int, total: int, layout: RoutingLayout | None, keys: RolloutKeys
 ) -> dict[str, Tensor]:
     """Return what this turn knows of every token of ``full``, by key: ``[T, ...]``."""
-    versions = torch.full((total,), NO_VERSION, dtype=torch.int32)
-    versions[prompt:] = torch.from_numpy(output.policy_versions.copy())
-    values = {"policy_versions": versions}
+    values = {}
+    if keys.versions:
+        versions = torch.full((total,), NO_VERSION, dtype=torch.int32)
+        versions[prompt:] = torch.from_numpy(output.policy_versions.copy())
+        values["policy_versions"] = versions
     if keys.log_probs is not None:
         if output.logprobs is None:
             raise ValueError("the engine returned no log-probs: leave generate_kwargs['logprobs'] out, or set it to 0")
@@ -136,7 +148,7 @@ def _per_token(
     return values
 
 
-def _repeated(earlier: TensorDictBase, prompt: Tensor, keys: RolloutKeys) -> Tensor | None:
+def repeated(earlier: TensorDictBase, prompt: Tensor, keys: RolloutKeys) -> Tensor | None:
     """Return which tokens of an earlier turn are no pads, if ``prompt`` begins with all of that, prompt and response.
 
     A response that merely comes out the same again, on the same input or after a reset, is this turn's own.

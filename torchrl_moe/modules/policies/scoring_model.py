@@ -26,9 +26,10 @@ from torchrl_moe.modules.policies.linear_parts import linear_parts, logit_transf
 from torchrl_moe.modules.policies.sampled_from import SampledFrom, parts_by_temperature
 from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, token_scores
 from torchrl_moe.modules.replay.discovery import dry_inputs
+from torchrl_moe.modules.replay.router_replay import evaluating
 from torchrl_moe.ops.log_probs import LogitTransform, selected_log_probs
 
-__all__ = ["ScoringModel", "Selection"]
+__all__ = ["ScoringModel", "Selection", "unwrap"]
 
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 """What a forward pass without logits may end in: of a model that does more with them than it is known for."""
@@ -90,7 +91,7 @@ class ScoringModel:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.language_model = _unwrap(model)
+        self.language_model = unwrap(model)
         getter = getattr(self.language_model, "get_output_embeddings", None)
         self.head: nn.Module | None = None if getter is None else getter()
         self.splits = False
@@ -328,7 +329,7 @@ def _lock_of(model: nn.Module) -> threading.RLock:
     return _LOCKS.setdefault(model, threading.RLock())
 
 
-def _unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """Return the transformers model inside of ``torch.compile`` and peft."""
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
@@ -347,11 +348,5 @@ def _counts_places(model: nn.Module) -> bool:
 @contextmanager
 def _dry_run(model: nn.Module) -> Iterator[None]:
     """Run with every module in eval mode, without gradients, and uncompiled."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode
+    with evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        yield

@@ -12,13 +12,14 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorDictBase, lazy_stack, set_list_to_stack
-from torchrl.modules.llm.policies import LLMWrapperBase
+from tensordict import NestedKey, TensorDictBase, set_list_to_stack
 
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies import prompts as reading
-from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of, overridden, sampling_params_of
+from torchrl_moe.modules.policies.batching import batched, set_batching
+from torchrl_moe.modules.policies.engine_wrapper import EngineWrapper, no_logits
+from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of, overridden
 from torchrl_moe.modules.policies.request_keys import request_argument, request_arguments
 from torchrl_moe.modules.policies.rollout import (
     RolloutKeys,
@@ -29,13 +30,15 @@ from torchrl_moe.modules.policies.rollout import (
     stack_answers,
 )
 from torchrl_moe.modules.policies.sample_request import SampleRequest
-from torchrl_moe.modules.policies.sampling_entry import SAMPLING, refuse_changed_values
+from torchrl_moe.modules.policies.sampling_entry import refuse_changed_values
 from torchrl_moe.modules.policies.wrapper_arguments import (
+    changed_arguments,
     engine_of,
     keeps_routes,
+    model_of,
     refuse,
+    sampling_parameters_of,
     scorer_of,
-    set_no_batching,
     split_arguments,
     tokenizer_of,
 )
@@ -45,17 +48,18 @@ __all__ = ["vLLMWrapper"]
 NO_SAMPLES = "inplace must be False (or None) when generating more than one sample"
 
 
-class vLLMWrapper(LLMWrapperBase):
-    """Generates with an :class:`AsyncVLLM`.
+class vLLMWrapper(EngineWrapper):
+    """Generates with an :class:`AsyncVLLM`, or scores with it.
 
     Args:
-        model: an engine, or a folder or hub name from which one is started.
+        model: an engine; a folder or hub name, from which an :class:`AsyncVLLM` is started; or a ``vllm.LLM``, which
+            runs one call at a time and knows no versions of its weights.
         tokenizer: default: the engine's own; a string is loaded by name.
         input_mode: what to read: ``"history"``, ``"text"`` or ``"tokens"``.
-        input_key: where to read it; default ``(input_mode, "prompt")``, with ``generate=False`` ``("tokens", "full")``.
-        attention_mask_key: of padded token prompts, if there is one.
-        generate: false: write log-probs of the tokens in ``input_key`` by the engine's weights of now, and generate
-            nothing; how to sample is then not looked at.
+        input_key: where to read it; default ``(input_mode, "prompt")``, and ``(input_mode, "full")`` to score.
+        attention_mask_key: of padded tokens, if there is one.
+        generate: false: write log-probs of the whole of what is in ``input_key`` by the engine's weights of now, with
+            its tokens and masks, and generate nothing; how to sample is then not looked at.
         generate_kwargs: TorchRL's common names (``max_new_tokens``, ``temperature``, ...) or vLLM's own; also
             ``actor_index``, ``lora_request`` and the engine's ``on_resume``.
         tokenizer_kwargs: for text prompts; padding and tensors are not asked for, whatever they say.
@@ -67,21 +71,25 @@ class vLLMWrapper(LLMWrapperBase):
         num_samples: answers per prompt; the output then has batch size ``[B, n]``.
         chat_template_name: one of TorchRL's templates.
         chat_template: a template of your own.
-        return_log_probs: whether to write log-probs (default yes).
+        return_log_probs: whether to write log-probs; ``None`` is yes.
         return_routed_experts: whether to write routes (default: if the engine captures them).
         history_key, text_key, tokens_key, masks_key, log_probs_key, routed_experts_key: where to write.
-        batching, min_batch_size, max_batch_size, batching_timeout: accepted if they ask for nothing: the engine
-            batches the requests of all threads as they come.
+        batching, min_batch_size, max_batch_size, batching_timeout: whether calls of several threads share one, of how
+            many samples, and for how many seconds one waits for others; for TorchRL's sake: the engine batches the
+            requests of all threads as they come, and needs none of it.
         prefer_tokens: in history mode, take the ids in ``"tokens"`` instead of encoding again: those of an earlier
             turn as far as they go, else the caller's own ``("tokens", "prompt")``, or ``"full"``, as they are.
         timeout_seconds: per request; a late batch raises :class:`GenerationTimeout`.
         actor_index: the replica to use, instead of the balancer's choice.
         lora_request: vLLM's ``LoRARequest``, or a mapping of its fields.
         use_tqdm: whether to show a progress bar.
-        replay: with ``generate=False``: whether tokens follow recorded experts, ``"R3"`` (default) or ``"none"``.
+        replay: with ``generate=False``: whether tokens follow recorded experts, ``"R3"``, or ``"none"``. Default: they
+            do if the engine captures any; text and chats never do.
         temperature: with ``generate=False``: at which tokens are scored; default: what each sample says.
 
-    Every key of the README's table is written in every input mode; ``B`` unequal sequences are a lazy stack.
+    Every key of the README's table is written in every input mode; ``B`` unequal sequences are a lazy stack. TorchRL's
+    are ``out_keys``, in its order, and those that are ours ``extra_keys``. What copies ``out_keys`` only, as TorchRL's
+    collector with a policy on another device, copies both once you say ``policy.out_keys += policy.extra_keys``.
 
     A batch may say more of its requests than their prompts, for admission and balancing: ``"session_id"``,
     ``"group_id"``, ``"priority"``, ``"min_version"`` and ``"request_context"`` at its root, one value per sample, are
@@ -95,9 +103,6 @@ class vLLMWrapper(LLMWrapperBase):
         td = policy(TensorDict(text=Text(prompt=["1+1="]), batch_size=[1]))
         td[0]["routed_experts", "full"]  # [T, L, K]
     """
-
-    history_key: str
-    routed_experts_key: str
 
     def __init__(
         self,
@@ -118,7 +123,7 @@ class vLLMWrapper(LLMWrapperBase):
         num_samples: int | None = None,
         chat_template_name: str | None = None,
         chat_template: str | None = None,
-        return_log_probs: bool = True,
+        return_log_probs: bool | None = None,
         return_routed_experts: bool | None = None,
         history_key: str = "history",
         text_key: str = "text",
@@ -140,85 +145,48 @@ class vLLMWrapper(LLMWrapperBase):
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
+        set_batching(self, batching, min_batch_size, max_batch_size, batching_timeout)
         refuse(arguments)
-        self.model = model = engine_of(model)
+        self.model = model = model_of(model)
+        self.engine = engine_of(model)
         # a new version shares the engine and changes the rest
         self._arguments = {**arguments, "model": model}
-        self.tokenizer = tokenizer_of(tokenizer, model)
-        self.input_mode, self.generate, self.prefer_tokens = input_mode, generate, prefer_tokens
-        self.attention_mask_key, self.tokenizer_kwargs = attention_mask_key, dict(tokenizer_kwargs or {})
-        self.chat_template, self.chat_template_name = chat_template, chat_template_name
-        self.pad_output, self.layout, self.return_log_probs = pad_output, layout, return_log_probs
-        self._device = None if device is None else torch.device(device)
-        self.timeout_seconds, self.use_tqdm = timeout_seconds, use_tqdm
-        self.return_routed_experts = keeps_routes(return_routed_experts, model)
+        self.tokenizer = tokenizer_of(tokenizer, self.engine)
+        self._set_plain(arguments)
+        self.return_routed_experts = keeps_routes(return_routed_experts, self.engine)
         given = {"actor_index": actor_index, "lora_request": lora_request}
         self.engine_arguments, sampling = split_arguments(generate_kwargs, **given)
-        self.scorer = scorer_of(model, arguments, self.engine_arguments)
-        self.sampling_params = self._sampling_params(sampling, num_samples)
+        self.scorer = scorer_of(self.engine, arguments, self.engine_arguments)
+        self.sampling_params = sampling_parameters_of(sampling, num_samples, self.return_log_probs)
         self._set_samples(num_samples, inplace)
-        self._set_keys()
-        set_no_batching(self)
+        self._set_keys(arguments, has_versions=self.engine is model)
 
     def _set_samples(self, num_samples: int | None, inplace: Literal["empty"] | bool | None) -> None:
         """Set how many answers a prompt gets, and where they go."""
-        self.num_samples = num_samples or (self.sampling_params["n"] if self.sampling_params.get("n", 1) > 1 else None)
+        asked = num_samples or self.sampling_params.get("n", 1)
+        self.num_samples = num_samples or (asked if asked > 1 and self.generate else None)
         self.inplace = (self.num_samples is None) if inplace is None else inplace
         if self.num_samples is not None and self.inplace is not False:
             raise ValueError(f"{NO_SAMPLES}, got inplace={inplace!r}")
 
-    def _set_keys(self) -> None:
-        """Set every key, and what is read and written."""
-        for name in ("history_key", "text_key", "tokens_key", "masks_key", "log_probs_key", "routed_experts_key"):
-            setattr(self, name, self._arguments[name])
-        self.keys = RolloutKeys(
-            tokens=self.tokens_key,
-            masks=self.masks_key,
-            log_probs=self.log_probs_key if self.return_log_probs else None,
-            routed_experts=self.routed_experts_key if self.return_routed_experts else None,
-        )
-        self.input_key = self._arguments["input_key"] or (self.input_mode, "prompt")
-        self.in_keys = [self.input_key]
-        self.out_keys = [self.text_key] if self.input_mode != "tokens" else []
-        self.out_keys += [self.masks_key, self.tokens_key]
-        self.out_keys += [key for key in (self.keys.log_probs, self.keys.routed_experts) if key is not None]
-        self.out_keys += [self.history_key] if self.input_mode == "history" else []
-        self.out_keys += ["policy_versions", "policy_version", "num_segments", "resume"]
-        self.out_keys += ["finish_reason", "num_cached_tokens", SAMPLING]
-        if self.scorer is not None:
-            self.input_key, self.in_keys = self.scorer.tokens_key, self.scorer.in_keys
-            self.out_keys = [self.log_probs_key]
-
-    def _sampling_params(self, generate_kwargs: dict[str, Any] | None, num_samples: int | None) -> dict[str, Any]:
-        params = sampling_params_of(generate_kwargs)
-        if num_samples is not None and params.setdefault("n", num_samples) != num_samples:
-            raise ValueError(f"num_samples={num_samples} differs from generate_kwargs['n']={params['n']}")
-        if self.return_log_probs:
-            params.setdefault("logprobs", 0)
-        params.setdefault("include_stop_str_in_output", True)
-        params.setdefault("skip_special_tokens", False)
-        return params
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where the output goes; ``None`` leaves it on the CPU."""
-        return self._device
-
     def get_new_version(self, **kwargs: Any) -> vLLMWrapper:
-        """Return a wrapper of the same engine with some arguments changed and all others kept."""
-        unknown = sorted(set(kwargs) - set(self._arguments))
-        if unknown:
-            raise TypeError(f"get_new_version got unknown arguments {unknown}; known: {sorted(self._arguments)}")
-        return type(self)(**{**self._arguments, **kwargs})
+        """Return a wrapper of the same engine with some arguments changed and all others kept.
+
+        Where ``generate`` or ``input_mode`` change, ``input_key`` is the new default; where ``generate`` changes, so
+        are the arguments that only the other kind of wrapper has.
+        """
+        return type(self)(**changed_arguments(self._arguments, kwargs))
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
+    @batched
     @set_list_to_stack(True)  # type: ignore[untyped-decorator]
     def forward(
         self,
         tensordict: TensorDictBase,
         *,
         tensordict_out: TensorDictBase | None = None,
+        logits_only: bool = False,
         return_routed_experts: bool = True,
         **generate_kwargs: Any,
     ) -> TensorDictBase:
@@ -227,24 +195,27 @@ class vLLMWrapper(LLMWrapperBase):
         Args:
             tensordict: holds the prompts at ``input_key``.
             tensordict_out: where to write, instead of what ``inplace`` says.
+            logits_only: must be false; an engine gives none.
             return_routed_experts: false leaves the routes of this call out; evaluation does not need them.
             **generate_kwargs: change the constructor's for this call, the engine's arguments among them too.
 
         Raises:
-            KeyError: there is no prompt at ``input_key``.
-            ValueError: the batch or a prompt is empty, an argument makes no sense, or a prompt goes on from a turn of
-                another temperature.
-            TypeError: what the batch says of a request is of a wrong type.
+            ValueError: there is nothing at ``input_key``, the batch or a prompt is empty, an argument makes no sense,
+                or a prompt goes on from a turn of another temperature.
+            TypeError: what is to be a ``History`` is none, or what the batch says of a request is of a wrong type.
             EngineError: a request failed, or was aborted: a cut answer is never passed on as a whole one.
         """
+        if logits_only:
+            raise no_logits()
         samples = flat_samples(tensordict)
         if not samples:
             raise ValueError(f"the input has no samples: its batch size is {list(tensordict.batch_size)}")
         if self.scorer is not None:
-            scored = self.scorer.answers(samples, self.log_probs_key, generate_kwargs)
-            return self._write(tensordict, tensordict_out, stack_answers(scored, tensordict.batch_size))
+            if generate_kwargs:
+                raise ValueError(f"{sorted(generate_kwargs)} are of generating, and this wrapper has generate=False")
+            return self._score(self.scorer, samples, tensordict, tensordict_out)
         keys = self.keys if return_routed_experts else replace(self.keys, routed_experts=None)
-        prompts = self._read(samples)
+        prompts = self._source.prompts(samples)
         given, sampling = engine_arguments_of(generate_kwargs)
         asked = {**self.engine_arguments, **given, **request_arguments(samples)}
         params = self._params_of_call(overridden(self.sampling_params, sampling), keys)
@@ -252,9 +223,9 @@ class vLLMWrapper(LLMWrapperBase):
         completions = self._generate(prompts.ids, params, keys, asked)
         answers = self._answers(samples, prompts, completions, keys, params)
         shape = (*tensordict.batch_size, *(() if self.num_samples is None else (self.num_samples,)))
-        pad = self._pad_token_id() or 0
+        pad = self.padding_value or 0
         out = pad_answers(answers, pad, keys, shape) if self.pad_output else stack_answers(answers, shape)
-        return self._write(tensordict, tensordict_out, out if self._device is None else out.to(self._device))
+        return self._write(tensordict, tensordict_out, out)
 
     @set_list_to_stack(True)  # type: ignore[untyped-decorator]
     def requests(
@@ -273,7 +244,7 @@ class vLLMWrapper(LLMWrapperBase):
             raise ValueError(f"requests() asks for one answer per sample, but num_samples={self.num_samples}")
         samples = flat_samples(tensordict)
         keys = self.keys if return_routed_experts else replace(self.keys, routed_experts=None)
-        prompts = self._read(samples)
+        prompts = self._source.prompts(samples)
         given, sampling = engine_arguments_of(generate_kwargs)
         params = self._params_of_call(overridden(self.sampling_params, sampling), keys)
         check_prompts(prompts.ids, keys, params, samples)
@@ -294,45 +265,17 @@ class vLLMWrapper(LLMWrapperBase):
     @set_list_to_stack(True)  # type: ignore[untyped-decorator]
     def answer(self, request: SampleRequest, completion: Completion) -> TensorDictBase:
         """Return what came of one of :meth:`requests`: the keys that :meth:`forward` writes, batch size ``[]``."""
-        layout = self.model.routing_layout
+        layout = self.engine.routing_layout
         params = request.arguments["sampling_params"]
         answer = answer_tensordict(completion, completion.outputs[0], layout, request.keys, params, request.sample)
         if self.input_mode != "tokens":
             self._add_text(answer, request.prompts, request.index)
         return answer
 
-    def _pad_token_id(self) -> int | None:
-        pad = getattr(self.tokenizer, "pad_token_id", None)
-        return getattr(self.tokenizer, "eos_token_id", None) if pad is None else pad
-
-    def _read(self, samples: Sequence[TensorDictBase]) -> reading.Prompts:
-        for i, sample in enumerate(samples):
-            if sample.get(self.input_key, None) is None:
-                raise KeyError(
-                    f"no {self.input_key!r} in sample {i} of the input, whose keys are "
-                    f"{sorted(map(str, sample.keys(True)))}; input_mode={self.input_mode!r} reads it there"
-                )
-        stack = lazy_stack(list(samples))
-        pad = self._pad_token_id()
-        if self.input_mode == "tokens":
-            return reading.prompts_from_tokens(stack, self.input_key, self.attention_mask_key, pad)
-        if self.input_mode == "text":
-            return reading.prompts_from_text(stack.get(self.input_key), self.tokenizer, self.tokenizer_kwargs)
-        known = None
-        if self.prefer_tokens:
-            mask_key = (self.masks_key, "all_attention_mask")
-            known = [reading.known_ids(one, self.tokens_key, one.get(mask_key, None), pad) for one in samples]
-        template = self.chat_template
-        if template is None and self.chat_template_name is None:
-            # else TorchRL guesses one from words in the path that the tokenizer was loaded from
-            template = getattr(self.tokenizer, "chat_template", None)
-        history = stack.get(self.input_key)
-        return reading.prompts_from_history(history, self.tokenizer, template, self.chat_template_name, known)
-
     def _generate(
         self, ids: list[list[int]], params: dict[str, Any], keys: RolloutKeys, asked: dict[str, Any]
     ) -> list[Completion]:
-        completions = self.model.generate(
+        completions = self.engine.generate(
             prompt_token_ids=ids,
             sampling_params=params,
             use_tqdm=self.use_tqdm,
@@ -367,7 +310,7 @@ class vLLMWrapper(LLMWrapperBase):
         params: dict[str, Any],
     ) -> list[TensorDictBase]:
         """Return the TensorDicts of all answers, prompt by prompt."""
-        layout = self.model.routing_layout
+        layout = self.engine.routing_layout
         answers = []
         for i, completion in enumerate(completions):
             for output in completion.outputs:
@@ -386,11 +329,3 @@ class vLLMWrapper(LLMWrapperBase):
             if ids and ids[-1] == self.tokenizer.eos_token_id:
                 response = self.tokenizer.decode(ids[:-1], skip_special_tokens=False)
             answer.set(self.history_key, reading.history_entry(prompts.histories[i], response))
-
-    def _write(self, source: TensorDictBase, target: TensorDictBase | None, out: TensorDictBase) -> TensorDictBase:
-        if target is None:
-            if self.inplace is False:
-                return out
-            target = source.empty() if self.inplace == "empty" else source
-        target = target.exclude(*self.out_keys, inplace=True)
-        return target.update(out)

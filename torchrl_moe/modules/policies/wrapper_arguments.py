@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 
 from torchrl_moe.modules.policies.engine_scorer import EngineScorer
-from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of
+from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of, sampling_params_of
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
+from torchrl_moe.modules.serving.llm_service import Engine, LLMService, is_llm
+from torchrl_moe.modules.serving.sampling_parameters import SamplingParameters
 from torchrl_moe.modules.serving.service import GenerationService
 
-__all__ = ["engine_of", "keeps_routes", "refuse", "scorer_of", "set_no_batching", "split_arguments", "tokenizer_of"]
+__all__ = [
+    "changed_arguments",
+    "engine_of",
+    "keeps_routes",
+    "model_of",
+    "refuse",
+    "sampling_parameters_of",
+    "scorer_of",
+    "split_arguments",
+    "tokenizer_of",
+]
 
 INPUT_MODES = ("history", "text", "tokens")
+OF_GENERATING = ("num_samples", "return_routed_experts")
 
 
 def refuse(arguments: dict[str, Any]) -> None:
@@ -27,8 +41,8 @@ def refuse(arguments: dict[str, Any]) -> None:
         raise ValueError(f"input_mode must be one of {INPUT_MODES}, got {arguments['input_mode']!r}")
     if arguments["pad_model_input"] is not None:
         raise ValueError("pad_model_input must be None: vLLM takes prompts without padding")
-    if arguments["batching"] or arguments["min_batch_size"] or arguments["max_batch_size"]:
-        raise ValueError("batching is the engine's: it batches the requests of all threads as they come; leave it out")
+    if not isinstance(arguments["pad_output"], bool):
+        raise ValueError(f"pad_output must be a boolean, got {arguments['pad_output']!r}")
     if arguments["layout"] not in (None, torch.strided):
         raise ValueError(f"layout must be None or torch.strided, got {arguments['layout']}")
     num_samples = arguments["num_samples"]
@@ -38,35 +52,67 @@ def refuse(arguments: dict[str, Any]) -> None:
 
 def _refuse_to_score(arguments: dict[str, Any]) -> None:
     """Refuse what cannot be meant of a wrapper that scores."""
-    if arguments["input_mode"] != "tokens":
-        raise ValueError(
-            f"input_mode={arguments['input_mode']!r} with generate=False: text may be encoded to other tokens than "
-            "those that were sampled and routed. input_mode='tokens' reads ('tokens', 'full') of the rollout."
-        )
+    if arguments["return_log_probs"] is False:
+        raise ValueError("return_log_probs must be True when generate=False: log-probs are all that it computes")
     if arguments["replay"] not in (None, "R3", "none"):
         raise ValueError(f"replay must be 'R3' or 'none', got {arguments['replay']!r}: an engine records no R2")
+    if arguments["replay"] == "R3" and arguments["input_mode"] != "tokens":
+        raise ValueError(
+            f"replay='R3' with input_mode={arguments['input_mode']!r}: text may be encoded to other tokens than those "
+            "that were sampled and routed. input_mode='tokens' reads ('tokens', 'full') of the rollout."
+        )
     if arguments["temperature"] is not None and not arguments["temperature"] > 0:
         raise ValueError(f"temperature must be positive, got {arguments['temperature']}")
-    of_generating = {"num_samples": None, "return_log_probs": True, "return_routed_experts": None, "pad_output": False}
-    for name, silent in of_generating.items():
-        if arguments[name] not in (silent, None):
+    for name in OF_GENERATING:
+        if arguments[name] is not None:
             raise ValueError(f"{name}={arguments[name]!r} is of generating: leave it out with generate=False")
 
 
-def scorer_of(engine: GenerationService, arguments: dict[str, Any], asked: dict[str, Any]) -> EngineScorer | None:
+def changed_arguments(arguments: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a new version.
+
+    Args:
+        arguments: of the wrapper there is.
+        changes: of the new one. Where they change what is read, or that it is generated, arguments that go with that
+            have their defaults again, unless they are changed too.
+
+    Raises:
+        TypeError: an unknown argument.
+    """
+    if unknown := sorted(set(changes) - set(arguments)):
+        raise TypeError(f"get_new_version got unknown arguments {unknown}; known: {sorted(arguments)}")
+    follow: dict[str, Any] = {}
+    if any(changes.get(name, arguments[name]) != arguments[name] for name in ("generate", "input_mode")):
+        follow["input_key"] = None
+    if changes.get("generate", arguments["generate"]) != arguments["generate"]:
+        follow |= dict.fromkeys((*OF_GENERATING, "replay", "temperature", "return_log_probs"))
+    return {**arguments, **follow, **changes}
+
+
+def scorer_of(engine: Engine, arguments: dict[str, Any], asked: dict[str, Any]) -> EngineScorer | None:
     """Return what scores in place of generating; ``None`` if the wrapper generates.
 
     Args:
-        engine: the service.
+        engine: what scores.
         arguments: the wrapper's.
         asked: those of the engine's ``generate`` among them.
+
+    Raises:
+        ValueError: a ``vllm.LLM`` is to follow recorded experts.
     """
     if arguments["generate"]:
         return None
     given: dict[str, Any] = {name: asked[name] for name in ("actor_index", "lora_request") if name in asked}
+    follows = arguments["input_mode"] == "tokens" and engine.routing_layout is not None
+    replay: Literal["R3", "none"] = arguments["replay"] or ("R3" if follows else "none")
+    if replay == "R3" and isinstance(engine, LLMService):
+        raise ValueError(
+            "replay='R3', which None means where routes are captured, and a vllm.LLM follows no recorded experts: pass "
+            "replay='none', or use AsyncVLLM.from_pretrained(path)"
+        )
     return EngineScorer(
         engine=engine,
-        replay=arguments["replay"] or "R3",
+        replay=replay,
         temperature=arguments["temperature"],
         tokens_key=arguments["input_key"] or (arguments["tokens_key"], "full"),
         mask_key=(arguments["masks_key"], "all_attention_mask"),
@@ -83,22 +129,49 @@ def split_arguments(generate_kwargs: dict[str, Any] | None, **arguments: Any) ->
     return {**arguments, **given}, sampling
 
 
-def engine_of(model: Any) -> GenerationService:
-    """Return the engine, started if a folder or a name was given."""
+def sampling_parameters_of(
+    generate_kwargs: dict[str, Any], num_samples: int | None, log_probs: bool
+) -> SamplingParameters:
+    """Return what a wrapper samples with.
+
+    Args:
+        generate_kwargs: what the caller says of it.
+        num_samples: answers per prompt.
+        log_probs: whether they are wanted.
+
+    Raises:
+        ValueError: another number of answers in ``generate_kwargs``, or what these may not say.
+    """
+    params = sampling_params_of(generate_kwargs)
+    if num_samples is not None and params.setdefault("n", num_samples) != num_samples:
+        raise ValueError(f"num_samples={num_samples} differs from generate_kwargs['n']={params['n']}")
+    if log_probs:
+        params.setdefault("logprobs", 0)
+    params.setdefault("include_stop_str_in_output", True)
+    params.setdefault("skip_special_tokens", False)
+    return SamplingParameters(params)
+
+
+def model_of(model: Any) -> Any:
+    """Return the model; where a folder or a name was given, an :class:`AsyncVLLM` that was started for it."""
     if isinstance(model, str | os.PathLike):
         return AsyncVLLM.from_pretrained(model)
-    if not isinstance(model, GenerationService):
-        raise TypeError(f"model must be an AsyncVLLM, a folder or a hub name, got {type(model).__name__}")
     return model
 
 
-def set_no_batching(wrapper: Any) -> None:
-    """Set what TorchRL's base class reads of batching, which here is the engine's."""
-    wrapper._min_batch_size = wrapper._max_batch_size = wrapper._batching_lock = None
-    wrapper._batch_queue, wrapper._futures = [], []
+def engine_of(model: Any) -> Engine:
+    """Return what answers for a model."""
+    if isinstance(model, GenerationService):
+        return model
+    if is_llm(model):
+        return LLMService(model)
+    raise TypeError(
+        f"model must be an AsyncVLLM, a vllm.LLM, a folder or a hub name, got {type(model).__name__}. An engine in Ray "
+        "is reached by AsyncVLLM.connect(name)."
+    )
 
 
-def tokenizer_of(tokenizer: Any, engine: GenerationService) -> Any:
+def tokenizer_of(tokenizer: Any, engine: Engine) -> Any:
     """Return the tokenizer: as given, by its name, or the engine's."""
     if tokenizer is None:
         return engine.get_tokenizer()
@@ -109,7 +182,7 @@ def tokenizer_of(tokenizer: Any, engine: GenerationService) -> Any:
     return tokenizer
 
 
-def keeps_routes(wanted: bool | None, engine: GenerationService) -> bool:
+def keeps_routes(wanted: bool | None, engine: Engine) -> bool:
     """Whether routes are written: as wanted, else if the engine captures them."""
     captured = engine.routing_layout is not None
     if wanted and not captured:

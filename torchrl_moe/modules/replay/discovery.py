@@ -22,7 +22,15 @@ from torchrl_moe.modules.replay.interception import TopKObserver
 from torchrl_moe.modules.replay.parallelism import computing_device
 from torchrl_moe.modules.replay.scoring import OWN_CODE, ScoreTracer, describe_scoring
 
-__all__ = ["RouterSite", "arriving", "check_replayed", "discover", "dry_inputs", "has_experts", "number_of_layers"]
+__all__ = [
+    "RouterSite",
+    "arriving",
+    "check_replayed",
+    "discover",
+    "dry_inputs",
+    "has_experts",
+    "number_of_layers",
+]
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -70,7 +78,7 @@ def _expert_counts(config: Any) -> set[int]:
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether a model's config names experts; a dense model has none."""
+    """Whether a model's config names a number of experts; no forward pass is run."""
     return bool(_expert_counts(getattr(model, "config", None)))
 
 

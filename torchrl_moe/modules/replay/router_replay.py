@@ -25,7 +25,7 @@ from torchrl_moe.modules.replay.incoming import OnBadRoutes, Packing, bind_route
 from torchrl_moe.modules.replay.parallelism import computing_device, refused_parallelism
 from torchrl_moe.modules.replay.state import ReplayState
 
-__all__ = ["Recording", "RouterReplay"]
+__all__ = ["Recording", "RouterReplay", "evaluating"]
 
 
 class RouterReplay:
@@ -76,7 +76,7 @@ class RouterReplay:
         self._last: dict[int, LayerReport] = {}
         self._refused: tuple[int, ...] = ()
         try:
-            with _evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            with evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 self.sites = discover(model)
                 self.num_layers = number_of_layers(model)
                 handles.install(model, self.sites, self._state)
@@ -283,7 +283,7 @@ def _output(result: Any) -> Tensor:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Run with every module in eval mode, and put back what each was in."""
     training = {module: module.training for module in model.modules()}
     model.eval()

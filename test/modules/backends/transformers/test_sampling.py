@@ -64,7 +64,7 @@ def test_what_means_the_same_is_the_same() -> None:
         ({"bad_words": ["a"]}, "does not serve bad_words=.*; vLLM does"),
         ({"logit_bias": {1: 2.0}}, "does not serve logit_bias"),
         ({"structured_outputs": {"regex": "a"}}, "does not serve structured_outputs"),
-        ({"nonsense": 1}, "unknown nonsense; known: detokenize, ignore_eos"),
+        ({"nonsense": 1}, "unknown nonsense; known: detokenize, frequency_penalty"),
         ({"logprobs": 5}, "logprobs=5: a completion has the log-probs of its sampled tokens only"),
         ({"temperature": -0.5}, "temperature=-0.5 is out of range"),
         ({"temperature": float("nan")}, "temperature=nan is out of range"),

@@ -1,7 +1,7 @@
 """The requests that an engine process over plain transformers runs, in one loop: what may join joins, then all step.
 
-The model computes in one thread, a step at a time. Whoever else wants it, or wants that no token comes meanwhile (an
-abort, a pause, a snapshot, a weight swap), takes the turn between two steps; so nothing here is ever half done.
+The model computes in one thread, a step at a time. All that needs it besides, or that may not see it halfway (an abort,
+a pause, a snapshot, a weight swap), takes the turn between two steps; so nothing here is ever half done.
 """
 
 from __future__ import annotations
@@ -163,6 +163,7 @@ class EngineRequests:
 
     def _end(self, running: Running) -> None:
         del self._open[running.request.request_id]
+        self._aborted.discard(running.request.request_id)  # the id is free for another
         self.counts["requests"] += 1
         if running.request.scoring is None:
             self.counts["completions"] += len(running.answers) + len(running.done)

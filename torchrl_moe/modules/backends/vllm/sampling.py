@@ -8,7 +8,7 @@ from typing import Any
 
 from torchrl_moe.modules.backends.kept_ids import leaves_words_out
 
-__all__ = ["SamplingParamsBuilder"]
+__all__ = ["SamplingParamsBuilder", "default_of"]
 
 
 class SamplingParamsBuilder:
@@ -48,6 +48,22 @@ class SamplingParamsBuilder:
             # holding the sources keeps their ids from being used again
             self._key, self._held, self._last = key, (spec, guided_options), params
         return self._last
+
+
+def default_of(name: str) -> Any:
+    """Return what a ``SamplingParams`` has at ``name`` where nothing was given.
+
+    Raises:
+        AttributeError: it has no such field, or vLLM is not installed.
+
+    >>> default_of("top_p")
+    1.0
+    """
+    try:
+        from vllm import SamplingParams
+    except ImportError as error:
+        raise AttributeError(f"{name} was not given, and vLLM, which knows its default, is not installed") from error
+    return getattr(SamplingParams(), name)
 
 
 def _refuse_dropped(params: Any) -> None:

@@ -1,0 +1,262 @@
+"""A model's own generation: what is said of each token is what a plain forward pass of the whole answer says."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from torchrl_moe.data import KeptTokens
+from torchrl_moe.modules import RouterReplay
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
+from torchrl_moe.modules.policies.generation_settings import GenerationSettings, temperature_of
+from torchrl_moe.modules.policies.transformers_generation import generate_answers
+from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [11]]
+VOCABULARY = 259
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return make_tiny_moe()
+
+
+@pytest.fixture(scope="module")
+def replay(model: nn.Module) -> RouterReplay:
+    return RouterReplay(model)
+
+
+def config_of(model: Any, **generate_kwargs: Any) -> GenerationConfig:
+    config = GenerationSettings.of({"max_new_tokens": 6, **generate_kwargs}).config(model)
+    config.pad_token_id = 256
+    return config
+
+
+def whole(completion: Completion, output: CompletionOutput) -> Tensor:
+    return torch.from_numpy(np.concatenate([completion.prompt_token_ids, output.token_ids]))
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "all words": {"do_sample": True},
+    "temperature": {"temperature": 0.5},
+    "top_k": {"top_k": 7},
+    "top_p, temperature": {"top_p": 0.6, "temperature": 1.7},
+    "min_p": {"min_p": 0.4},
+    "a ban": {"do_sample": True, "suppress_tokens": [3, 4]},
+    "greedy": {"do_sample": False},
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_log_probs_and_words_are_those_of_the_distribution_that_was_drawn_from(
+    model: nn.Module, replay: RouterReplay, sampling: str
+) -> None:
+    torch.manual_seed(0)
+    config = config_of(model, **SAMPLINGS[sampling])
+    samples = 2 if config.do_sample else 1
+    found = generate_answers(model, PROMPTS, config, samples, replay=replay)
+    assert [len(one.outputs) for one in found] == [samples] * 3
+    for prompt, completion in zip(PROMPTS, found, strict=True):
+        assert completion.prompt_token_ids.tolist() == prompt
+        for output in completion.outputs:
+            ids = whole(completion, output)
+            with torch.no_grad(), replay.record() as recording:
+                logits = model(ids[None]).logits[0, len(prompt) - 1 : -1]
+            logits = logits / (temperature_of(config) or 1.0)
+            check_words(sampling, output, logits)
+            assert output.logprobs is not None
+            for t, row in enumerate(logits):
+                kept = words(output, t)
+                wanted = row[kept].log_softmax(-1)[int((kept == ids[len(prompt) + t]).nonzero()[0, 0])]
+                assert abs(float(wanted) - output.logprobs[t]) <= 1e-5
+            assert output.routed_experts is not None
+            routes = recording.routed_experts[0, :-1]
+            got = torch.from_numpy(output.routed_experts)
+            assert torch.equal(got.sort(-1).values, routes.sort(-1).values.to(got.dtype))
+
+
+def words(output: CompletionOutput, t: int) -> Tensor:
+    if output.kept is None:
+        return torch.arange(VOCABULARY)
+    kept = KeptTokens(ids=torch.from_numpy(output.kept.ids), sizes=torch.from_numpy(output.kept.sizes))
+    kept.validate(vocabulary=VOCABULARY, tokens=torch.from_numpy(output.token_ids))
+    return kept.words(t, vocabulary=VOCABULARY)
+
+
+def check_words(sampling: str, output: CompletionOutput, logits: Tensor) -> None:
+    """The words, by hand; a word at the very border may fall on either side of it."""
+    if sampling in ("all words", "temperature", "greedy"):
+        assert output.kept is None
+        return
+    for t, row in enumerate(logits):
+        kept, probabilities = words(output, t), row.softmax(-1)
+        if sampling == "top_k":
+            assert set(kept.tolist()) == set(row.topk(7).indices.tolist())
+        elif sampling == "a ban":
+            assert kept.tolist() == [word for word in range(VOCABULARY) if word not in (3, 4)]
+        elif sampling == "min_p":
+            assert set(kept.tolist()) == set((probabilities >= 0.4 * probabilities.max()).nonzero()[:, 0].tolist())
+        else:
+            least = probabilities[kept].sum() - probabilities[kept].min()
+            assert float(least) <= 0.6 + 1e-5
+            assert float(probabilities[kept].sum()) >= 0.6 - 1e-5
+
+
+def test_greedy_answers_are_those_of_each_prompt_alone(model: nn.Module) -> None:
+    found = generate_answers(model, PROMPTS, config_of(model))
+    for prompt, completion in zip(PROMPTS, found, strict=True):
+        (output,) = completion.outputs
+        ids = list(prompt)
+        with torch.no_grad():
+            while len(ids) < len(prompt) + 6 and (len(ids) == len(prompt) or ids[-1] != 258):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert whole(completion, output).tolist() == ids
+        assert output.routed_experts is None
+        assert output.policy_versions.tolist() == [-1] * len(output.token_ids)
+
+
+def ending(model: nn.Module) -> list[int]:
+    """Every word that a greedy answer to the first prompt has, in order."""
+    (completion,) = generate_answers(model, PROMPTS[:1], config_of(model))
+    return list(completion.outputs[0].token_ids.tolist())
+
+
+def test_an_answer_ends_with_its_end_token(model: nn.Module, replay: RouterReplay) -> None:
+    """Pads stand behind it, in a batch whose other answers go on; they are no part of it."""
+    third = ending(model)[2]
+    config = config_of(model, eos_token_id=[third, 258])
+    first, second, _ = generate_answers(model, PROMPTS, config, replay=replay)
+    (output,) = first.outputs
+    assert output.token_ids.tolist() == ending(model)[: ending(model).index(third) + 1]
+    assert output.finish_reason == "stop"
+    assert len(output.logprobs) == len(output.token_ids)
+    assert len(output.routed_experts) == 3 + len(output.token_ids) - 1
+    lengths = [len(second.outputs[0].token_ids), second.outputs[0].finish_reason]
+    assert lengths == [6, "length"] or second.outputs[0].token_ids[-1] in (third, 258)
+
+
+def test_an_end_token_that_is_the_pad_too(model: nn.Module) -> None:
+    third = ending(model)[2]
+    config = config_of(model, eos_token_id=third)
+    config.pad_token_id = third
+    (output,) = generate_answers(model, PROMPTS, config)[0].outputs
+    assert output.token_ids.tolist() == ending(model)[: ending(model).index(third) + 1]
+
+
+def test_an_answer_ends_with_a_stop_string() -> None:
+    tokenizer, model = ByteTokenizer(), make_tiny_moe("qwen3")
+    ascii_only = {"suppress_tokens": list(range(128, VOCABULARY))}
+    (completion,) = generate_answers(model, PROMPTS[:1], config_of(model, **ascii_only))
+    said = completion.outputs[0].token_ids.tolist()
+    config = config_of(model, stop_sequences=[chr(said[2])], **ascii_only)
+    (output,) = generate_answers(model, PROMPTS[:1], config, tokenizer=tokenizer)[0].outputs
+    assert output.token_ids.tolist() == said[: said.index(said[2]) + 1]
+    assert output.finish_reason == "stop"
+    config = config_of(model, stop_sequences=["x"])
+    with pytest.raises(ValueError, match=r"stop_sequences=\['x'\] are found by a tokenizer"):
+        generate_answers(model, PROMPTS[:1], config)
+
+
+@pytest.mark.parametrize("change", [{"repetition_penalty": 1.3}, {"sequence_bias": [[[5], 2.0]]}])
+def test_log_probs_of_changed_logits_are_refused(model: nn.Module, change: dict[str, Any]) -> None:
+    """By name, although the model's own configuration may have brought it."""
+    config = config_of(model, do_sample=True, **change)
+    with pytest.raises(ValueError, match=rf"{next(iter(change))}=.* changes logits.* or pass return_log_probs=False"):
+        generate_answers(model, PROMPTS, config)
+    (completion,) = generate_answers(model, PROMPTS[:1], config, log_probs=False)
+    assert completion.outputs[0].logprobs is None
+    assert completion.outputs[0].kept is None
+
+
+def test_a_word_that_is_forced_has_log_prob_0(model: nn.Module) -> None:
+    config = config_of(model, do_sample=True, forced_eos_token_id=258)
+    (output,) = generate_answers(model, PROMPTS[:1], config)[0].outputs
+    assert (int(output.token_ids[-1]), float(output.logprobs[-1])) == (258, 0.0)
+    assert words(output, -1).tolist() == [258]
+
+
+def test_what_there_is_nothing_to_sample_from(model: nn.Module) -> None:
+    with pytest.raises(ValueError, match="the prompt of sample 1 has no tokens"):
+        generate_answers(model, [[1], []], config_of(model))
+    with pytest.raises(ValueError, match="3 answers to a prompt, and greedy: they would be one"):
+        generate_answers(model, [[1]], config_of(model), 3)
+
+
+def test_a_model_in_training_samples_without_dropout() -> None:
+    model = make_tiny_moe(attention_dropout=0.9)
+    wanted = generate_answers(model.eval(), PROMPTS, config_of(model))
+    model.train()
+    model.model.layers[0].eval()
+    got = generate_answers(model, PROMPTS, config_of(model))
+    assert [one.outputs[0].token_ids.tolist() for one in got] == [one.outputs[0].token_ids.tolist() for one in wanted]
+    assert model.training
+    assert not model.model.layers[0].training
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("prompts", [PROMPTS, [[5]]])
+def test_routes_with_and_without_a_cache(
+    model: nn.Module, replay: RouterReplay, use_cache: bool, prompts: list[list[int]]
+) -> None:
+    found = generate_answers(model, prompts, config_of(model, use_cache=use_cache), replay=replay)
+    for completion in found:
+        (output,) = completion.outputs
+        ids = whole(completion, output)
+        with torch.no_grad(), replay.record() as recording:
+            model(ids[None])
+        got = torch.from_numpy(output.routed_experts).sort(-1).values
+        assert torch.equal(got, recording.routed_experts[0, :-1].sort(-1).values)
+
+
+def test_an_adapter_s_model_generates_with_routes() -> None:
+    model = get_peft_model(make_tiny_moe(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    replay = RouterReplay(model)
+    (completion,) = generate_answers(model, PROMPTS[:1], config_of(model, do_sample=True), replay=replay)
+    (output,) = completion.outputs
+    with torch.no_grad(), replay.replay(torch.from_numpy(output.routed_experts)[None]):
+        logits = model(whole(completion, output)[None, :-1]).logits[0, 2:]
+    wanted = logits.log_softmax(-1).gather(-1, torch.from_numpy(output.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.from_numpy(output.logprobs), wanted, atol=1e-5, rtol=0)
+
+
+def test_another_thread_s_forward_pass_is_no_step(model: nn.Module, replay: RouterReplay) -> None:
+    """It runs between two steps, where no context is open."""
+    wanted = generate_answers(model, PROMPTS, config_of(model), replay=replay)
+    passes: list[Any] = []
+
+    def between(module: nn.Module, _: Any, output: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=lambda: passes.append(module(torch.tensor([[1, 2]])).logits))
+            thread.start()
+            thread.join()
+
+    hook = model.register_forward_pre_hook(lambda module, args: between(module, args, None))
+    try:
+        got = generate_answers(model, PROMPTS, config_of(model), replay=replay)
+    finally:
+        hook.remove()
+    assert len(passes) >= 6
+    for one, other in zip(got, wanted, strict=True):
+        assert np.array_equal(one.outputs[0].routed_experts, other.outputs[0].routed_experts)
+
+
+def test_a_failed_generation_leaves_nothing_on_the_model(model: nn.Module, replay: RouterReplay) -> None:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("in a layer")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)  # type: ignore[union-attr,index]
+    with pytest.raises(ArithmeticError, match="in a layer"):
+        generate_answers(model, PROMPTS, config_of(model), replay=replay)
+    hook.remove()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert generate_answers(model, PROMPTS, config_of(model), replay=replay)

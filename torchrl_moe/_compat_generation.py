@@ -1,0 +1,31 @@
+"""Private names of TorchRL and transformers that a wrapper needs to generate with transformers; imports neither."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["sample_by", "standard_names"]
+
+
+def standard_names(generate_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return ``generate_kwargs`` by TorchRL's common names, checked as its own wrappers check them (0.14).
+
+    Its public wrappers do so in their constructors, and nowhere else.
+
+    Raises:
+        ValueError: a number out of range, or ``do_sample=False`` with a temperature.
+    """
+    from torchrl.modules.llm.policies import LLMWrapperBase
+
+    standard: dict[str, Any] = LLMWrapperBase._standardize_generate_kwargs(generate_kwargs)
+    return standard
+
+
+def sample_by(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run transformers' own loop over tokens (5.10 to 5.23), from inside of ``generate(custom_generate=...)``.
+
+    Public are ``generate``, which prepares all that the loop needs, and the hook that replaces the loop. What every
+    step has drawn from is known only to logits processors that come after all others, and those can be added there
+    alone.
+    """
+    return model._sample(*args, **kwargs)

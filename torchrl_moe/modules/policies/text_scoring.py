@@ -1,0 +1,141 @@
+"""Text and chats as the tokens that a scorer reads, and as the entries that it writes beside their log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor
+from torchrl.data.llm import History
+from torchrl.modules.llm.policies import LogProbs, Masks, Text, Tokens
+
+from torchrl_moe.modules.policies.prompt_reading import Source, require_history, require_key
+from torchrl_moe.modules.policies.prompts import prompts_from_text
+from torchrl_moe.modules.policies.sampling_entry import SAMPLING
+from torchrl_moe.modules.policies.scoring import ScoringBatch, pad_left
+
+__all__ = ["Encoded", "encode", "log_prob_entry", "mask_entry", "refuse_other_tokens", "token_entry", "without_pads"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Tokens of a batch: ``ids`` int64 ``[T]`` of each sample, their texts, and bool ``[T]`` of an assistant's."""
+
+    ids: list[Tensor]
+    texts: list[str]
+    assistant: list[Tensor] | None = None
+
+    def text_entry(self) -> Any:
+        """Return the ``Text`` of the batch, as far as it is known: in full."""
+        return lazy_stack([Text(full=text) for text in self.texts])
+
+
+def encode(td: TensorDictBase, source: Source) -> Encoded:
+    """Read the whole text of each sample, or its whole chat, and make tokens of it.
+
+    Args:
+        td: batch size ``[B]``.
+        source: where it is. A chat is rendered without a generation prompt.
+
+    Raises:
+        ValueError: a sample has none.
+        TypeError: a history of another type.
+    """
+    require_key(td.unbind(0), source.input_key, source.input_mode)
+    if source.input_mode == "text":
+        found = prompts_from_text(td.get(source.input_key), source.tokenizer, source.tokenizer_kwargs)
+        return Encoded([torch.tensor(ids, dtype=torch.long) for ids in found.ids], found.texts)
+    history = require_history(td.get(source.input_key), source.input_key)
+    ids, assistant, texts = _rendered(history, source, source.own_template)
+    if source.own_template is not None and source.chat_template is None:
+        # TorchRL's losses take an assistant's tokens from the template that it guesses: the same ones, if it can be
+        others, guessed, _ = _rendered(history, source, None)
+        same = all(torch.equal(one, other) for one, other in zip(ids, others, strict=True))
+        assistant = guessed if same else assistant
+    return Encoded(ids, texts, assistant)
+
+
+def _rendered(
+    history: History, source: Source, template: str | None
+) -> tuple[list[Tensor], list[Tensor] | None, list[str]]:
+    """Return ids, masks of the assistant's tokens, and texts."""
+    how = {
+        "tokenizer": source.tokenizer,
+        "chat_template": template,
+        "chat_template_name": source.chat_template_name,
+        "add_generation_prompt": False,
+    }
+    texts = history.apply_chat_template(**how)
+    tokens = history.apply_chat_template(
+        **how, tokenize=True, padding=False, return_dict=True, return_assistant_tokens_mask=True
+    )
+    masks = tokens.get("assistant_masks", None, as_list=True)
+    return (
+        [row.long() for row in tokens.get("input_ids", as_list=True)],
+        None if masks is None else [row.bool() for row in masks],
+        [texts] if isinstance(texts, str) else list(texts),
+    )
+
+
+# -- entries ----------------------------------------------------------------------------------------------------------
+
+
+def token_entry(rows: Sequence[Tensor], pad: int | None) -> Any:
+    """Return the ``Tokens`` of a batch, in full; padded on the left with ``pad``, if there is one."""
+    if pad is None:
+        return lazy_stack([Tokens(full=row, padded=False) for row in rows])
+    return Tokens(full=pad_left(rows, pad), padded=True, batch_size=[len(rows)])
+
+
+def mask_entry(attention: Sequence[Tensor], assistant: Sequence[Tensor] | None, padded: bool) -> Any:
+    """Return the ``Masks`` of a batch."""
+    if not padded:
+        spoken: Sequence[Tensor | None] = [None] * len(attention) if assistant is None else assistant
+        pairs = zip(attention, spoken, strict=True)
+        return lazy_stack([Masks(all_attention_mask=a, all_assistant_mask=b, padded=False) for a, b in pairs])
+    return Masks(
+        all_attention_mask=pad_left(attention, False),
+        all_assistant_mask=None if assistant is None else pad_left(assistant, False),
+        padded=True,
+        batch_size=[len(attention)],
+    )
+
+
+def log_prob_entry(batch: ScoringBatch, log_probs: Tensor, padded: bool) -> Any:
+    """Return the ``LogProbs`` of a batch, from ``[B, T]``."""
+    if padded:
+        return LogProbs(full=log_probs, padded=True, batch_size=[len(log_probs)])
+    return lazy_stack([LogProbs(full=row, padded=False) for row in batch.split(log_probs)])
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def refuse_other_tokens(td: TensorDictBase, tokens_key: str, ids: Sequence[Tensor]) -> None:
+    """Refuse samples of truncated sampling whose text makes other tokens than were sampled.
+
+    What words each token was sampled from is known of the sampled ones alone.
+
+    Raises:
+        ValueError: see above.
+    """
+    for i, (sample, row) in enumerate(zip(td.unbind(0), ids, strict=True)):
+        own, kept = sample.get((tokens_key, "full"), None), sample.get((SAMPLING, "kept"), None)
+        if kept is not None and (own is None or not torch.equal(own.cpu(), row)):
+            raise ValueError(
+                f"sample {i} says from which words its tokens were sampled, and its text makes other tokens: score it "
+                "with input_mode='tokens', or exclude 'sampling'"
+            )
+
+
+def without_pads(ids: Tensor, pad: int) -> Tensor:
+    """Return the mask, bool ``[B, T]``, of what stands between the pads at the two ends of each row.
+
+    >>> without_pads(torch.tensor([[0, 0, 5, 0, 6], [7, 8, 0, 0, 0]]), 0).int().tolist()
+    [[0, 0, 1, 1, 1], [1, 1, 0, 0, 0]]
+    """
+    real = ids != pad
+    return real.cummax(-1).values & real.flip(-1).cummax(-1).values.flip(-1)

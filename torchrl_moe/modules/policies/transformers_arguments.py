@@ -1,0 +1,183 @@
+"""What :class:`~torchrl_moe.modules.TransformersWrapper` makes of its constructor's arguments, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe.modules.replay.discovery import has_experts
+from torchrl_moe.modules.replay.incoming import ON_BAD_ROUTES
+from torchrl_moe.modules.replay.parallelism import computing_device, refused_parallelism
+from torchrl_moe.modules.replay.router_replay import RouterReplay
+
+__all__ = ["OF_SCORING", "complete", "model_of", "pad_of", "recorder_of", "refuse", "replay_of", "tokenizer_of"]
+
+INPUT_MODES = ("history", "text", "tokens")
+REPLAYS = (None, "R3", "R2", "none")
+LAYOUTS = (None, torch.strided, torch.jagged)
+OF_SCORING = ("replay", "temperature", "pad_model_input")
+"""Arguments that a wrapper which generates refuses, and that its versions which do not may have."""
+
+
+def complete(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with what ``None`` means for ``input_mode`` and ``generate``.
+
+    A chat template, and ``generate=True`` without more, speak of chats. Else tokens are read: the ones that a rollout's
+    routes belong to. Chats and text are generated from, tokens are scored.
+    """
+    mode = arguments["input_mode"]
+    if mode is None:
+        chats = ("chat_template", "chat_template_name", "generate")
+        mode = "history" if any(arguments[name] for name in chats) else "tokens"
+    generate = mode != "tokens" if arguments["generate"] is None else bool(arguments["generate"])
+    return {**arguments, "input_mode": mode, "generate": generate}
+
+
+def refuse(arguments: dict[str, Any]) -> None:
+    """Refuse what cannot be meant, before a model is loaded.
+
+    Args:
+        arguments: as :func:`complete` returns them.
+    """
+    allowed = {
+        "input_mode": INPUT_MODES,
+        "replay": REPLAYS,
+        "on_bad_routes": ON_BAD_ROUTES,
+        "inplace": (None, True, False, "empty"),
+        "pad_output": (True, False),
+        "layout": LAYOUTS,
+    }
+    for name, values in allowed.items():
+        if arguments[name] not in values:
+            raise ValueError(f"{name} must be one of {values}, got {arguments[name]!r}")
+    if arguments["num_samples"] is not None and arguments["num_samples"] < 1:
+        raise ValueError(f"num_samples must be at least 1, got {arguments['num_samples']}")
+    if arguments["generate"]:
+        _refuse_to_generate(arguments)
+    else:
+        _refuse_to_score(arguments)
+
+
+def _refuse_to_generate(arguments: dict[str, Any]) -> None:
+    for name in OF_SCORING:
+        if arguments[name] not in (None, "none"):
+            raise ValueError(
+                f"{name}={arguments[name]!r} is of scoring, generate=False. Sampling goes by generate_kwargs, prompts "
+                "are padded on the left, and routes are the model's own, which are recorded"
+            )
+
+
+def _refuse_to_score(arguments: dict[str, Any]) -> None:
+    if arguments["return_log_probs"] is False:
+        raise ValueError("return_log_probs must be True (or None) with generate=False: there is nothing else to write")
+    if arguments["input_mode"] != "tokens" and arguments["replay"] not in (None, "none"):
+        raise ValueError(
+            f"replay={arguments['replay']!r} with input_mode={arguments['input_mode']!r}: encoding text again may give "
+            "other tokens than those that were generated and routed. Use input_mode='tokens', which reads "
+            "('tokens', 'full') of the rollout, or replay='none'"
+        )
+    if arguments["temperature"] is not None and not arguments["temperature"] > 0:
+        raise ValueError(f"temperature must be positive, got {arguments['temperature']}")
+
+
+def model_of(model: Any, device: Any = None, generate: bool = False) -> nn.Module:
+    """Return the model: as given, or loaded from a folder or by its hub name.
+
+    Args:
+        model: a transformers model, a folder or a hub name.
+        device: where it is to compute; a model that was given must be there.
+        generate: whether it is to generate.
+
+    Raises:
+        TypeError: it is none, ranks share it in a way that cannot be followed, or it cannot generate.
+        ValueError: it is elsewhere.
+    """
+    if isinstance(model, str | os.PathLike):
+        from transformers import AutoModelForCausalLM
+
+        loaded: nn.Module = AutoModelForCausalLM.from_pretrained(model)
+        return loaded if device is None else loaded.to(device)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a transformers model, a folder or a hub name, got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise TypeError(f"{type(model).__name__} hides its model: give its module, and use fully_shard for ranks")
+    reason = refused_parallelism(model)
+    if reason:
+        raise TypeError(f"{type(model).__name__} cannot be scored under {reason}")
+    if generate and not hasattr(model, "generate"):
+        raise TypeError(f"{type(model).__name__} has no generate(): give a transformers model, or pass generate=False")
+    if device is not None:
+        wanted, found = torch.device(device), computing_device(model)
+        if wanted.type != found.type or wanted.index not in (None, found.index):
+            raise ValueError(f"device={str(wanted)!r}, and the model is on {str(found)!r}: move it first")
+    return model
+
+
+def tokenizer_of(tokenizer: Any, model: Any, loaded: Any, input_mode: str) -> Any:
+    """Return the tokenizer: as given, by its name, or the model's.
+
+    Args:
+        tokenizer: what was given.
+        model: what was given as the model; a folder or a name has a tokenizer beside it.
+        loaded: the model.
+        input_mode: tokens need none.
+
+    Raises:
+        ValueError: there is none, and text is to be read.
+    """
+    if isinstance(tokenizer, str | os.PathLike):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(tokenizer)
+    if tokenizer is not None or input_mode == "tokens":
+        return tokenizer
+    if isinstance(model, str | os.PathLike):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(model)
+    if hasattr(loaded, "get_tokenizer"):
+        return loaded.get_tokenizer()
+    raise ValueError(f"input_mode={input_mode!r} makes tokens of text: pass tokenizer=, an object, a folder or a name")
+
+
+def pad_of(tokenizer: Any) -> int | None:
+    """Return the id that a tokenizer pads with; that of the end of an answer, if it has none for pads."""
+    pad = getattr(tokenizer, "pad_token_id", None)
+    return getattr(tokenizer, "eos_token_id", None) if pad is None else pad
+
+
+def replay_of(arguments: dict[str, Any], model: nn.Module) -> str:
+    """Return which experts a scorer follows: as told, else the engine's, where tokens of a model with routers are read.
+
+    Whether a model has routers is read from its config.
+    """
+    if arguments["replay"] is not None:
+        return str(arguments["replay"])
+    follows = not arguments["generate"] and arguments["input_mode"] == "tokens" and has_experts(model)
+    return "R3" if follows else "none"
+
+
+def recorder_of(arguments: dict[str, Any], model: nn.Module) -> RouterReplay | None:
+    """Return what records the experts of an answer; ``None`` if no routes are written.
+
+    Raises:
+        ValueError: routes are wanted of a dense model.
+        UnsupportedRouterError: the model's routers cannot be recorded.
+    """
+    wanted = arguments["return_routed_experts"]
+    if not arguments["generate"] or wanted is False:
+        return None
+    if not has_experts(model):
+        if wanted:
+            raise ValueError(f"return_routed_experts=True, and {type(model).__name__} has no experts by its config")
+        return None
+    try:
+        return arguments["router_replay"] or RouterReplay.of(model)
+    except UnsupportedRouterError as error:
+        raise UnsupportedRouterError(
+            f"{error}. To generate without routes, pass return_routed_experts=False"
+        ) from error
