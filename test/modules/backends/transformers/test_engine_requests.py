@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
 from support.plain import TOLERANCE, Bench, chosen, log_probs, serve
-from torchrl_moe.modules.backends.replica import Scoring
+from torchrl_moe.modules.backends.replica import Completion, Scoring
 from torchrl_moe.modules.backends.transformers.answer import Answer
 from torchrl_moe.modules.backends.transformers.loading import Loaded
 
@@ -52,6 +54,36 @@ def test_an_abort_gives_what_there_is_with_its_rows(plain: Loaded) -> None:
     assert bench.order[-1] == "a"
     assert len(bench.sent["a"].outputs[0].token_ids) == 2
     assert bench.sent["b"].outputs[0].finish_reason == "length"
+
+
+def test_an_abort_that_comes_too_late_spares_the_next_request_of_that_id(
+    plain: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, go_on, step = threading.Event(), threading.Event(), plain.decoder.step
+
+    def slow_step(*arguments: Any) -> None:
+        step(*arguments)
+        inside.set()
+        go_on.wait(60.0)
+
+    monkeypatch.setattr(plain.decoder, "step", slow_step)
+
+    async def script(bench: Bench) -> None:
+        def take(completion: Completion) -> None:
+            bench._take(completion)
+            if len(bench.order) == 1:
+                bench.start("a", params={"max_tokens": 2})
+
+        bench.requests._send = take
+        bench.start("a", params={"max_tokens": 1})
+        await bench.until(inside.is_set)
+        bench.requests.abort(["a"])  # its only token is there already
+        go_on.set()
+        await bench.until(lambda: len(bench.order) == 2)
+        assert not bench.sent["a"].aborted
+        assert len(bench.sent["a"].outputs[0].token_ids) == 2
+
+    serve(plain, script)
 
 
 def test_cut_answers_are_those_of_the_model(plain: Loaded) -> None:

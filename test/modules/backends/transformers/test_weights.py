@@ -32,8 +32,8 @@ def engine(plain_folder: Path) -> Loaded:
     return loaded(plain_folder)
 
 
-def others(seed: int = 1, family: str = "qwen3_moe") -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in checkpoint_tensors(make_tiny_moe(family, seed=seed)).items()}
+def others(seed: int = 1) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in checkpoint_tensors(make_tiny_moe(seed=seed)).items()}
 
 
 def state(model: Any) -> dict[str, Tensor]:
@@ -47,18 +47,22 @@ def same(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
 # -- the exchange -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral", "qwen3"])
-def test_a_model_gets_a_checkpoints_weights_and_stays_itself(family: str) -> None:
-    model, source = make_tiny_moe(family), others(1, family)
-    names = set(map(id, model.parameters()))
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("qwen3_moe", {}), ("deepseek_v3", {}), ("mixtral", {"tie_word_embeddings": True}), ("qwen3", {})],
+)
+def test_a_model_gets_a_checkpoints_weights_and_stays_itself(family: str, config: dict[str, Any]) -> None:
+    model, wanted = make_tiny_moe(family, **config), make_tiny_moe(family, seed=1, **config)
+    source = {name: tensor.clone() for name, tensor in checkpoint_tensors(wanted).items()}
+    names, old = set(map(id, model.parameters())), state(model)
     before = exchange(model, source, {})
-    assert same(state(model), state(make_tiny_moe(family, seed=1)))
-    assert same(before, state(make_tiny_moe(family)))
+    assert same(state(model), state(wanted))
+    assert same(before, old)
     assert set(map(id, model.parameters())) == names
     for tensor in source.values():  # nothing of the model lies in what was given
         if tensor.is_floating_point():
             tensor.fill_(7)
-    assert same(state(model), state(make_tiny_moe(family, seed=1)))
+    assert same(state(model), state(wanted))
 
 
 def test_weights_are_cast_to_what_the_model_computes_in() -> None:

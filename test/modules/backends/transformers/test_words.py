@@ -19,6 +19,7 @@ def test_text_becomes_ids_and_ids_become_text() -> None:
     assert [stream.step(token) for token in (33, 0xC3, 0xA9, 65)] == ["!", "", "é", "A"]  # é has two bytes
     assert stream.step(TOKENIZER.eos_token_id) == ""
     assert stream.step(5000) == ""  # a model may have more words than its tokenizer
+    assert words.stream([5000, 72], True).step(65) == "A"
     shown = words.stream([], False)
     assert shown.step(TOKENIZER.eos_token_id) == TOKENIZER.eos_token
 

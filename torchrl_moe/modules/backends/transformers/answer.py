@@ -85,6 +85,7 @@ class Answer:
         self._versions: list[int] = []
         self._steps: list[NDArray[np.int32]] = []
         self._rows: list[Rows] | None = None if layout is None else []
+        self._rows_held = 0
         self._given: CompletionOutput | None = None
         self._resume: OnResume | Literal["none"] = "none"
         self._stream = words.stream(self.prompt_ids, sampling.skip_special_tokens)
@@ -132,6 +133,7 @@ class Answer:
             self._rows = None
         else:
             self._rows = [rows_of_answer(given.routed_experts, self._layout)]
+            self._rows_held = len(given.routed_experts)
 
     def rows_to_follow(self) -> Rows | None:
         """Return what it follows when all of :attr:`ids` are read, ``[P + G, L, K]``; ``None`` if the model routes."""
@@ -157,8 +159,9 @@ class Answer:
             rows: ``[rows, L, K]``, up to that of the last token.
         """
         if self._rows is not None:
-            missing = len(self.ids) - sum(map(len, self._rows))
-            self._rows.append(rows[len(rows) - missing :])
+            tokens = len(self.prompt_ids) + len(self.tokens)
+            self._rows.append(rows[len(rows) - (tokens - self._rows_held) :])
+            self._rows_held = tokens
 
     def add(self, draw: Draw, version: int) -> None:
         """Take its next token."""
