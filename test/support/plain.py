@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from support.processes import ids_request
-from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
 from torchrl_moe.modules.backends.transformers.answer import Answer
 from torchrl_moe.modules.backends.transformers.engine_args import EngineArguments
 from torchrl_moe.modules.backends.transformers.engine_requests import EngineRequests
@@ -58,6 +58,24 @@ def log_probs(model: Any, answer: Answer, temperature: float = 1.0) -> Tensor:
 def chosen(rows: Tensor, answer: Answer) -> Any:
     """The log-probs of an answer's own tokens."""
     return rows.gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0].numpy()
+
+
+@torch.no_grad()
+def check_output(engine: Loaded, prompt_ids: Sequence[int], output: CompletionOutput, temperature: float = 1.0) -> None:
+    """An answer's log-probs are those of the model by itself, and its routes what the model's routers choose."""
+    ids = [*prompt_ids, *output.token_ids.tolist()]
+    assert engine.decoder.replay is not None
+    with engine.decoder.replay.record() as recording:
+        logits = engine.decoder.model(torch.tensor([ids])).logits[0].float() / temperature
+    rows = logits.log_softmax(-1)[len(prompt_ids) - 1 : -1]
+    expected = rows.gather(-1, torch.from_numpy(output.token_ids)[:, None])[:, 0].numpy()
+    assert output.logprobs is not None
+    assert np.abs(output.logprobs - expected).max() <= TOLERANCE
+    assert output.routed_experts is not None
+    assert output.routed_experts.shape == (len(ids) - 1, 4, 4)
+    own = recording.routed_experts[0, :-1].numpy()
+    assert (sets(output.routed_experts[:, 1:]) == sets(own[:, 1:])).all()
+    assert (output.routed_experts[:, 0] == 0).all()  # a dense layer
 
 
 class Bench:

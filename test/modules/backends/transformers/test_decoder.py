@@ -11,32 +11,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from support.plain import TOLERANCE, answers, chosen, loaded, log_probs, save, sets, step
+from support.plain import TOLERANCE, answers, check_output, chosen, loaded, log_probs, save, sets, step
 from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.replica import Scoring
-from torchrl_moe.modules.backends.transformers.answer import Answer
 from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder
 from torchrl_moe.modules.backends.transformers.loading import Loaded
 from torchrl_moe.modules.backends.transformers.sampler import Sampler
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
 
 GREEDY = {"temperature": 0.0}
-
-
-def check(engine: Loaded, answer: Answer, temperature: float = 1.0) -> None:
-    """An answer's log-probs are those of the model, and its routes what the model's routers choose."""
-    model, output = engine.decoder.model, answer.output(True)
-    expected = chosen(log_probs(model, answer, temperature), answer)
-    assert output.logprobs is not None
-    assert np.abs(output.logprobs - expected).max() <= TOLERANCE
-    rows = output.routed_experts
-    assert rows is not None
-    assert rows.shape == (len(answer.ids) - 1, 4, 4)
-    with torch.no_grad(), engine.decoder.replay.record() as recording:  # type: ignore[union-attr]
-        model(torch.tensor([answer.ids]))
-    own = recording.routed_experts[0, :-1].numpy()
-    assert (sets(rows[:, 1:]) == sets(own[:, 1:])).all()
-    assert (rows[:, 0] == 0).all()  # a dense layer
 
 
 def test_answers_that_join_and_leave_at_any_time_are_those_of_the_model_alone(plain: Loaded) -> None:
@@ -48,7 +31,7 @@ def test_answers_that_join_and_leave_at_any_time_are_those_of_the_model_alone(pl
     step(plain, times=3)
     assert [len(answer.tokens) for answer in (one, two, three, four)] == [8, 5, 6, 6]
     for answer in (one, two, three, four):
-        check(plain, answer)
+        check_output(plain, answer.prompt_ids, answer.output(True))
         assert (log_probs(plain.decoder.model, answer).argmax(-1) == torch.tensor(answer.tokens)).all()
     plain.decoder.leave([one, three, four])
     assert plain.decoder.answers == []
@@ -59,7 +42,7 @@ def test_sampled_answers_have_the_log_probs_of_their_temperature(plain: Loaded) 
     some = [answers(plain, [70, 71 + i], {"temperature": 0.7})[0] for i in range(4)]
     step(plain, *some, times=6)
     for answer in some:
-        check(plain, answer, 0.7)
+        check_output(plain, answer.prompt_ids, answer.output(True), 0.7)
     assert len({tuple(answer.tokens) for answer in some}) == 4
 
 
@@ -96,7 +79,7 @@ def test_answers_to_one_prompt_are_read_once_and_differ(plain: Loaded, monkeypat
     assert [answer.index for answer in group] == [0, 1, 2, 3]
     assert len({tuple(answer.tokens) for answer in group}) > 1
     for answer in group:
-        check(plain, answer, 2.0)
+        check_output(plain, answer.prompt_ids, answer.output(True), 2.0)
 
 
 def test_the_same_seed_gives_the_same_answer_in_any_batch(plain: Loaded) -> None:
@@ -150,8 +133,8 @@ def test_recorded_experts_are_followed_and_other_rows_are_live(plain: Loaded) ->
         logits = plain.decoder.model(torch.tensor([forced.ids])).logits[0]
     expected = chosen(logits.log_softmax(-1)[len(ids) - 1 : -1], forced)
     assert forced.output(True).logprobs == pytest.approx(expected, abs=TOLERANCE)
-    check(plain, free)
-    check(plain, longer)
+    check_output(plain, free.prompt_ids, free.output(True))
+    check_output(plain, longer.prompt_ids, longer.output(True))
 
 
 def test_what_is_read_again_follows_its_own_experts_or_not(plain: Loaded) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from support.plain import TOLERANCE, Bench, chosen, log_probs, serve
+from support.plain import TOLERANCE, Bench, check_output, chosen, log_probs, serve
 from torchrl_moe.modules.backends.replica import Completion, Scoring
 from torchrl_moe.modules.backends.transformers.answer import Answer
 from torchrl_moe.modules.backends.transformers.loading import Loaded
@@ -233,3 +235,29 @@ def test_an_error_of_the_model_ends_the_engine(plain: Loaded, monkeypatch: pytes
         await bench.until(lambda: bench.requests.failure)
 
     assert str(serve(plain, script).requests.failure) == "out of memory"
+
+
+def test_whatever_comes_between_each_answer_is_what_the_model_makes_of_it(plain: Loaded) -> None:
+    """Prompts of any lengths in a batch with too little room, some aborted, all paused now and then, and read again."""
+    rng = random.Random(0)
+    reader = replace(plain.reader, arguments=replace(plain.arguments, max_num_seqs=5, max_num_batched_tokens=40))
+    prompts = {f"r{i}": [rng.randrange(256) for _ in range(rng.randint(1, 30))] for i in range(14)}
+
+    async def script(bench: Bench) -> None:
+        for name, ids in prompts.items():
+            bench.start(name, ids, params={"n": rng.randint(1, 3), "max_tokens": rng.randint(1, 20)})
+        for i in range(6):
+            await asyncio.sleep(rng.random() * 0.02)
+            if i % 2:
+                bench.requests.abort([f"r{rng.randrange(14)}"])
+            else:
+                await bench.requests.pause("keep", i % 4 == 0)
+                bench.requests.resume()
+        await bench.until(lambda: len(bench.sent) == 14)
+
+    sent = serve(replace(plain, reader=reader), script).sent
+    for name, completion in sent.items():
+        for output in completion.outputs:
+            assert completion.aborted or output.finish_reason == "length"
+            if len(output.token_ids):
+                check_output(plain, prompts[name], output)
