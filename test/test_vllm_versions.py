@@ -84,6 +84,8 @@ MEMBERS = {
     "vllm.config.compilation.CompilationConfig": "static_forward_context static_all_moe_layers",
     "vllm.model_executor.layers.fused_moe.layer.MoERunner": "layer_id router _quant_method",
     "vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsCaptureSource": "layer_id",
+    "vllm.entrypoints.llm.LLM": "llm_engine get_tokenizer apply_model generate",
+    "vllm.v1.engine.llm_engine.LLMEngine": "vllm_config",
 }
 FIRST_ONLY = {  # forced routing: later releases keep recorded rows elsewhere, where it says so and routes live
     "vllm.v1.core.sched.scheduler.Scheduler": "routed_experts_mgr",
@@ -94,6 +96,7 @@ FIRST_ONLY = {  # forced routing: later releases keep recorded rows elsewhere, w
 PARAMETERS = {
     "vllm.distributed.weight_transfer.nccl_common.uid_init_process_group": "rank world_size device",
     "vllm.distributed.device_communicators.pynccl.PyNcclCommunicator.broadcast": "tensor src stream",
+    "vllm.entrypoints.llm.LLM.generate": "prompts sampling_params use_tqdm lora_request priority",
     "vllm.v1.engine.async_llm.AsyncLLM.from_vllm_config": "stat_loggers enable_log_requests disable_log_stats",
     "vllm.v1.engine.async_llm.AsyncLLM.abort": "request_id internal",
     "vllm.v1.engine.async_llm.AsyncLLM.pause_generation": "mode clear_cache",

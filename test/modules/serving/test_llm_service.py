@@ -12,7 +12,7 @@ from torchrl_moe.modules.serving.llm_service import LLMService, is_llm
 from torchrl_moe.testing import FakeAsyncVLLM
 
 
-def test_it_is_known_by_its_class_whoever_derives_from_it() -> None:
+def test_it_is_known_by_its_class_and_those_derived_from_it() -> None:
     class Mine(LLM):
         pass
 

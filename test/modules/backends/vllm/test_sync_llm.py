@@ -139,7 +139,7 @@ def test_answers_that_an_interrupted_call_left_are_not_taken_for_others() -> Non
     assert engine.complete([request(5)])[0].outputs[0].token_ids.tolist() == [5, 6, 7]
 
 
-def test_one_call_at_a_time_whoever_wraps_it() -> None:
+def test_one_call_at_a_time_over_all_wrappers() -> None:
     llm = LLM()
     engines = [SyncLLM(llm), SyncLLM(llm)]
     found: dict[int, Any] = {}
