@@ -126,9 +126,9 @@ def test_it_starts_from_the_model(policy_model: PolicyModel, tmp_path: Path, no_
     own = RolloutEngine(policy_model, config, tmp_path)
     ((arguments, options),) = no_start
     (start,) = tmp_path.glob("start-*")
-    assert arguments == (str(start), 1)
+    assert arguments == (str(start),)
     assert (start / "model.safetensors").exists()
-    assert options == {"backend": "local", "seed": 5, "max_model_len": 64, "enforce_eager": True}
+    assert options == {"num_replicas": 1, "backend": "local", "seed": 5, "max_model_len": 64, "enforce_eager": True}
     assert own.has_the_models_weights
     own.forget_start()
     assert not start.exists()
@@ -138,7 +138,7 @@ def test_it_starts_from_the_model(policy_model: PolicyModel, tmp_path: Path, no_
         own.engine.generate("after the end", use_tqdm=False)
     there = PolicyModel(policy_model.model, policy_model.tokenizer, "some/folder", torch.float32)
     RolloutEngine(there, GRPOConfig(), tmp_path / "other").shutdown()
-    assert no_start[-1][0] == ("some/folder", 1)
+    assert no_start[-1][0] == ("some/folder",)
     assert not (tmp_path / "other").exists()
 
 

@@ -190,7 +190,7 @@ def test_a_reference_is_native_and_frozen_unless_told_to_replay(actor: Transform
     td = ragged(routes)
     reference, replaying = actor.reference(), actor.reference(replay=True)
     assert reference.router_replay is None
-    assert reference.out_keys == ["log_probs"]
+    assert reference.out_keys == ["masks", "tokens", "log_probs"]
     assert reference.model is not actor.model
     for one in (reference, replaying):
         assert not one.model.training

@@ -86,7 +86,7 @@ class GenerationSettings:
             ValueError: a value out of range, a setting of beam search, or a name that transformers does not know.
 
         >>> GenerationSettings.of({"max_tokens": 8, "temperature": 0.7, "n": 2}).fields
-        {'max_new_tokens': 8, 'temperature': 0.7, 'do_sample': True}
+        {'temperature': 0.7, 'max_new_tokens': 8, 'do_sample': True}
         """
         named = _compat_generation.standard_names(dict(generate_kwargs or {}))
         fields = {name: value for name, value in named.items() if value is not None and name not in OURS}

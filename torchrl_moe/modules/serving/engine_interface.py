@@ -32,8 +32,9 @@ class EngineInterface(GenerationService):
     @property  # type: ignore[misc]
     def __class__(self) -> type[EngineInterface]:
         """The class. ``isinstance`` asks for it: only then is it known that TorchRL is loaded, which takes seconds."""
-        if BASE in sys.modules:
-            sys.modules[BASE].RLvLLMEngine.register(EngineInterface)
+        base = getattr(sys.modules.get(BASE), "RLvLLMEngine", None)
+        if base is not None:
+            base.register(EngineInterface)
         return type(self)
 
     def __reduce__(self) -> Any:

@@ -164,11 +164,15 @@ class SharedService(EngineInterface):
         end_service(name, namespace)
 
     def disconnect(self) -> None:
-        """Leave a service that has a name; it goes on, and what this driver asked of it is aborted. Idempotent.
+        """Leave a service that has a name, or that was joined; it goes on, and what this driver asked of it is aborted.
+
+        Idempotent.
 
         Raises:
             RuntimeError: the service has no name, and ends with this process.
         """
+        if "_later" in vars(self):  # not joined yet
+            return
         if self.name is None and not self._is_guest:
             raise RuntimeError("disconnect: this service ends with its driver: use shutdown(), or launch it by name")
         self._running = False
@@ -222,5 +226,5 @@ class SharedService(EngineInterface):
 
 def _handle(kind: type[SharedService], *later: Any) -> SharedService:
     engine = kind.__new__(kind)
-    vars(engine)["_later"] = later
+    vars(engine).update(_later=later, _is_guest=True)
     return engine
