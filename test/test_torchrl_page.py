@@ -42,6 +42,21 @@ def test_what_the_page_calls_refused_is_refused_by_its_name(title: str, name: st
         call(**{parameter: value})
 
 
+def test_a_parameter_that_torchrl_adds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchrl.objectives.llm import GRPOLoss
+
+    def init(self: Any) -> None: ...
+
+    new = inspect.Parameter("novelty", inspect.Parameter.KEYWORD_ONLY, default=None)
+    *named, rest = inspect.signature(GRPOLoss.__init__).parameters.values()
+    init.__signature__ = inspect.Signature([*named, new, rest])  # type: ignore[attr-defined]
+    monkeypatch.setattr(GRPOLoss, "__init__", init)
+    book = Book.read()
+    losses = Book([pair for pair in book.pairs if "objectives" in pair.ours], [], [])
+    told = "'novelty' is TorchRL's, and ours lacks it: take it, or refuse it and add a reason 'refused'"
+    assert list(losses.problems()) == [f"{name}: {told}" for name in ("GRPOLoss", "DAPO", "CISPOLoss")]
+
+
 # -- the check itself, on made-up signatures --------------------------------------------------------------------------
 
 

@@ -46,12 +46,6 @@ def _scorer(**arguments: Any) -> Any:
     return TransformersWrapper(nn.Linear(1, 1), **arguments)
 
 
-def _answer(**arguments: Any) -> Any:
-    from tensordict import TensorDict
-
-    return _policy()(TensorDict(batch_size=[1]), **arguments)
-
-
 def _llm_collector(**arguments: Any) -> Any:
     from torchrl_moe.collectors import LLMCollector
     from torchrl_moe.modules import vLLMWrapper
@@ -98,7 +92,6 @@ CALLS: dict[str, Callable[..., Any]] = {
     "LLMCollector": _llm_collector,
     "TransformersWrapper": _scorer,
     "vLLMWrapper": _policy,
-    "vLLMWrapper.forward": _answer,
     "AsyncLLMCollector": _async_collector,
     "VLLMWeightSyncScheme": _scheme(transport="gloo"),
     "VLLMWeightSyncScheme.init_on_receiver": _scheme("init_on_receiver"),
