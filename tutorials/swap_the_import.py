@@ -225,7 +225,7 @@ class Learner:
         return {
             "policy_version": int(batch["next", "policy_version"].min()),
             "reward": float(reward),
-            "loss": float(loss.loss_objective.mean()),
+            "loss": float(loss.loss_objective.detach().mean()),
             "kl_to_ref": float(loss.kl_to_ref.mean()),
             "kl_approx": float(loss.kl_approx),
             "clip_fraction": float(loss.clip_fraction),

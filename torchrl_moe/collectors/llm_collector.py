@@ -104,9 +104,10 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         refuse_queue(queue)
         policy = one_policy(policy, policy_factory)
         self._engine = engine_of(policy)
-        env = one_env(env)
         if self._engine is not None:
             refuse_version_tracker(track_policy_version)
+        env = one_env(env)
+        if self._engine is not None:
             env, track_policy_version = with_versions(env) if track_policy_version else env, False
         primer = primer_of(env)
         self._feed = None if primer is None else PromptFeed(primer)
