@@ -109,7 +109,7 @@ def main() -> None:
                 "max_model_len": 2560,
                 "block_size": BLOCK,
             }
-            with AsyncVLLM.from_pretrained(path, REPLICAS, **arguments) as engine:
+            with AsyncVLLM.from_pretrained(path, num_replicas=REPLICAS, **arguments) as engine:
                 for kind in KINDS:
                     engine.reset_prefix_cache()
                     engine.create_load_balancer()

@@ -82,7 +82,7 @@ def started(path: str, backend: Any, replicas: int) -> tuple[Any, float]:
     begun = time.perf_counter()
     # no probes: an engine that is stopped until its turn is not stalled
     faults = FaultPolicy(probe=math.inf)
-    engine = AsyncVLLM.from_pretrained(path, replicas, backend=backend, faults=faults, **ENGINE)
+    engine = AsyncVLLM.from_pretrained(path, num_replicas=replicas, backend=backend, faults=faults, **ENGINE)
     return engine, time.perf_counter() - begun
 
 

@@ -291,7 +291,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = str(save_tiny_moe(folder))
         begun = time.monotonic()
-        with AsyncVLLM.from_pretrained(path, plan.replicas, faults=FAULTS, **ENGINE) as engine:
+        with AsyncVLLM.from_pretrained(path, num_replicas=plan.replicas, faults=FAULTS, **ENGINE) as engine:
             soak = Soak(plan, engine)
             asyncio.run(soak.run())
             rows = rows_of(soak, path, (time.monotonic() - begun) / 60)

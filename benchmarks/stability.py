@@ -104,7 +104,7 @@ class Bench:
         """Return the engine, a new one if the last run ended it."""
         if self._engine is None or not self._engine.is_running:
             self.close()
-            self._engine = AsyncVLLM.from_pretrained(path, 1, **ENGINE)
+            self._engine = AsyncVLLM.from_pretrained(path, **ENGINE)
         return self._engine
 
     def close(self) -> None:

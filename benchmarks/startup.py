@@ -38,7 +38,7 @@ def first_answer(path: str, replicas: int) -> float:
     from torchrl_moe.modules import AsyncVLLM
 
     begun = time.perf_counter()
-    with AsyncVLLM.from_pretrained(path, replicas, **SMALL) as engine:
+    with AsyncVLLM.from_pretrained(path, num_replicas=replicas, **SMALL) as engine:
         prompts = [[65 + index] for index in range(replicas)]
         answers = engine.generate(prompts, {"max_tokens": 1}, use_tqdm=False)
         seconds = time.perf_counter() - begun

@@ -101,7 +101,8 @@ def second_engine(shelf: EngineShelf) -> Iterator[AsyncVLLM]:
     from torchrl_moe.modules import AsyncVLLM
 
     folder = shelf.folder("qwen3_moe")
-    with AsyncVLLM.from_pretrained(folder, 2, engine="transformers", dtype="float32", max_model_len=512) as engine:
+    arguments: dict[str, Any] = {"dtype": "float32", "max_model_len": 512}
+    with AsyncVLLM.from_pretrained(folder, num_replicas=2, engine="transformers", **arguments) as engine:
         yield engine
 
 

@@ -10,12 +10,12 @@ import pytest
 from torchrl_moe import _errors
 from torchrl_moe._errors import GenerationTimeout, TorchRLMoEError
 
-LINE = re.compile(r"^(?P<indent>[ │├└─]*)(?P<name>[A-Z]\w+)(?: +\((?P<mixin>\w+)\))?(?: |$)")
+LINE = re.compile(r"^(?P<indent>[ │├└─]*)(?P<name>[A-Z]\w+)(?: +\((?P<mixins>\w+(?:, \w+)*)\))?(?: |$)")
 
 
-def drawn() -> dict[str, tuple[str, str | None]]:
-    """Name -> (parent, builtin it also is), read off the drawing."""
-    tree: dict[str, tuple[str, str | None]] = {}
+def drawn() -> dict[str, list[str]]:
+    """Name -> parent, and builtins that it also is, read off the drawing."""
+    tree: dict[str, list[str]] = {}
     above: list[tuple[int, str]] = [(-1, "Exception")]
     drawing = _errors.__doc__.split(".. code-block:: text\n\n")[1].split("\n\n")[0]
     for line in drawing.splitlines():
@@ -24,23 +24,21 @@ def drawn() -> dict[str, tuple[str, str | None]]:
         indent = len(found["indent"])
         while above[-1][0] >= indent:
             above.pop()
-        tree[found["name"]] = (above[-1][1], found["mixin"])
+        tree[found["name"]] = [above[-1][1], *(found["mixins"].split(", ") if found["mixins"] else [])]
         above.append((indent, found["name"]))
     return tree
 
 
 def test_the_classes_are_the_drawn_tree() -> None:
-    built = {}
-    for name in _errors.__all__:
-        parent, *mixins = getattr(_errors, name).__bases__
-        built[name] = (parent.__name__, mixins[0].__name__ if mixins else None)
+    built = {name: [base.__name__ for base in getattr(_errors, name).__bases__] for name in _errors.__all__}
     assert built == drawn()
 
 
 def test_the_drawing_has_the_known_corners() -> None:
-    assert drawn()["RoutingError"] == ("TorchRLMoEError", None)
-    assert drawn()["RouteShapeError"] == ("RoutingError", "ValueError")
-    assert drawn()["SyncTimeout"] == ("WeightSyncError", "TimeoutError")
+    assert drawn()["RoutingError"] == ["TorchRLMoEError"]
+    assert drawn()["RouteShapeError"] == ["RoutingError", "ValueError"]
+    assert drawn()["SyncTimeout"] == ["WeightSyncError", "TimeoutError"]
+    assert drawn()["MissingEntryError"] == ["TorchRLMoEError", "KeyError", "ValueError"]
 
 
 @pytest.mark.parametrize("name", ["RouteShapeError", "RouteValueError", "ManifestMismatch"])

@@ -12,7 +12,9 @@ import pytest
 
 ROOM = """
 from torchrl_moe._lazy import attach
-__getattr__, __dir__, __all__ = attach(__name__, {"Late": ".late", "Broken": ".broken", "Absent": ".late", "parts": ""})
+__getattr__, __dir__, __all__ = attach(__name__, {
+    "Late": ".late", "Broken": ".broken", "Absent": ".late", "Fraction": "fractions", "parts": ""
+})
 """
 
 
@@ -36,6 +38,12 @@ def test_a_name_loads_on_first_use(room: ModuleType) -> None:
     assert "Late" in vars(room)
 
 
+def test_another_package_is_named_in_full(room: ModuleType) -> None:
+    from fractions import Fraction
+
+    assert room.Fraction is Fraction
+
+
 def test_from_import_works(room: ModuleType) -> None:
     from a_lazy_room import Late
 
@@ -48,7 +56,7 @@ def test_a_submodule_is_a_name_too(room: ModuleType) -> None:
 
 
 def test_dir_and_all_name_the_exports_without_loading_them(room: ModuleType) -> None:
-    assert room.__all__ == ["Late", "Broken", "Absent", "parts"]
+    assert room.__all__ == ["Late", "Broken", "Absent", "Fraction", "parts"]
     assert {"Late", "Broken", "Absent", "parts", "__name__"} <= set(dir(room))
     assert "a_lazy_room.late" not in sys.modules
 

@@ -16,6 +16,7 @@
     │   └── StaleReplicaError        no replica holds the version asked for
     ├── CollectionError              a collector cannot go on
     │   └── CollectionStalledError   (TimeoutError) nothing has moved for too long
+    ├── MissingEntryError            (KeyError, ValueError) a tensordict has no entry that is needed
     └── WeightSyncError              a weight update did not take effect
         ├── ManifestMismatch         (ValueError) names, shapes or dtypes differ
         ├── DigestMismatch           the bytes that arrived are not those that were sent
@@ -37,6 +38,7 @@ __all__ = [
     "EngineError",
     "GenerationTimeout",
     "ManifestMismatch",
+    "MissingEntryError",
     "NoReplicaError",
     "ReplayError",
     "ReplicaDiedError",
@@ -120,6 +122,13 @@ class CollectionError(TorchRLMoEError):
 
 class CollectionStalledError(CollectionError, TimeoutError):
     """Nothing in a collector has moved for too long; the message says what everything waits for."""
+
+
+class MissingEntryError(TorchRLMoEError, KeyError, ValueError):
+    """A tensordict has no entry that is needed. TorchRL raises ``KeyError`` for some, ``ValueError`` for others."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # a KeyError prints its message in quotes
 
 
 class WeightSyncError(TorchRLMoEError):

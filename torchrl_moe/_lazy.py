@@ -22,8 +22,8 @@ def attach(
 
     Args:
         package_name: ``__name__`` of the room.
-        exports: public name -> the submodule that defines it, relative to the room (``".routed_experts"``); ``""``: it
-            is a submodule itself.
+        exports: public name -> the module that has it: a file of ours, relative to the room (``".routed_experts"``), or
+            another package's, by its full name; ``""``: the name is a submodule itself.
 
     Returns:
         ``__getattr__``, ``__dir__`` and ``__all__``, to be bound at the top level of the room's ``__init__``.

@@ -85,7 +85,7 @@ def under_load() -> list[Row]:
         path = save_tiny_moe(folder, "qwen3_moe", **CONFIG)
         model = make_tiny_moe("qwen3_moe", **CONFIG)
         size = sum(parameter.numel() * 4 for parameter in model.parameters())
-        with AsyncVLLM.from_pretrained(path, REPLICAS, **ENGINE) as engine:
+        with AsyncVLLM.from_pretrained(path, num_replicas=REPLICAS, **ENGINE) as engine:
             sender = VLLMWeightSyncScheme().create_sender()
             sender.register_model(model)
             sender.init_all_workers_group(None, vllm_engine=engine)

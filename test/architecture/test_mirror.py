@@ -18,6 +18,7 @@ from support.sources import PACKAGE, ROOT, Function, Source, imports, python_sou
 
 ACROSS: dict[str, str] = {
     "test_readme.py": "the README's words",
+    "test_torchrl_page.py": "what has become of each parameter of TorchRL's, and the page that lists them",
     "test_vllm_versions.py": "the names of vLLM that are used, in its other releases",
     "collectors/test_collected_segments.py": "answers in several parts, by a real engine, through the collector",
     "collectors/test_torchrl_trainer.py": "TorchRL's trainer over the collectors",
@@ -29,7 +30,7 @@ ACROSS: dict[str, str] = {
     "modules/policies/test_fidelity.py": "what replay is worth in bf16, with a real engine",
     "modules/backends/vllm/test_served_families.py": "every MoE of transformers in vLLM: which follow recorded experts",
     "modules/backends/test_conformance.py": "the replica protocol, for each kind of replica",
-    "modules/serving/test_connect.py": "a service in a Ray cluster, and its drivers",
+    "modules/serving/test_torchrl_takes_it.py": "TorchRL's own wrapper over an engine",
     "modules/policies/test_truncated_sampling.py": "what a real engine samples from less than all words, scored",
     "objectives/test_invariance.py": "no split of a batch changes a loss, for each of them",
     "modules/policies/test_ranks.py": "training on ranks that share a model, against one process",
@@ -39,6 +40,7 @@ ACROSS: dict[str, str] = {
     "weight_update/test_weights_in_flight.py": "requests across a weight swap, over a real engine",
     "weight_update/test_ownership.py": "drivers that update one engine, one at a time",
     "weight_update/test_weight_adapters.py": "adapters sent to a real engine",
+    "weight_update/test_weights_by_torchrl.py": "TorchRL's own updater over a real engine",
     "weight_update/test_weight_matrix.py": "families, pauses, caches and transports together, over real engines",
     "modules/policies/test_torchrl_pipeline.py": "the policy in TorchRL's environment, collector and replay buffer",
 }

@@ -12,11 +12,15 @@ from support.sources import PACKAGE, Source, imports, package_sources, snippet
 
 PUBLIC: dict[str, str] = {
     "data": "KeptTokens RoutedExperts UNSET_EXPERT",
-    "modules": "AsyncVLLM Lease LoadBalancer RouterReplay TransformersWrapper UnsupportedRouterError "
-    "make_async_vllm_engine probe_replay vLLMWrapper",
-    "weight_update": "SyncReport VLLMDoubleBufferSyncScheme VLLMWeightSyncScheme get_model_metadata",
+    "modules": "AsyncVLLM ChatHistory LLMWrapperBase Lease LoadBalancer LogProbs Masks RouterReplay Text Tokens "
+    "TransformersWrapper UnsupportedRouterError make_async_vllm_engine probe_replay vLLMWrapper",
+    "weight_update": "SyncReport VLLMDoubleBufferSyncScheme VLLMDoubleBufferTransport "
+    "VLLMDoubleBufferWeightReceiver VLLMDoubleBufferWeightSender VLLMWeightReceiver VLLMWeightSender "
+    "VLLMWeightSyncScheme get_model_metadata",
     "collectors": "AsyncLLMCollector LLMCollector RayAsyncLLMCollector RayLLMCollector",
-    "objectives": "CISPOLoss DAPO DPPOLoss GRPOLoss GSPOLoss MismatchMetrics MoERouterLoss SAPOLoss",
+    "objectives": "CISPOLoss CISPOLossOutput DAPO DAPOLossOutput DPPOLoss DistillationLoss DistillationLossOutput "
+    "GRPOLoss GRPOLossOutput GSPOLoss LLMLossOutput MCAdvantage MCAdvantageSelector MismatchMetrics MoERouterLoss "
+    "RayMCAdvantage SAPOLoss SFTLoss SFTLossOutput k3_kl_token_estimate",
     "testing": "ByteTokenizer FakeAsyncVLLM conformance make_tiny_moe",
 }
 NOT_BUILT_YET: dict[str, str] = {}

@@ -18,6 +18,7 @@ FROZEN_SIGNATURES: dict[str, str] = {
     "torchrl_moe.modules.serving.service.GenerationService.score": "generate's, and how tokens were sampled",
     "torchrl_moe.modules.serving.async_vllm.AsyncVLLM.__init__": "TorchRL's names, and the service's own",
     "torchrl_moe.modules.serving.async_vllm.AsyncVLLM.from_pretrained": "TorchRL's signature, and the constructor's",
+    "torchrl_moe.modules.serving.async_vllm.make_async_vllm_engine": "TorchRL's signature",
     "torchrl_moe.testing.fake_engine.FakeReplica.__init__": "whatever a test injects, each by its name",
     "torchrl_moe.testing.fake_engine.FakeAsyncVLLM.__init__": "a replica's, and the service's own",
     "torchrl_moe.modules.policies.vllm_wrapper.vLLMWrapper.__init__": "TorchRL's signature",

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -19,13 +20,14 @@ from typing import Any
 import pytest
 import ray
 import torch
+import torchrl.collectors.llm
 from tensordict import TensorDict
 from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl.data import LazyStackStorage, RayReplayBuffer, ReplayBuffer
 from torchrl.trainers import Trainer
 
 from support.actors import toy_actors
-from support.collecting import Questions, chat, new_weights, plain, policy_of, queries
+from support.collecting import TOKENIZER, Questions, chat, new_weights, plain, policy_of, queries
 from support.processes import PYTHONPATH, is_gone
 from support.remote_hosts import (
     BufferClient,
@@ -585,6 +587,17 @@ def test_two_share_an_engine_and_one_whose_actor_is_killed_says_so(actor: Any, t
     second.shutdown()
     with placing(actor):
         first.shutdown()
+
+
+@pytest.mark.parametrize("kind", [RayLLMCollector, torchrl.collectors.llm.RayLLMCollector], ids=["ours", "torchrl's"])
+def test_a_policy_over_an_engine_in_ray_is_sent_as_it_is(toys: AsyncVLLM, kind: Any) -> None:
+    policy = policy_of(toys, tokenizer=TOKENIZER, return_log_probs=False)
+    collector = kind(dataset, policy=policy, remote_config={"num_cpus": 0}, dialog_turns_per_batch=4)
+    for batch in islice(collector, 2):
+        first, second = Counter(queries(batch.reshape(-1))).items()  # TorchRL's leaves the first two questions out
+        assert (first[1], second[1]) == (2, 2)
+    collector.shutdown()
+    assert toys.generate([1], use_tqdm=False).outputs[0].token_ids.tolist() == [2]  # it goes on
 
 
 @pytest.mark.soak

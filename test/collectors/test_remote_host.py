@@ -34,7 +34,11 @@ def test_what_cannot_be_sent_is_named_before_an_actor_is_placed(ray_cluster: Any
     lock = threading.Lock()
     with FakeAsyncVLLM() as engine:
         for name, given, words in (
-            ("policy", {"policy": policy_of(engine)}, r"policy_factory=.*vLLMWrapper\(AsyncVLLM\.connect\('name'\)\)"),
+            (
+                "policy",
+                {"policy": policy_of(engine)},
+                r"children of this.*backend='ray'.*policy_factory=.*connect",
+            ),
             ("postproc", {"postproc": lambda batch: (lock, batch)[1]}, "cannot pickle '_thread.lock'.*can be pickled"),
             ("env", {"env": (lock, chat(2))}, "pass a callable that makes it"),
         ):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor
 
 from support.rollouts import VOCABULARY, BigramActor, GivenActor, ragged, samples
@@ -87,6 +88,31 @@ def test_an_actor_with_distributions() -> None:
     assert actor.asked == {"mask_key": ATTENTION, "padding_side": "left"}
     assert "scribble" not in TD.keys()  # noqa: SIM118  a TensorDict iterates over its batch
     assert score_tokens(actor, TD, TOKENS, ATTENTION, entropy=False).entropy is None
+
+
+def test_an_actor_that_takes_the_batch_alone() -> None:
+    class Plain(DistActor):
+        def get_dist(self, td: TensorDictBase) -> Distribution:
+            return Distribution(self.logits)
+
+    actor = Plain()
+    scores = score_tokens(actor, TD, TOKENS, ATTENTION, entropy=False)
+    torch.testing.assert_close(scores.log_probs, Distribution(actor.logits).log_prob(TOKENS))
+
+
+def test_a_probabilistic_module_of_tensordict() -> None:
+    """It hands keywords that it does not know to its modules, which take none."""
+    logits = torch.randn(VOCABULARY, VOCABULARY)
+    tokens = ("tokens", "padded")
+    actor = ProbabilisticTensorDictSequential(
+        TensorDictModule(lambda ids: logits[ids.roll(1, -1)], in_keys=[tokens], out_keys=["logits"]),
+        ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=torch.distributions.Categorical),
+    )
+    td = TensorDict({tokens: TOKENS}, batch_size=[2])
+    scores = score_tokens(actor, td, TOKENS, ATTENTION, entropy=True)
+    expected = torch.distributions.Categorical(logits=logits[TOKENS.roll(1, -1)])
+    torch.testing.assert_close(scores.log_probs, expected.log_prob(TOKENS))
+    torch.testing.assert_close(scores.entropy, expected.entropy())
 
 
 def test_wrong_shapes_are_refused() -> None:

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from torchrl_moe.objectives.arguments import (
+    aggregation_of,
     check_choice,
     check_dual_clip,
     check_fixed_length,
+    check_hooks,
     check_no_dual_clip,
     check_penalties,
     check_router_loss,
+    check_unused,
     clip_range,
 )
 
@@ -68,6 +71,51 @@ def test_fixed_length() -> None:
             check_fixed_length(aggregation, length)
     with pytest.raises(ValueError, match=r"^fixed_length must be at least 1, got 0.$"):
         check_fixed_length("fixed_length", 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((None, None, None), "token_mean"),
+        (("prompt_mean", "mean", None), "prompt_mean"),
+        (("prompt_mean", "none", None), "none"),
+        (("fixed_length", None, 8), "fixed_length"),
+    ],
+)
+def test_aggregation(arguments: tuple[Any, ...], expected: str) -> None:
+    assert aggregation_of(*arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("mean", None, None), r"^aggregation must be one of \['token_mean', .*\], got 'mean'.$"),
+        ((None, "sum", None), r"^reduction must be one of .*, got 'sum': TorchRL's loss is a mean then too. For a sum"),
+        ((None, "max", None), r"^reduction must be one of \[None, 'mean', 'none'\], got 'max'.$"),
+        ((None, None, 3), r"^fixed_length and aggregation='fixed_length' go together"),
+    ],
+)
+def test_a_wrong_aggregation_is_refused(arguments: tuple[Any, ...], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        aggregation_of(*arguments)
+
+
+def test_arguments_without_a_use() -> None:
+    check_unused(None, None, 1)
+    check_unused(None, False, 8)
+    with pytest.raises(ValueError, match=r"^gamma must be None, got 0.99: .* Discount rewards before the advantage"):
+        check_unused(0.99, None, 1)
+    for value in (True, 0.2):
+        with pytest.raises(ValueError, match=rf"^clip_value must be None or False, got {value}: .* clip_epsilon is"):
+            check_unused(None, value, 1)
+    with pytest.raises(ValueError, match=r"^samples_mc_entropy must be at least 1, got 0.$"):
+        check_unused(None, None, 0)
+
+
+def test_hooks_of_torchrl() -> None:
+    check_hooks(type("Mine", (), {"_surrogate": None}))
+    with pytest.raises(TypeError, match=r"^Mine overrides _compute_policy_objective, _kl_to_ref, which TorchRL's"):
+        check_hooks(type("Mine", (), {"_kl_to_ref": None, "_compute_policy_objective": None}))
 
 
 def test_clip_range() -> None:

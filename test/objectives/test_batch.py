@@ -164,7 +164,7 @@ def test_a_wrong_batch_size_is_refused(batch_size: list[int]) -> None:
     [
         (FULL, None, "the token ids of prompt and response"),
         (LOG_PROBS, None, "the log-probs of the policy that generated"),
-        (REF, None, "the reference log-probs .*RetrieveLogProb"),
+        (REF, None, "the ref log-probs"),
         ("advantage", None, "the advantages"),
         (PROMPT, "sft", "the prompt's token ids .*'rlhf' uses the assistant mask instead"),
         (ATTENTION, "sft", r"the attention mask \(masking_strategy='sft'\)"),
@@ -177,7 +177,7 @@ def test_a_missing_key_is_named(key: Any, masking: Masking | None, told: str, pa
     td = dense(ROLLOUTS) if padded else ragged(ROLLOUTS)
     del td[key]
     with pytest.raises(
-        ValueError, match=rf"no {re.escape(repr(key))}: {told}.* It has .* tell the loss by set_keys\(\)"
+        ValueError, match=rf"find {told}.*: the tensordict has no {re.escape(repr(key))}\. It has .* by set_keys\(\)"
     ):
         read_all(td, masking)
 

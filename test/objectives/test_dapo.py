@@ -28,5 +28,7 @@ def test_values_and_gradients_of_plain_loops() -> None:
 
 
 def test_arguments_that_nobody_would_read_are_refused() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'gamma'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'gama'"):
+        DAPO(by_hand()[1], gama=1)
+    with pytest.raises(ValueError, match=r"gamma must be None, got 1"):
         DAPO(by_hand()[1], gamma=1)

@@ -551,6 +551,43 @@ def test_losses_of_papers_without_an_entropy_bonus_have_none(paper: type[GRPOLos
     assert GRPOLoss(actor)(td).loss_entropy.item() == wanted.loss_entropy.item()
 
 
+def test_arguments_of_torchrl_that_change_nothing() -> None:
+    td, actor = by_hand()
+    same = {"gamma": None, "clip_value": False, "samples_mc_entropy": 8, "aggregation": None, "reduction": "mean"}
+    assert numbers(GRPOLoss(actor, **same)(td)) == numbers(GRPOLoss(actor)(td))
+    assert GRPOLoss(actor, **same).samples_mc_entropy == 8
+
+
+def test_attributes_may_be_assigned() -> None:
+    """As TorchRL's: what is read of a batch follows them."""
+    td, actor = by_hand()
+    loss = GRPOLoss(actor, entropy_bonus=False)
+    loss.kl_to_ref_coeff = 0.3
+    assert loss(td).kl_to_ref.item() == pytest.approx(((0.5 - 1 + LN2) + (0.25 - 1 + 2 * LN2)) / 3)
+    loss.kl_to_ref_coeff, loss.masking_strategy = None, "rlhf"
+    td[0]["masks", "all_assistant_mask"][-1] = False
+    assert loss(td).loss_objective.item() == pytest.approx((-2.4 + 0.8) / 2)
+    loss.masking_strategy = "all"
+    with pytest.raises(ValueError, match=r"masking_strategy must be one of .*, got 'all'"):
+        loss(td)
+
+
+def test_a_trust_region_around_the_policy_that_sampled() -> None:
+    """What TorchRL's code computes with ``kl_mask_threshold``: (log 1.5)^2 / 2 = 0.08 and (log 0.5)^2 / 2 = 0.24."""
+    td, actor = by_hand()
+    loss = GRPOLoss(actor, kl_mask_threshold=0.1)
+    loss.set_keys(ref_log_probs=LOG_PROBS)
+    assert loss(td.exclude(REF)).loss_objective.item() == pytest.approx((-2.4 - 2) / 3)
+
+
+def test_a_subclass_that_overrides_what_is_never_called_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^Mine overrides _compute_policy_objective, .* override _surrogate\(ratios,"):
+
+        class Mine(GRPOLoss):
+            def _compute_policy_objective(self, log_weight: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+                return -log_weight, advantage
+
+
 def test_a_kl_with_coefficient_zero_is_measured() -> None:
     out = GRPOLoss(BigramActor(), kl_to_inference_coeff=0.0)(ragged(samples(SHAPES)))
     assert out.kl_to_inference.item() > 0
@@ -606,7 +643,13 @@ def test_low_precision_log_probs_are_computed_with_in_float32() -> None:
     [
         ({"aggregation": "mean"}, r"aggregation must be one of \['token_mean', .*\], got 'mean'"),
         ({"masking_strategy": "all"}, r"masking_strategy must be one of \['sft', 'rlhf', 'generic'\], got 'all'"),
-        ({"reduction": "sum"}, r"reduction must be one of \[None, 'mean', 'none'\], got 'sum'"),
+        (
+            {"reduction": "sum"},
+            r"reduction must be one of \[None, 'mean', 'none'\], got 'sum': TorchRL's loss is",
+        ),
+        ({"gamma": 0.99}, "gamma must be None, got 0.99: GRPO has no value function"),
+        ({"clip_value": 0.2}, "clip_value must be None or False, got 0.2"),
+        ({"samples_mc_entropy": 0}, "samples_mc_entropy must be at least 1, got 0"),
         ({"ref_log_prob_padding_side": "both"}, r"ref_log_prob_padding_side must be one of .* got 'both'"),
         ({"clip_epsilon": 1.5}, r"clip_epsilon must be a number in \[0, 1\]"),
         ({"kl_mask_threshold": 0.0}, "kl_mask_threshold must be positive"),
@@ -626,10 +669,9 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], told: str) -> No
         GRPOLoss(BigramActor(), **arguments)
 
 
-@pytest.mark.parametrize("name", ["gamma", "clip_value", "samples_mc_entropy", "clip_epsilom"])
-def test_arguments_that_nobody_would_read_are_refused(name: str) -> None:
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-        GRPOLoss(BigramActor(), **{name: 1})
+def test_arguments_that_nobody_would_read_are_refused() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'clip_epsilom'"):
+        GRPOLoss(BigramActor(), clip_epsilom=1)
 
 
 def test_an_actor_that_cannot_score_is_refused() -> None:
@@ -656,6 +698,15 @@ def test_missing_keys_are_named_before_the_actor_runs(arguments: dict[str, Any],
     with pytest.raises(ValueError, match=rf"the tensordict has no {re.escape(repr(key))}"):
         GRPOLoss(actor, **arguments)(td)
     assert actor.calls == []
+
+
+def test_missing_log_probs_are_the_error_that_torchrl_raises() -> None:
+    td = ragged(samples(SHAPES))
+    with pytest.raises(KeyError, match=r"^Couldn't find the log-probs of the policy that generated the tokens: "):
+        GRPOLoss(BigramActor())(td.exclude(LOG_PROBS))
+    told = r"^Couldn't find the ref log-probs .* set_keys\(ref_log_probs=\('log_probs', 'full'\)\)\.$"
+    with pytest.raises(KeyError, match=told):
+        GRPOLoss(BigramActor(), kl_mask_threshold=0.1)(td.exclude(REF))
 
 
 # -- against TorchRL --------------------------------------------------------------------------------------------------
@@ -717,6 +768,45 @@ def test_torchrl_agrees_where_it_is_right(torchrl_actor: Any, strategy: Any, agg
             valid = GRPOLoss(torchrl_actor, **arguments).denominators(td)["num_valid_tokens"]
             share = valid / (len(td) * max(p + g for p, g in lengths))
             torch.testing.assert_close(theirs.kl_approx, ours.kl_approx * share, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["GRPOLoss", "DAPO", "CISPOLoss"])
+def test_torchrls_wrapper_over_a_chat(name: str) -> None:
+    """A padded batch with TorchRL's classes, an advantage per token, and a mask that was never computed."""
+    from tensordict import MetaData
+    from torchrl.data import History
+    from torchrl.modules.llm import TransformersWrapper
+    from torchrl.objectives import llm as theirs
+    from torchrl.testing import MockTransformerModel
+
+    from torchrl_moe import objectives as ours
+    from torchrl_moe.modules import ChatHistory, Masks
+    from torchrl_moe.testing import ByteTokenizer
+
+    torch.manual_seed(0)
+    tokenizer = ByteTokenizer()
+    prompt = History(role=["user"], content=["What is 2 + 2?"], batch_size=[1])
+    answer = History(role=["assistant"], content=["4."], batch_size=[1])
+    chat = ChatHistory(prompt=prompt, response=answer, full=prompt.extend(answer, inplace=False)).expand((1,))
+    tokens = chat.to_tokens(tokenizer)
+    length = tokens.get("full", as_padded_tensor=True, padding_side="left", padding_value=0).shape[-1]
+    masks = Masks(all_attention_mask=torch.ones(1, length, dtype=torch.bool), padded=MetaData(True))
+    td = TensorDict(
+        {
+            "history": chat,
+            "tokens": tokens,
+            "masks": masks,
+            "advantage": torch.randn(1, length, 1),
+            "log_probs": torch.randn_like(tokens, dtype=torch.float32) - 5,
+        },
+        batch_size=[1],
+    )
+    model = MockTransformerModel(len(tokenizer))
+    actor = TransformersWrapper(model, tokenizer=tokenizer, generate=False, pad_output=True, input_mode="history")
+    same: dict[str, Any] = {"clip_epsilon": (0.2, 0.28), "entropy_bonus": True}
+    found, expected = (getattr(room, name)(actor, **same)(td.copy()) for room in (ours, theirs))
+    for key in ["loss_entropy", "ESS"] + ["loss_objective"] * (name != "CISPOLoss"):  # whose weight has a gradient
+        torch.testing.assert_close(found.get(key), expected.get(key).squeeze(), atol=1e-5, rtol=1e-5)
 
 
 def sum_of(out: Any) -> Tensor:

@@ -30,6 +30,16 @@ class ToyActor(ReplicaActor):
         return os.getpid(), self._child.process.pid
 
 
+class Holder:
+    """Of tests, for an actor: holds an engine, and answers by it."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def ask(self, prompt: list[int]) -> tuple[list[int], int]:
+        return self.engine.generate(prompt, use_tqdm=False).outputs[0].token_ids.tolist(), os.getpid()
+
+
 @contextmanager
 def toy_actors() -> Iterator[None]:
     """Actors that are placed meanwhile host the toy engine."""

@@ -33,7 +33,7 @@ ADAPTED: dict[str, Any] = {
 
 def start_engine(folder: Path, num_replicas: int = 1, **arguments: Any) -> AsyncVLLM:
     """Start a small engine of a model; ``arguments`` go before those of ``SMALL``."""
-    return AsyncVLLM.from_pretrained(folder, num_replicas, **{**SMALL, **arguments})
+    return AsyncVLLM.from_pretrained(folder, num_replicas=num_replicas, **{**SMALL, **arguments})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from torchrl_moe.testing.fake_weights import FakeFleet, SoftError
-from torchrl_moe.weight_update.sender import WeightSender
+from torchrl_moe.weight_update.sender import VLLMWeightSender
 
-Connect = Callable[..., WeightSender]
+Connect = Callable[..., VLLMWeightSender]
 
 
 def weights(value: float = 1.0) -> dict[str, Tensor]:

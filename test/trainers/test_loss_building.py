@@ -61,7 +61,7 @@ def test_arguments_as_yaml_has_them() -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        ({"name": "NoLoss"}, "loss.name=NoLoss must be one of CISPOLoss, DPPOLoss, GRPOLoss, GSPOLoss, SAPOLoss, DAPO"),
+        ({"name": "NoLoss"}, "loss.name=NoLoss must be one of CISPOLoss, DAPO, DPPOLoss, GRPOLoss, GSPOLoss, SAPOLoss"),
         ({"name": "MoERouterLoss"}, "loss.name=MoERouterLoss must be one of"),
         ({"name": "GRPOAdvantage"}, "loss.name=GRPOAdvantage must be one of"),
         ({"arguments": {"clip": 0.2}}, "loss.arguments: .*unexpected keyword argument 'clip'"),

@@ -9,7 +9,7 @@ import pytest
 
 from support.weights import Connect
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
-from torchrl_moe.weight_update.sender import WeightSender
+from torchrl_moe.weight_update.sender import VLLMWeightSender
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def connect() -> Iterator[Connect]:
     """Make a sender for an engine."""
     senders = []
 
-    def make(engine: Any, **choices: Any) -> WeightSender:
+    def make(engine: Any, **choices: Any) -> VLLMWeightSender:
         sender = VLLMWeightSyncScheme(**{"timeout_seconds": 5.0, **choices}).create_sender()
         senders.append(sender)
         sender.init_all_workers_group(None, vllm_engine=engine)

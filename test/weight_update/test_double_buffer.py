@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from torchrl.weight_update.llm.vllm_double_buffer import VLLMDoubleBufferSyncScheme as TorchRLScheme
+from tensordict import TensorDict
+from torchrl.weight_update.llm import VLLMDoubleBufferSyncScheme as TorchRLScheme
+from torchrl.weight_update.llm import VLLMDoubleBufferTransport as TorchRLTransport
+from torchrl.weight_update.llm import VLLMDoubleBufferWeightReceiver as TorchRLReceiver
+from torchrl.weight_update.llm import VLLMDoubleBufferWeightSender as TorchRLSender
 
 from support.weights import always, value_in, weights
-from torchrl_moe._errors import WeightSyncError
+from torchrl_moe._errors import DigestMismatch, ManifestMismatch, WeightSyncError
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.fake_weights import FakeFleet, SoftError
-from torchrl_moe.weight_update import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, get_model_metadata
+from torchrl_moe.weight_update import (
+    VLLMDoubleBufferSyncScheme,
+    VLLMDoubleBufferTransport,
+    VLLMDoubleBufferWeightReceiver,
+    VLLMDoubleBufferWeightSender,
+    VLLMWeightSyncScheme,
+    get_model_metadata,
+)
 from torchrl_moe.weight_update.store import WeightStoreReader
 
 
@@ -42,13 +54,66 @@ def test_torchrls_lines_work_as_they_are(tmp_path: Path) -> None:
     assert (tmp_path / "weights" / "STABLE").exists()  # the folder is the user's
 
 
-def test_the_arguments_are_torchrls(tmp_path: Path) -> None:
-    theirs = TorchRLScheme(str(tmp_path), str(tmp_path / "x"), 3, "state_dict")
-    ours = VLLMDoubleBufferSyncScheme(str(tmp_path), str(tmp_path / "x"), 3, "state_dict")
-    assert str(ours.options.store.folder) == theirs.remote_addr
-    assert str(ours.options.store.seen_as) == theirs.local_addr
-    assert ours.options.staging.threads == theirs.num_threads
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (VLLMDoubleBufferSyncScheme, TorchRLScheme),
+        (VLLMDoubleBufferTransport, TorchRLTransport),
+        (VLLMDoubleBufferWeightSender, TorchRLSender),
+        (VLLMDoubleBufferWeightReceiver, TorchRLReceiver),
+    ],
+)
+def test_the_arguments_are_torchrls(ours: type, theirs: type) -> None:
+    assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)
+
+
+def test_their_meaning_is_torchrls(tmp_path: Path) -> None:
+    theirs = TorchRLScheme(str(tmp_path), str(tmp_path / "x"), 3)
+    ours = VLLMDoubleBufferSyncScheme(str(tmp_path), str(tmp_path / "x"), 3)
+    for name in ("remote_addr", "local_addr", "num_threads"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert (ours.options.store.folder, ours.options.store.seen_as) == (tmp_path, tmp_path / "x")
+    assert ours.options.staging.threads == 3
     assert isinstance(ours, VLLMWeightSyncScheme)
+
+
+# -- TorchRL's transport ----------------------------------------------------------------------------------------------
+
+
+def test_the_transport_writes_and_reads_as_torchrls_does(tmp_path: Path) -> None:
+    """The same calls on both; nested names come back flat."""
+    sent = TensorDict({"a": torch.arange(4.0), "b": {"c": torch.tensor(3)}})
+    for kind in (TorchRLTransport, VLLMDoubleBufferTransport):
+        transport = kind(str(tmp_path / kind.__module__))
+        assert transport.check_connection()
+        transport.send_weights("policy", sent)
+        found = transport.receive_weights(1.0)
+        assert set(found.keys()) == {"a", "b.c"}
+        assert torch.equal(found["a"], sent["a"])
+        assert found["b.c"] == 3
+
+
+def test_what_was_received_can_be_applied_if_it_is_the_newest(tmp_path: Path) -> None:
+    engine, scheme = FakeFleet(1), VLLMDoubleBufferSyncScheme(tmp_path)
+    transport, receiver = scheme.create_transport(), scheme.create_receiver(engine)
+    assert transport.receive_weights() is None
+    with pytest.raises(ManifestMismatch, match="nothing was written to"):
+        receiver.apply_weights(weights(1))
+    transport.send_weights("policy", weights(1))
+    old = transport.receive_weights()
+    assert old is not None
+    receiver.apply_weights(old)
+    assert value_in(engine, 0) == 1.0
+    transport.send_weights("policy", weights(2))
+    with pytest.raises(DigestMismatch, match="version 2: bytes of a are not those published"):
+        receiver.apply_weights(old)
+    with pytest.raises(ManifestMismatch, match="not the tensors of version 2 in the directory, which alone can be"):
+        receiver.apply_weights({"a": old["a"]})
+    assert value_in(engine, 0) == 1.0
+    transport.shutdown()
+
+
+# -- an engine and a directory ----------------------------------------------------------------------------------------
 
 
 def test_engines_may_see_the_directory_elsewhere(tmp_path: Path) -> None:
@@ -137,11 +202,17 @@ def test_too_few_replicas_are_an_error_and_only_the_late_ones_are_asked_again(tm
     ("build", "words"),
     [
         (lambda folder: VLLMDoubleBufferSyncScheme(folder, strategy="pickle"), "strategy must be one of 'tensordict'"),
-        (lambda folder: VLLMDoubleBufferSyncScheme(folder, num_threads=0), "prefetch must be at least 1 thread, got 0"),
+        (lambda folder: VLLMDoubleBufferSyncScheme(folder, num_threads=0), "num_threads must be at least 1, got 0"),
         (lambda folder: VLLMDoubleBufferSyncScheme(folder).create_receiver("x"), "vllm_engine must be an AsyncVLLM"),
         (
-            lambda folder: VLLMDoubleBufferSyncScheme(folder).create_receiver(FakeFleet(1)).apply_weights({"a": 1}),
-            "the receiver takes what the sender published, in place; pass nothing",
+            lambda folder: (
+                VLLMDoubleBufferSyncScheme(folder).create_receiver(FakeFleet(1)).apply_weights(inplace=False)
+            ),
+            r"apply_weights\(inplace=False\): the engine's weights are replaced in place",
+        ),
+        (
+            lambda folder: VLLMDoubleBufferTransport(folder).receive_weights(model=1, strategy=2),
+            "model, strategy: weights are returned, and put nowhere",
         ),
     ],
 )

@@ -73,9 +73,10 @@ def test_what_is_no_number_is_refused(choices: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("transport", "choices", "words"),
     [
-        ("memmap", {"master_address": "10.0.0.1"}, "master_address belongs to a collective transport"),
-        ("gloo", {"master_port": 1}, "master_port has no meaning: each replica has a group of its own"),
+        ("gloo", {"master_port": 1 << 16}, "master_port must be from 0 .a free one. to 65535, got 65536"),
+        ("memmap", {"master_port": -1}, "master_port must be from 0 .a free one. to 65535, got -1"),
         ("gloo", {"device": "cuda:0"}, "transport='gloo' sends from the CPU"),
+        ("gloo", {"device": 0}, "device=0: transport='gloo' sends from the CPU"),
         ("nccl", {"gpus_per_replica": 0}, "gpus_per_replica must be at least 1, got 0"),
         ("nccl", {"buffer_bytes": 0}, "buffer_bytes must be at least 1, got 0"),
         ("nccl", {"num_buffers": -1}, "num_buffers must be at least 1, got -1"),
@@ -94,6 +95,8 @@ def test_a_collectives_argument_must_have_a_meaning(transport: str, choices: dic
 
 def test_those_that_have_one_pass() -> None:
     CollectiveOptions(master_address="10.0.0.1", gpus_per_replica=2, device="cpu").check("gloo")
+    CollectiveOptions(device=1).check("nccl")
+    assert CollectiveOptions(device=1).where()["device"] == torch.device("cuda:1")  # TorchRL's way to name it
     CollectiveOptions(master_address="10.0.0.1", device="cuda:1", buffer_bytes=1 << 20, num_buffers=3).check("nccl")
     CollectiveOptions(buffer_bytes=1 << 20).check("gloo")
     CollectiveOptions().check("memmap")

@@ -16,7 +16,7 @@ from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.lease import Lease
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.fake_weights import FakeFleet, SoftError, Stall
-from torchrl_moe.weight_update.sender import WeightSender
+from torchrl_moe.weight_update.sender import VLLMWeightSender
 
 # -- failures of the swap ---------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ def test_what_becomes_of_one_that_died_does_not_touch_the_one_in_its_place(
     assert engine.fakes[0].is_alive()
 
 
-def drain(engine: FakeFleet, sender: WeightSender) -> tuple[Lease, threading.Thread]:
+def drain(engine: FakeFleet, sender: VLLMWeightSender) -> tuple[Lease, threading.Thread]:
     """Begin an update that waits for a request on replica 0."""
     lease = engine.load_balancer.acquire_at(0, None)
     updating = threading.Thread(target=sender.update_weights, args=(weights(),))

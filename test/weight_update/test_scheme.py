@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
+import pickle
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torchrl.weight_update import WeightSyncScheme
+from torchrl.weight_update.llm import VLLMWeightSyncScheme as TorchRLScheme
 
-from torchrl_moe.weight_update import VLLMWeightSyncScheme
+from support.weights import value_in, weights
+from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet
+from torchrl_moe.weight_update import VLLMWeightReceiver, VLLMWeightSender, VLLMWeightSyncScheme
 from torchrl_moe.weight_update.scheme import _remove_orphans
-from torchrl_moe.weight_update.sender import WeightSender
+from torchrl_moe.weight_update.sender_transport import SenderTransport
 from torchrl_moe.weight_update.store.writing import WriterLock
 
 
@@ -29,7 +36,11 @@ from torchrl_moe.weight_update.store.writing import WriterLock
         ({"layout": "versions"}, "layout='versions' needs transport='memmap' and folder="),
         ({"layout": "versions", "folder": "x", "transport": "gloo"}, "layout='versions' needs transport='memmap'"),
         ({"delta": True}, "delta=True needs layout='versions'"),
-        ({"strategy": "tensordict"}, "strategy has no meaning: weights are read from the model's state dict"),
+        ({"strategy": "pickle"}, "strategy must be one of 'tensordict', 'state_dict', got 'pickle'"),
+        (
+            {"master_address": "gloo"},
+            "'gloo' is TorchRL's first argument, and not the transport: write transport='gloo'",
+        ),
         ({"kv": "keep"}, "kv must be one of 'salt', 'recompute', got 'keep'"),
         ({"min_serving": -1}, "min_serving must be at least 0, got -1"),
         ({"timeout_seconds": 0}, "timeout_seconds must be positive, got 0"),
@@ -59,15 +70,68 @@ def test_where_an_adapter_is_sent_nothing_is_swapped(choice: dict[str, Any]) -> 
         VLLMWeightSyncScheme(lora="adapter", **choice)
 
 
-@pytest.mark.parametrize("name", ["master_address", "master_port", "gpus_per_replica", "device"])
-def test_torchrls_arguments_of_a_collective_are_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} belongs to a collective transport; transport='memmap' has no"):
-        VLLMWeightSyncScheme(**{name: 1})
+# -- TorchRL's scheme -------------------------------------------------------------------------------------------------
+
+
+def first_parameters(kind: type, count: int) -> list[str]:
+    return list(inspect.signature(kind).parameters)[:count]
+
+
+def test_it_is_torchrls_scheme_with_its_arguments_in_their_places() -> None:
+    theirs = list(inspect.signature(TorchRLScheme).parameters)
+    assert first_parameters(VLLMWeightSyncScheme, len(theirs)) == theirs
+    scheme = VLLMWeightSyncScheme("10.0.0.1", 29500, 2, 3, "state_dict", 1)
+    assert isinstance(scheme, WeightSyncScheme)
+    assert scheme.strategy.extract_as == "state_dict"
+    options = scheme.options.collective
+    assert (options.master_address, options.master_port, options.gpus_per_replica) == ("10.0.0.1", 29500, 2)
+    assert (scheme.options.num_replicas, options.device) == (3, 1)
+
+
+def test_what_torchrls_script_gives_is_taken_by_the_transport_without_a_group() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # TorchRL's own calls its state_dict strategy experimental
+        scheme = VLLMWeightSyncScheme(
+            master_address="127.0.0.1", master_port=29500, gpus_per_replica=1, num_replicas=2, strategy="state_dict"
+        )
+    sender, engine = scheme.create_sender(), FakeFleet(2)
+    sender.init_all_workers_group(model_metadata=EXPECTED, vllm_engine=engine)
+    sender.update_weights(weights(3))
+    assert value_in(engine, 1) == 3.0
+    sender.shutdown()
+
+
+@pytest.mark.parametrize("side", ["init_on_sender", "init_on_receiver"])
+def test_a_collectors_half_is_refused_with_what_to_do(side: str) -> None:
+    """A multi-process collector that gets the scheme as its ``weight_sync_schemes`` calls these."""
+    scheme = VLLMWeightSyncScheme()
+    with pytest.raises(TypeError, match=rf"{side}\(model_id, context\): .*an engine holds the weights. Use create_"):
+        getattr(scheme, side)(model_id="policy", context=None)
+    with pytest.raises(RuntimeError, match="Must be initialized on sender"):
+        scheme.send()
+
+
+def test_a_pickled_scheme_has_a_store_of_its_own_or_the_given_one(tmp_path: Path) -> None:
+    own, given = VLLMWeightSyncScheme(mode="drain"), VLLMWeightSyncScheme(folder=tmp_path)
+    copy, same = pickle.loads(pickle.dumps(own)), pickle.loads(pickle.dumps(given))
+    assert copy.folder != own.folder
+    assert copy.options.store.folder == copy.options.store.seen_as == copy.folder
+    assert copy.options.swapping == own.options.swapping
+    assert (same.folder, same.options) == (tmp_path, given.options)
+    folder = copy.folder
+    copy.shutdown()
+    assert own.folder.is_dir()
+    assert not folder.exists()
+    same.shutdown()
+    assert tmp_path.is_dir()
 
 
 def test_an_argument_that_nobody_knows_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="VLLMWeightSyncScheme has no argument 'min_servin'"):
-        VLLMWeightSyncScheme(min_servin=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'min_servin'"):
+        VLLMWeightSyncScheme(min_servin=1)  # type: ignore[call-arg]
+
+
+# -- its choices ------------------------------------------------------------------------------------------------------
 
 
 def test_num_replicas_has_a_meaning() -> None:
@@ -76,7 +140,9 @@ def test_num_replicas_has_a_meaning() -> None:
 
 def test_it_makes_a_sender_and_shows_its_choices() -> None:
     scheme = VLLMWeightSyncScheme(mode="drain", kv="recompute")
-    assert isinstance(scheme.create_sender(), WeightSender)
+    assert type(scheme.create_sender()) is VLLMWeightSender
+    assert type(scheme.create_receiver(FakeFleet(1))) is VLLMWeightReceiver
+    assert type(scheme.create_transport()) is SenderTransport
     assert repr(scheme) == (
         "VLLMWeightSyncScheme(transport='memmap', mode='drain', kv='recompute', stage='auto', verify='digest', "
         "layout='slots')"

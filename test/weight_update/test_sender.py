@@ -29,7 +29,7 @@ from torchrl_moe.testing import FakeAsyncVLLM, make_tiny_moe
 from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet, FakeWeightReplica
 from torchrl_moe.weight_update import VLLMWeightSyncScheme, get_model_metadata
 from torchrl_moe.weight_update.canary import canary_of
-from torchrl_moe.weight_update.sender import WeightSender
+from torchrl_moe.weight_update.sender import VLLMWeightSender
 from torchrl_moe.weight_update.transports.memmap import MemmapTransport
 
 # -- the good case ----------------------------------------------------------------------------------------------------
@@ -546,7 +546,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return go
 
 
-def change_while_copied(sender: WeightSender, monkeypatch: pytest.MonkeyPatch) -> None:
+def change_while_copied(sender: VLLMWeightSender, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bring version 1, then begin to publish version 2 and change it under way."""
     sender.update_weights(weights(1))
     go, tensors = gate(monkeypatch), weights(2)

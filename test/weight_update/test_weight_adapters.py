@@ -16,7 +16,7 @@ from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
-from torchrl_moe.weight_update.sender import WeightSender
+from torchrl_moe.weight_update.sender import VLLMWeightSender
 
 IDS = [(7 * place + 3) % 256 for place in range(280)]  # more than a block of the prefix cache
 SHORT = IDS[:9]
@@ -51,7 +51,7 @@ def loaded(engine: AsyncVLLM) -> set[int]:
     return {number for number in numbers if number >= 1 << 30}
 
 
-def connect(engine: AsyncVLLM, model: Any) -> WeightSender:
+def connect(engine: AsyncVLLM, model: Any) -> VLLMWeightSender:
     sender = VLLMWeightSyncScheme(lora="adapter").create_sender()
     sender.register_model(model)
     sender.init_all_workers_group(None, vllm_engine=engine)

@@ -20,9 +20,9 @@ __all__ = ["RayAsyncLLMCollector"]
 class RayAsyncLLMCollector(RayCollector):
     """An :class:`AsyncLLMCollector` in a Ray actor, so environments, rewards and tokenizing cost the trainer no CPU.
 
-    Give it a ``policy_factory`` that joins an engine with a name. Several collectors, each with data of its own, share
-    that engine. The actor ends with :meth:`shutdown`, when the collector is forgotten, and with this process. Errors
-    are raised as in the actor; ``CollectionError`` if the actor has died.
+    Give it a policy over an engine in Ray, or a ``policy_factory`` that joins one. Several collectors, each with data
+    of its own, share that engine. The actor ends with :meth:`shutdown`, when the collector is forgotten, and with this
+    process. Errors are raised as in the actor; ``CollectionError`` if the actor has died.
 
     Args:
         env: as of :class:`AsyncLLMCollector`, and so all arguments but those below. What makes things makes them in

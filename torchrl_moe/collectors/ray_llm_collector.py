@@ -23,7 +23,7 @@ class RayLLMCollector(RayCollector):
     Args:
         env: as of :class:`LLMCollector`, and so all arguments but those below. What makes things makes them in the
             actor, and what is called with batches is called there.
-        policy: one that can be pickled, so not one over an engine; else give a ``policy_factory`` that joins an engine
+        policy: one that can be pickled, so over an engine in Ray; else give a ``policy_factory`` that joins an engine
             with a name: ``lambda: vLLMWrapper(AsyncVLLM.connect("policy"))``.
         replay_buffer: a ``RayReplayBuffer`` is extended by the actor, one of this process from here.
         weight_updater: stays here.

@@ -1,7 +1,8 @@
 """Engines, their balancer, and the policies on top of them (namesake: ``torchrl.modules.llm``).
 
 The public face of its rooms: code inside ``torchrl_moe.modules`` imports the files, never this one. Names load on first
-use, for a policy loads vllm, ray and transformers and a balancer loads none of them.
+use, for a policy loads vllm, ray and transformers and a balancer loads none of them. What a policy writes is of
+TorchRL's classes (``Tokens``, ``LogProbs``, ...): they are here under the same names.
 """
 
 from typing import TYPE_CHECKING
@@ -9,6 +10,13 @@ from typing import TYPE_CHECKING
 from torchrl_moe._lazy import attach
 
 if TYPE_CHECKING:
+    from torchrl.modules.llm import ChatHistory as ChatHistory
+    from torchrl.modules.llm import LLMWrapperBase as LLMWrapperBase
+    from torchrl.modules.llm import LogProbs as LogProbs
+    from torchrl.modules.llm import Masks as Masks
+    from torchrl.modules.llm import Text as Text
+    from torchrl.modules.llm import Tokens as Tokens
+
     from torchrl_moe._errors import ReplayError as ReplayError
     from torchrl_moe._errors import RouteShapeError as RouteShapeError
     from torchrl_moe._errors import RouteValueError as RouteValueError
@@ -29,14 +37,20 @@ else:
         __name__,
         {
             "AsyncVLLM": ".serving.async_vllm",
+            "ChatHistory": "torchrl.modules.llm",
             "FaultPolicy": ".serving.fault_policy",
+            "LLMWrapperBase": "torchrl.modules.llm",
             "Lease": ".serving.lease",
             "LoadBalancer": ".serving.balancing.balancer",
+            "LogProbs": "torchrl.modules.llm",
+            "Masks": "torchrl.modules.llm",
             "Packing": ".replay.incoming",
             "ReplayError": ".._errors",
             "RouteShapeError": ".._errors",
             "RouteValueError": ".._errors",
             "RouterReplay": ".replay.router_replay",
+            "Text": "torchrl.modules.llm",
+            "Tokens": "torchrl.modules.llm",
             "TransformersWrapper": ".policies.transformers_wrapper",
             "UnsupportedRouterError": ".._errors",
             "freeze_routers": ".replay.freezing",

@@ -2,6 +2,9 @@
 
 ``functional`` is the maths, torch only; a loss module reads tensordict keys, calls it and writes keys. No model and no
 engine is imported here: an actor is anything with a ``score`` method, see :mod:`torchrl_moe.objectives.actors`.
+
+What a script imports from ``torchrl.objectives.llm`` is here under the same name. Classes that need no change are
+TorchRL's own, and load on first use: they bring vllm, ray and transformers along.
 """
 
 from typing import TYPE_CHECKING
@@ -9,6 +12,15 @@ from typing import TYPE_CHECKING
 from torchrl_moe._lazy import attach
 
 if TYPE_CHECKING:
+    from torchrl.objectives.llm import DistillationLoss as DistillationLoss
+    from torchrl.objectives.llm import DistillationLossOutput as DistillationLossOutput
+    from torchrl.objectives.llm import MCAdvantage as MCAdvantage
+    from torchrl.objectives.llm import MCAdvantageSelector as MCAdvantageSelector
+    from torchrl.objectives.llm import RayMCAdvantage as RayMCAdvantage
+    from torchrl.objectives.llm import SFTLoss as SFTLoss
+    from torchrl.objectives.llm import SFTLossOutput as SFTLossOutput
+    from torchrl.objectives.llm import k3_kl_token_estimate as k3_kl_token_estimate
+
     from torchrl_moe.objectives.actors import ScoringActor as ScoringActor
     from torchrl_moe.objectives.advantages import DrGRPOAdvantage as DrGRPOAdvantage
     from torchrl_moe.objectives.advantages import GroupAdvantage as GroupAdvantage
@@ -29,7 +41,10 @@ if TYPE_CHECKING:
     from torchrl_moe.objectives.moe_router import MoERouterLoss as MoERouterLoss
     from torchrl_moe.objectives.moe_router import MoERouterLossOutput as MoERouterLossOutput
     from torchrl_moe.objectives.normalisation import sum_over_ranks as sum_over_ranks
+    from torchrl_moe.objectives.output import CISPOLossOutput as CISPOLossOutput
+    from torchrl_moe.objectives.output import DAPOLossOutput as DAPOLossOutput
     from torchrl_moe.objectives.output import GRPOLossOutput as GRPOLossOutput
+    from torchrl_moe.objectives.output import LLMLossOutput as LLMLossOutput
     from torchrl_moe.objectives.sapo import SAPOLoss as SAPOLoss
 else:
     __getattr__, __dir__, __all__ = attach(
@@ -37,25 +52,36 @@ else:
         {
             "DAPO": ".dapo",
             "CISPOLoss": ".cispo",
+            "CISPOLossOutput": ".output",
             "CollapseThresholds": ".mismatch",
             "Correction": ".corrections",
+            "DAPOLossOutput": ".output",
             "DPPOLoss": ".dppo",
+            "DistillationLoss": "torchrl.objectives.llm",
+            "DistillationLossOutput": "torchrl.objectives.llm",
             "DrGRPOAdvantage": ".advantages",
             "GRPOAdvantage": ".advantages",
             "GRPOLoss": ".grpo",
             "GRPOLossOutput": ".output",
             "GSPOLoss": ".gspo",
             "GroupAdvantage": ".advantages",
+            "LLMLossOutput": ".output",
             "LossKeys": ".inputs",
+            "MCAdvantage": "torchrl.objectives.llm",
+            "MCAdvantageSelector": "torchrl.objectives.llm",
             "MismatchKeys": ".mismatch",
             "MismatchMetrics": ".mismatch",
             "MoERouterLoss": ".moe_router",
             "MoERouterLossOutput": ".moe_router",
             "RLOOAdvantage": ".advantages",
+            "RayMCAdvantage": "torchrl.objectives.llm",
             "ReinforcePlusPlusAdvantage": ".advantages",
             "SAPOLoss": ".sapo",
+            "SFTLoss": "torchrl.objectives.llm",
+            "SFTLossOutput": "torchrl.objectives.llm",
             "ScoringActor": ".actors",
             "Thresholds": ".corrections",
+            "k3_kl_token_estimate": "torchrl.objectives.llm",
             "sum_over_ranks": ".normalisation",
         },
     )

@@ -6,11 +6,12 @@ layers, E experts.
 
 from __future__ import annotations
 
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from torch import Tensor
 
 from torchrl_moe import _checks
@@ -73,7 +74,8 @@ def score_tokens(
     """Return the actor's log-probs of ``tokens``, with a gradient, and their entropies if ``entropy``.
 
     Args:
-        actor: a :class:`ScoringActor`, or a TorchRL ``LLMWrapperBase`` with ``generate=False``.
+        actor: a :class:`ScoringActor`, or a module with ``get_dist(td)``, such as a TorchRL ``LLMWrapperBase`` with
+            ``generate=False`` or a ``ProbabilisticTensorDictSequential``: a distribution over tokens ``[B, T]``.
         tensordict: the batch, batch size ``[B]``.
         tokens: ``[B, T]``, padded on the left.
         attention_mask_key: the mask under which a TorchRL wrapper scores.
@@ -94,10 +96,11 @@ def score_tokens(
             asked["router_logits"] = True
         log_probs, spread, routers = actor.score(tensordict, **asked)
     else:
-        # The side is explicit: TorchRL's wrappers differ in their default.
-        dist = actor.get_dist(tensordict.copy(), mask_key=attention_mask_key, padding_side="left")
-        _checks.check_shape("logits of the actor", dist.logits.shape, (*tokens.shape, "V"), hint=_ALIGNED)
-        log_probs = dist.log_prob(tokens.to(dist.logits.device))
+        dist = actor.get_dist(tensordict.copy(), **_dist_arguments(actor, attention_mask_key))
+        logits = getattr(dist, "logits", None)
+        if logits is not None:
+            _checks.check_shape("logits of the actor", logits.shape, (*tokens.shape, "V"), hint=_ALIGNED)
+        log_probs = dist.log_prob(tokens if logits is None else tokens.to(logits.device))
         spread = dist.entropy() if entropy else None
     _checks.check_same_shape({"log-probs of the actor": log_probs, "tokens": tokens}, hint=_ALIGNED)
     if not entropy:
@@ -109,6 +112,20 @@ def score_tokens(
         )
     _checks.check_same_shape({"entropies of the actor": spread, "tokens": tokens}, hint=_ALIGNED)
     return TokenScores(log_probs, spread, routers)
+
+
+def _dist_arguments(actor: Any, attention_mask_key: NestedKey) -> dict[str, Any]:
+    """Return what ``actor.get_dist`` is asked beside the batch.
+
+    The side is explicit: TorchRL's wrappers differ in their default. tensordict's own modules would hand keywords that
+    they do not know to the model.
+    """
+    asked = {"mask_key": attention_mask_key, "padding_side": "left"}
+    takes = signature(actor.get_dist).parameters
+    plain = isinstance(actor, ProbabilisticTensorDictModule | ProbabilisticTensorDictSequential)
+    if not plain and any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes.values()):
+        return asked
+    return {name: value for name, value in asked.items() if name in takes}
 
 
 def score_reference(

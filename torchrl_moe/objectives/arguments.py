@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast, get_args
+
+from torchrl_moe.objectives import functional as F
 
 __all__ = [
+    "aggregation_of",
     "check_choice",
     "check_dual_clip",
     "check_fixed_length",
+    "check_hooks",
     "check_no_dual_clip",
     "check_penalties",
     "check_router_loss",
+    "check_unused",
     "clip_range",
 ]
 
@@ -68,6 +74,51 @@ def check_fixed_length(aggregation: str, fixed_length: int | None) -> None:
         )
     if fixed_length is not None and fixed_length < 1:
         raise ValueError(f"fixed_length must be at least 1, got {fixed_length}.")
+
+
+def aggregation_of(aggregation: str | None, reduction: str | None, fixed_length: int | None) -> F.Aggregation:
+    """Return how tokens become one loss, by three arguments that speak of it.
+
+    >>> aggregation_of(None, None, None), aggregation_of("prompt_mean", "none", None)
+    ('token_mean', 'none')
+    """
+    chosen = cast(F.Aggregation, aggregation or "token_mean")
+    check_choice("aggregation", chosen, get_args(F.Aggregation))
+    check_fixed_length(chosen, fixed_length)
+    if reduction == "sum":
+        raise ValueError(
+            "reduction must be one of [None, 'mean', 'none'], got 'sum': TorchRL's loss is a mean then too. For a sum "
+            "over tokens divided by a number of your choice use aggregation='fixed_length', fixed_length=...."
+        )
+    check_choice("reduction", reduction, (None, "mean", "none"))
+    return "none" if reduction == "none" else chosen
+
+
+def check_unused(gamma: float | None, clip_value: bool | float | None, samples_mc_entropy: int) -> None:
+    """Raise ValueError if arguments that TorchRL's losses have, and no GRPO has a use for, ask for something."""
+    if gamma is not None:
+        raise ValueError(
+            f"gamma must be None, got {gamma}: GRPO has no value function, and TorchRL's loss never reads it. Discount "
+            "rewards before the advantage is computed."
+        )
+    if clip_value:
+        raise ValueError(
+            f"clip_value must be None or False, got {clip_value}: GRPO has no value function to clip, and TorchRL's "
+            "loss never reads it. clip_epsilon is the range of the ratio."
+        )
+    if samples_mc_entropy < 1:
+        raise ValueError(f"samples_mc_entropy must be at least 1, got {samples_mc_entropy}.")
+
+
+def check_hooks(loss: type) -> None:
+    """Raise TypeError if a subclass overrides a method that TorchRL's losses call, and these never would."""
+    hooks = {"_compute_policy_objective", "_get_cur_log_prob", "_log_weight"}
+    hooks |= {"_aggregate_loss_value", "_get_entropy", "_kl_to_ref"}
+    if found := sorted(hooks & set(vars(loss))):
+        raise TypeError(
+            f"{loss.__name__} overrides {', '.join(found)}, which TorchRL's losses call and these never do: override "
+            "_surrogate(ratios, advantage), the loss per token, or let the actor's score() return other log-probs."
+        )
 
 
 def check_router_loss(router_loss: object, actor: object) -> None:

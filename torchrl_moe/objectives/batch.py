@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_moe import _checks
+from torchrl_moe._errors import MissingEntryError
 
 __all__ = ["Masking", "TokenBatch", "TokenReader"]
 
@@ -153,7 +154,7 @@ class TokenReader:
         _checks.check_integer(repr(versions_key), versions)
         current = self.total(current_key)
         if current is None:
-            raise ValueError(
+            raise MissingEntryError(
                 f"the tensordict has no {current_key!r}: the version of the weights being trained, which the age of a "
                 "token is counted from. Store the number that the weight sync reports: td['current_version'] = "
                 "torch.full(td.batch_size, version)."
@@ -168,7 +169,11 @@ class TokenReader:
 
     def ref_log_probs(self, key: NestedKey, side: Literal["left", "right"], fill: float) -> Tensor:
         """Return the reference's log-probs ``[B, T]`` from ``[T_i]`` or ``[T_i, 1]``, short rows filled on ``side``."""
-        rows = self._rows(key, "the reference log-probs (kl_to_ref_coeff, kl_mask_threshold); see RetrieveLogProb")
+        hint = (
+            "RetrieveLogProb writes them. For a kl_mask_threshold around the policy that sampled, which is what "
+            "TorchRL's code computes, name that policy's: set_keys(ref_log_probs=('log_probs', 'full'))."
+        )
+        rows = self._rows(key, "the ref log-probs (kl_to_ref_coeff, kl_mask_threshold)", hint)
         complete = []
         for i, (row, length) in enumerate(zip(rows, self.lengths, strict=True)):
             values = row[:, 0] if row.ndim == 2 and row.shape[-1] == 1 else row
@@ -193,13 +198,13 @@ class TokenReader:
             )
         return flat[0]
 
-    def _rows(self, key: NestedKey, meaning: str) -> list[Tensor]:
+    def _rows(self, key: NestedKey, meaning: str, hint: str = "") -> list[Tensor]:
         rows: Any = self._td.get(key, None, as_list=True)
         if rows is None:
             known = sorted(map(repr, self._td.keys(True, True)))
-            raise ValueError(
-                f"the tensordict has no {key!r}: {meaning}. It has {', '.join(known)}. If it is there under another "
-                "name, tell the loss by set_keys()."
+            raise MissingEntryError(
+                f"Couldn't find {meaning}: the tensordict has no {key!r}. It has {', '.join(known)}. If it is there "
+                f"under another name, tell the loss by set_keys(). {hint}".rstrip()
             )
         return list(rows.unbind(0)) if isinstance(rows, Tensor) else list(rows)
 

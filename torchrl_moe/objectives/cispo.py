@@ -9,6 +9,7 @@ from torch import Tensor
 from torchrl_moe.objectives import functional as F
 from torchrl_moe.objectives.arguments import check_no_dual_clip
 from torchrl_moe.objectives.grpo import GRPOLoss
+from torchrl_moe.objectives.output import CISPOLossOutput, LLMLossOutput
 from torchrl_moe.objectives.ratios import PolicyRatios
 
 __all__ = ["CISPOLoss"]
@@ -28,6 +29,8 @@ class CISPOLoss(GRPOLoss):
         entropy_bonus: whether to add one: the paper does not, TorchRL's class does.
         **arguments: the others of :class:`~torchrl_moe.objectives.GRPOLoss`, except ``dual_clip``.
     """
+
+    output_type: type[LLMLossOutput] = CISPOLossOutput
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchrl_moe.objectives.grpo import GRPOLoss
+from torchrl_moe.objectives.output import DAPOLossOutput, LLMLossOutput
 
 __all__ = ["DAPO"]
 
@@ -22,6 +23,8 @@ class DAPO(GRPOLoss):
         entropy_bonus: whether to add one: the paper does not, TorchRL's class does.
         **arguments: the others of :class:`~torchrl_moe.objectives.GRPOLoss`.
     """
+
+    output_type: type[LLMLossOutput] = DAPOLossOutput
 
     def __init__(
         self,

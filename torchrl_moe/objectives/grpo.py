@@ -20,18 +20,20 @@ from torchrl_moe import _checks
 from torchrl_moe.objectives import functional as F
 from torchrl_moe.objectives.actors import TokenScores, check_actor, score_reference, score_tokens
 from torchrl_moe.objectives.arguments import (
+    aggregation_of,
     check_choice,
     check_dual_clip,
-    check_fixed_length,
+    check_hooks,
     check_penalties,
     check_router_loss,
+    check_unused,
     clip_range,
 )
 from torchrl_moe.objectives.batch import Masking, TokenBatch, TokenReader
 from torchrl_moe.objectives.corrections import Correction, Corrections, Thresholds
 from torchrl_moe.objectives.inputs import LossInputs, LossKeys
 from torchrl_moe.objectives.moe_router import MoERouterLoss
-from torchrl_moe.objectives.output import GRPOLossOutput
+from torchrl_moe.objectives.output import GRPOLossOutput, LLMLossOutput
 from torchrl_moe.objectives.ratios import PolicyRatios, Proximal, policy_ratios
 from torchrl_moe.ops.masked import masked_mean
 
@@ -53,8 +55,7 @@ class GRPOLoss(LossModule):
     - ``kl_mask_threshold`` compares with the reference, as TorchRL documents, not with the rollout policy;
     - a part of a batch can be normalised by the whole batch, see :meth:`denominators`;
     - advantages per token are padded on the side on which the tokens are;
-    - arguments that TorchRL's takes without reading (``gamma``, ``clip_value``, any other keyword) do not exist, nor
-      does ``samples_mc_entropy``: the actor gives exact entropies.
+    - arguments that TorchRL's takes without reading are refused: ``gamma``, ``clip_value``, any other keyword.
 
     A token counts if ``masking_strategy`` names it and its sample log-prob is finite (TorchRL writes NaN where nothing
     was sampled). What a counting token contributes may be 0: its log-prob by the actor is not finite, or a mask stops
@@ -70,14 +71,17 @@ class GRPOLoss(LossModule):
         dual_clip: c: where ``A < 0`` the loss is at most ``-c A`` (arXiv 1912.09729).
         kl_mask_threshold: a token with ``(log π - log ref)^2 / 2`` above this contributes 0 to every loss term.
         aggregation: how tokens become one loss, see :func:`~torchrl_moe.objectives.functional.aggregate`; ``"none"``
-            gives ``[B, T, 1]``.
+            gives ``[B, T, 1]``, ``None`` means ``"token_mean"``.
         correction: of the mismatch between policies, by name or names, see :mod:`torchrl_moe.objectives.corrections`.
         thresholds: where corrections cut.
         proximal_policy: ``"recomputed"`` reads its log-probs, the actor's at the start of the step, from
             ``prox_log_prob``; ``"interpolated"`` is A-3PO's (arXiv 2512.06547), from versions and no forward pass.
         entropy_bonus: whether to add ``loss_entropy``.
+        samples_mc_entropy: of no effect: the entropies of tokens are exact, and never estimated from samples.
         entropy_coeff: its coefficient.
+        gamma: ``None``: there is no value function.
         reduction: ``"none"`` means ``aggregation="none"``, ``"mean"`` nothing. TorchRL's ``"sum"`` is a mean: refused.
+        clip_value: ``None`` or ``False``: there is no value function.
         kl_to_ref_coeff: adds ``loss_kl_to_ref``, the KL to the reference. ``None`` or 0 switch it off.
         kl_to_inference_coeff: adds ``loss_kl_to_inference``, to the rollout policy. With 0 it is only measured.
         kl_estimator: of both: ``"k1"``, ``"k2"`` or ``"k3"``; what each one's gradient is says
@@ -108,6 +112,7 @@ class GRPOLoss(LossModule):
         sum(value for key, value in out.items() if key.startswith("loss_")).backward()
     """
 
+    output_type: type[LLMLossOutput] = GRPOLossOutput
     _AcceptedKeys = LossKeys
     _schedulable_buffers = frozenset({"clip_epsilon_low", "clip_epsilon_high"})
     clip_epsilon_low: Tensor
@@ -121,13 +126,16 @@ class GRPOLoss(LossModule):
         clip_epsilon: float | tuple[float, float] = 0.2,
         dual_clip: float | None = None,
         kl_mask_threshold: float | None = None,
-        aggregation: F.Aggregation = "token_mean",
+        aggregation: F.Aggregation | None = "token_mean",
         correction: Correction | Sequence[Correction] | None = None,
         thresholds: Thresholds | None = None,
         proximal_policy: Proximal | None = None,
         entropy_bonus: bool = True,
+        samples_mc_entropy: int = 1,
         entropy_coeff: float = 0.01,
+        gamma: float | None = None,
         reduction: Literal["mean", "none"] | None = None,
+        clip_value: bool | float | None = None,
         kl_to_ref_coeff: float | None = None,
         kl_to_inference_coeff: float | None = None,
         kl_estimator: F.KLEstimator = "k3",
@@ -143,31 +151,23 @@ class GRPOLoss(LossModule):
     ) -> None:
         super().__init__()
         check_actor(actor_network)
-        check_choice("aggregation", aggregation, get_args(F.Aggregation))
-        check_choice("reduction", reduction, (None, "mean", "none"))
+        check_unused(gamma, clip_value, samples_mc_entropy)
         check_choice("proximal_policy", proximal_policy, (None, *get_args(Proximal)))
         check_choice("reference", reference, ("key", "adapter"))
         coefficients = (kl_to_ref_coeff, kl_to_inference_coeff)
         check_penalties(kl_mask_threshold, *coefficients, kl_estimator, kl_off_policy, kl_clamp)
         check_dual_clip(dual_clip)
-        check_fixed_length(aggregation, fixed_length)
         self.actor_network, self.reference = actor_network, reference
-        self.aggregation = "none" if reduction == "none" else aggregation
+        self.aggregation = aggregation_of(aggregation, reduction, fixed_length)
         self.fixed_length, self.reduction, self.dual_clip = fixed_length, reduction or "mean", dual_clip
         self.entropy_bonus, self.entropy_coeff = entropy_bonus, entropy_coeff
+        self.samples_mc_entropy = samples_mc_entropy
         self.kl_mask_threshold, self.kl_estimator, self.kl_off_policy = kl_mask_threshold, kl_estimator, kl_off_policy
         self.kl_to_ref_coeff, self.kl_to_inference_coeff = coefficients
-        self.kl_clamp = kl_clamp
-        self.proximal_policy = proximal_policy
+        self.kl_clamp, self.masking_strategy, self.proximal_policy = kl_clamp, masking_strategy, proximal_policy
         self.corrections = Corrections(correction, thresholds, proximal_policy)
-        self.inputs = LossInputs(
-            masking=masking_strategy,
-            reference=self._needs_reference and reference == "key",
-            proximal=proximal_policy == "recomputed",
-            staleness=proximal_policy == "interpolated" or self.corrections.needs_staleness,
-            ref_side=ref_log_prob_padding_side,
-            ref_fill=ref_log_prob_padding_value,
-        )
+        self.ref_log_prob_padding_side = ref_log_prob_padding_side
+        self.ref_log_prob_padding_value = ref_log_prob_padding_value
         check_router_loss(router_loss, actor_network)
         self.__dict__["router_loss"] = router_loss  # no submodule: its parameters are the actor's, which is one already
         self._register_clip_range(clip_range(clip_epsilon), device)
@@ -182,10 +182,26 @@ class GRPOLoss(LossModule):
         for name, epsilon in zip(("low", "high"), clip, strict=True):
             self.register_buffer(f"clip_epsilon_{name}", torch.tensor(epsilon, device=device))
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_hooks(cls)
+
     @property
     def functional(self) -> bool:
         """False: the actor keeps its own parameters."""
         return False
+
+    @property
+    def inputs(self) -> LossInputs:
+        """What is read of a batch, by the attributes as they are now: a coefficient may be assigned at any time."""
+        return LossInputs(
+            masking=self.masking_strategy,
+            reference=self._needs_reference and self.reference == "key",
+            proximal=self.proximal_policy == "recomputed",
+            staleness=self.proximal_policy == "interpolated" or self.corrections.needs_staleness,
+            ref_side=self.ref_log_prob_padding_side,
+            ref_fill=self.ref_log_prob_padding_value,
+        )
 
     def _set_in_keys(self) -> None:  # set_keys() calls it
         own = [*self.inputs.keys(self.tensor_keys), *getattr(self.router_loss, "in_keys", [])]
@@ -205,7 +221,7 @@ class GRPOLoss(LossModule):
 
     # -- the loss ---------------------------------------------------------------------------------------------------
 
-    def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
+    def forward(self, tensordict: TensorDictBase) -> LLMLossOutput:
         """Return the loss terms and metrics of a batch.
 
         Args:
@@ -234,7 +250,7 @@ class GRPOLoss(LossModule):
         means = {name: _mean(term.metric, term.mask) for name, term in terms.items() if term.metric is not None}
         routing = {} if self.router_loss is None else self.router_loss(tensordict, scores.router_logits).items()
         finite = ratios.mask if scores.entropy is None else ratios.mask & scores.entropy.isfinite()
-        return GRPOLossOutput(
+        return self.output_type(
             **losses,
             **means,
             **metrics,

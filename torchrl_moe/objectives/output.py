@@ -1,14 +1,14 @@
-"""What a loss returns."""
+"""What a loss returns. Each loss names its class as ``output_type``, as TorchRL's losses do."""
 
 from __future__ import annotations
 
 from tensordict import TensorClass
 from torch import Tensor
 
-__all__ = ["GRPOLossOutput"]
+__all__ = ["CISPOLossOutput", "DAPOLossOutput", "GRPOLossOutput", "LLMLossOutput"]
 
 
-class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy takes "nocast" for a type
+class LLMLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy takes "nocast" for a type
     """What a loss returns: ``loss_*`` are to be summed, the others are detached and describe the valid tokens."""
 
     loss_objective: Tensor
@@ -38,3 +38,15 @@ class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # myp
     load_entropy: Tensor | None = None
     max_load: Tensor | None = None
     num_dropped_rows: Tensor | None = None
+
+
+class GRPOLossOutput(LLMLossOutput):
+    """Of :class:`~torchrl_moe.objectives.GRPOLoss`, and of the losses on top of it that have no class of their own."""
+
+
+class DAPOLossOutput(LLMLossOutput):
+    """Of :class:`~torchrl_moe.objectives.DAPO`."""
+
+
+class CISPOLossOutput(LLMLossOutput):
+    """Of :class:`~torchrl_moe.objectives.CISPOLoss`."""

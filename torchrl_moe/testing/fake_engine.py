@@ -21,8 +21,8 @@ from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.commands import Commands
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, PauseMode, Request
 from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats
+from torchrl_moe.modules.serving.engine_interface import EngineInterface
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 from torchrl_moe.testing.fake_model import FakeModel, Script, tokens_to_come
@@ -336,7 +336,7 @@ class FakeReplica(Commands):
         )
 
 
-class FakeAsyncVLLM(GenerationService):
+class FakeAsyncVLLM(EngineInterface):
     """An engine of fake replicas, accepted wherever an engine is; it serves on construction.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from tensordict import TensorDictBase
 
@@ -30,9 +30,9 @@ def build_loss(actor: TransformersWrapper, config: GRPOConfig) -> GRPOLoss:
     """
     name = config.loss.name
     kind = getattr(objectives, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, GRPOLoss)):
-        known = [key for key in dir(objectives) if key.endswith("Loss") and key != "MoERouterLoss"]
-        raise ConfigError(f"loss.name={name} must be one of {', '.join([*known, 'DAPO'])}")
+    if not _is_loss(kind):
+        known = [key for key in dir(objectives) if _is_loss(getattr(objectives, key))]
+        raise ConfigError(f"loss.name={name} must be one of {', '.join(known)}")
     setting, where = "loss.arguments", _where(config, actor.model)
     try:
         arguments = _arguments(config.loss.arguments)
@@ -45,6 +45,10 @@ def build_loss(actor: TransformersWrapper, config: GRPOConfig) -> GRPOLoss:
         return kind(actor, **{"entropy_bonus": False, **arguments})
     except (TypeError, ValueError) as error:
         raise ConfigError.of(setting, error) from error
+
+
+def _is_loss(kind: Any) -> TypeGuard[type[GRPOLoss]]:
+    return isinstance(kind, type) and issubclass(kind, GRPOLoss)
 
 
 def _arguments(given: dict[str, Any]) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class RolloutEngine:
         path = self.policy_model.source or str(self._save(folder))
         LOG.info("starting %d replica(s) of %s on %s", engine.num_replicas, path, engine.kind)
         where: Any = {"engine": engine.kind, "backend": engine.backend}
-        return AsyncVLLM.from_pretrained(path, engine.num_replicas, **where, **arguments)
+        return AsyncVLLM.from_pretrained(path, num_replicas=engine.num_replicas, **where, **arguments)
 
     def _save(self, folder: Path) -> Path:
         """Write what replicas start from, beside that of an older run; one that is restarted reads it again."""

@@ -15,19 +15,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.modules.serving.service import GenerationService
-from torchrl_moe.weight_update.options import SyncOptions, one_of
+import torch
+from torch import Tensor
+
+from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.weight_update.publishing import Published
+from torchrl_moe.weight_update.receiver import VLLMWeightReceiver
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.rolling import RollingSwap, waits_for_update
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
-from torchrl_moe.weight_update.sender import WeightSender
+from torchrl_moe.weight_update.sender import VLLMWeightSender
+from torchrl_moe.weight_update.sender_transport import SenderTransport
 from torchrl_moe.weight_update.source.layout import Weights
 from torchrl_moe.weight_update.store import WeightStoreReader
+from torchrl_moe.weight_update.store.flat import check_digest
 from torchrl_moe.weight_update.transports.memmap import MemmapTransport
 
-__all__ = ["VLLMDoubleBufferSyncScheme", "WeightReceiver"]
+__all__ = [
+    "VLLMDoubleBufferSyncScheme",
+    "VLLMDoubleBufferTransport",
+    "VLLMDoubleBufferWeightReceiver",
+    "VLLMDoubleBufferWeightSender",
+]
 
 
 class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
@@ -59,21 +68,49 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
         num_threads: int = 1,
         strategy: Literal["tensordict", "state_dict"] = "tensordict",
     ) -> None:
-        one_of("strategy", strategy, ("tensordict", "state_dict"))
-        super().__init__(folder=remote_addr, layout="versions", prefetch=num_threads)
-        if local_addr is not None:
-            self.options = replace(self.options, store=replace(self.options.store, seen_as=Path(local_addr)))
+        if num_threads < 1:
+            raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+        super().__init__(strategy=strategy, folder=remote_addr, layout="versions", prefetch=num_threads)
+        self.remote_addr, self.num_threads = os.fspath(remote_addr), num_threads
+        self.local_addr = self.remote_addr if local_addr is None else os.fspath(local_addr)
+        self.options = replace(self.options, store=replace(self.options.store, seen_as=Path(self.local_addr)))
 
-    def create_sender(self) -> WeightSender:
+    def create_sender(self) -> VLLMDoubleBufferWeightSender:
         """Return the trainer's side."""
-        return _DirectorySender(self.options, self.shutdown)
+        return VLLMDoubleBufferWeightSender(self)
 
-    def create_receiver(self, vllm_engine: Any) -> WeightReceiver:
+    def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
         """Return the engine's side, for a trainer that has no engine."""
-        return WeightReceiver(self.options, vllm_engine)
+        return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
+
+    def create_transport(self) -> VLLMDoubleBufferTransport:
+        """Return the directory, to write weights to and read them from."""
+        return VLLMDoubleBufferTransport(self.remote_addr, self.local_addr, self.num_threads)
 
 
-class _DirectorySender(WeightSender):
+class VLLMDoubleBufferTransport(SenderTransport):
+    """TorchRL's transport over a directory of versions.
+
+    Args:
+        remote_addr: the directory as the trainer sees it.
+        local_addr: the same as a reader sees it, if that differs.
+        num_threads: how many threads of a replica read a version.
+    """
+
+    def __init__(
+        self,
+        remote_addr: str | os.PathLike[str],
+        local_addr: str | os.PathLike[str] | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        super().__init__(VLLMDoubleBufferSyncScheme(remote_addr, local_addr, num_threads))
+
+    def check_connection(self) -> bool:
+        """Whether what is sent can arrive: always, for it is written to a directory."""
+        return True
+
+
+class VLLMDoubleBufferWeightSender(VLLMWeightSender):
     """A sender that, like TorchRL's, may know no engine: it writes, and a receiver looks."""
 
     def update_weights(self, weights: Weights | None = None) -> SyncReport:
@@ -84,28 +121,30 @@ class _DirectorySender(WeightSender):
         return self.report_published()
 
 
-class WeightReceiver:
+class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
     """Takes versions from a directory into an engine, when it is asked to look, or when a replica was restarted.
 
     Args:
-        options: say where.
+        scheme: says where.
         vllm_engine: an ``AsyncVLLM``.
 
     Raises:
         ValueError: it is none.
+
+    Attributes:
+        report: of the last version that it brought; ``None`` before.
     """
 
-    def __init__(self, options: SyncOptions, vllm_engine: Any) -> None:
-        if not isinstance(vllm_engine, GenerationService):
-            raise ValueError(f"vllm_engine must be an AsyncVLLM, got {type(vllm_engine).__name__}")
-        self._engine = vllm_engine
-        seen_as = options.store.seen_as
-        self._store = WeightStoreReader(seen_as)
-        self._swap = RollingSwap(vllm_engine, MemmapTransport(seen_as), options.staging, options.swapping)
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
+        super().__init__(scheme, vllm_engine)
+        options = scheme.options
+        self._store = WeightStoreReader(options.store.seen_as)
+        transport = MemmapTransport(options.store.seen_as)
+        self._swap = RollingSwap(self._engine, transport, options.staging, options.swapping)
         self._lock = threading.Lock()
         self.report: SyncReport | None = None
-        if vllm_engine.weight_sync is None:  # a sender that knows the engine does it itself
-            vllm_engine.register_weight_sync(self.bring)
+        if self._engine.weight_sync is None:  # a sender that knows the engine does it itself
+            self._engine.register_weight_sync(self.bring)
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
         """Bring all replicas to the newest version, if it is newer than what one of them holds.
@@ -150,8 +189,35 @@ class WeightReceiver:
         staged = self._swap.stage(published, indices)
         return published.report(tuple(self._swap.swap(published, staged, indices)))
 
-    def apply_weights(self, weights: Mapping[str, Any] | None = None, inplace: bool = True) -> None:
-        """TorchRL's name of :meth:`poll_and_apply`; weights come from the directory only."""
-        if weights is not None or not inplace:
-            raise ValueError("apply_weights: the receiver takes what the sender published, in place; pass nothing")
+    def apply_weights(self, weights: Mapping[str, Tensor] | None = None, inplace: bool = True) -> None:
+        """Do as :meth:`poll_and_apply`, whose version these weights must be.
+
+        Args:
+            weights: what ``receive_weights()`` of the scheme's transport returned; compared with the directory.
+            inplace: the engine's weights are replaced in place.
+
+        Raises:
+            ValueError: they are to be put elsewhere.
+            DigestMismatch, ManifestMismatch: the newest version of the directory holds other weights.
+            WeightSyncError: as :meth:`poll_and_apply`.
+        """
+        if not inplace:
+            raise ValueError("apply_weights(inplace=False): the engine's weights are replaced in place")
+        if weights is not None:
+            self._check_published(weights)
         self.poll_and_apply()
+
+    def _check_published(self, weights: Mapping[str, Tensor]) -> None:
+        """Raise an error unless the directory's newest version holds these bytes."""
+        newest = self._store.newest()
+        if newest is None:
+            raise ManifestMismatch(f"apply_weights: nothing was written to {self._store.folder} yet")
+        manifest = self._store.manifest(newest)
+        if {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()} != manifest.tensors:
+            raise ManifestMismatch(
+                f"apply_weights: these are not the tensors of version {manifest.version} in the directory, which alone "
+                "can be applied: pass nothing, or write them with sender.update_weights(weights) first"
+            )
+        for entry in manifest.entries:
+            content = weights[entry.name].detach().cpu().contiguous().view(-1).view(torch.uint8)
+            check_digest(manifest.version, entry, content.numpy().data)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from torchrl_moe.weight_update.transports.base import StageOptions
 
-__all__ = ["CollectiveOptions", "SourceOptions", "StoreOptions", "SwapOptions", "SyncOptions", "one_of"]
+__all__ = ["CollectiveOptions", "Scheme", "SourceOptions", "StoreOptions", "SwapOptions", "SyncOptions", "one_of"]
 
 WITH_ADAPTERS: Mapping[str, Any] = {
     "dtype": "engine",
@@ -157,14 +157,20 @@ class SwapOptions:
         return max(min(floor, num_replicas - 1), 0)
 
 
+def _device(device: torch.device | str | int) -> torch.device:
+    """Return a device; a number is a GPU's, also for a torch that has none and would take it for the CPU."""
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveOptions:
     """Of a transport with process groups, one per replica.
 
     Attributes:
-        master_address: where ranks meet; TorchRL's name, as the next three are.
-        master_port: refused.
-        gpus_per_replica: checked against the engine's tensor parallel size, if given.
+        master_address: where ranks meet; TorchRL's name, as the next three are. TorchRL's scripts give them always, so
+            they do no harm where nobody meets.
+        master_port: of the trainer's server there.
+        gpus_per_replica: checked against the engine's workers per replica, if given.
         device: the trainer's.
         buffer_bytes: sent at a time.
         num_buffers: of that size at each end, with nccl.
@@ -181,22 +187,28 @@ class CollectiveOptions:
 
     def where(self) -> dict[str, Any]:
         """Return what :func:`~torchrl_moe.weight_update.transports.registry.open_transport` wants to know of it."""
-        names = ("device", "buffer_bytes", "num_buffers", "fan_out")
-        return {"address": self.master_address, **{name: getattr(self, name) for name in names}}
+        names = ("buffer_bytes", "num_buffers", "fan_out")
+        return {
+            "address": self.master_address,
+            "port": self.master_port,
+            "device": None if self.device is None else _device(self.device),
+            **{name: getattr(self, name) for name in names},
+        }
 
     def check(self, transport: str) -> None:
         """Raise ``ValueError`` for what has no meaning for a transport."""
         if transport == "memmap":
-            for name in (field.name for field in fields(self)):
+            for name in ("buffer_bytes", "num_buffers", "fan_out"):
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"{name} belongs to a collective transport; transport='memmap' has no process group"
                     )
-        if self.master_port is not None:
-            raise ValueError("master_port has no meaning: each replica has a group of its own, at a free port")
-        if transport == "gloo" and self.device is not None and torch.device(self.device).type != "cpu":
+        if self.master_port is not None and not 0 <= self.master_port < 1 << 16:
+            raise ValueError(f"master_port must be from 0 (a free one) to 65535, got {self.master_port}")
+        kind = None if self.device is None else _device(self.device).type
+        if transport == "gloo" and kind not in (None, "cpu"):
             raise ValueError(f"device={self.device!r}: transport='gloo' sends from the CPU")
-        if transport == "nccl" and self.device is not None and torch.device(self.device).type != "cuda":
+        if transport == "nccl" and kind not in (None, "cuda"):
             raise ValueError(f"device={self.device!r}: transport='nccl' sends from a GPU")
         if transport == "gloo" and self.num_buffers is not None:
             raise ValueError(f"num_buffers={self.num_buffers} belongs to transport='nccl'; gloo sends from the store")
@@ -230,3 +242,12 @@ class SyncOptions:
     swapping: SwapOptions
     collective: CollectiveOptions
     num_replicas: int | None = None
+
+
+class Scheme(Protocol):
+    """What the two sides ask of the scheme that made them."""
+
+    options: SyncOptions
+
+    def shutdown(self) -> None:
+        """Remove the weight store, if it is the scheme's own."""

@@ -11,11 +11,15 @@ import os
 import shutil
 import tempfile
 import time
+import warnings
 import weakref
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
+from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.weight_update.options import (
@@ -27,7 +31,9 @@ from torchrl_moe.weight_update.options import (
     SyncOptions,
     one_of,
 )
-from torchrl_moe.weight_update.sender import WeightSender
+from torchrl_moe.weight_update.receiver import VLLMWeightReceiver
+from torchrl_moe.weight_update.sender import VLLMWeightSender
+from torchrl_moe.weight_update.sender_transport import SenderTransport
 from torchrl_moe.weight_update.store.writing import LOCK, WriterLock
 from torchrl_moe.weight_update.transports.base import StageOptions
 
@@ -35,12 +41,20 @@ __all__ = ["VLLMWeightSyncScheme"]
 
 PREFIX = "torchrl_moe-weights-"
 ORPHAN_SECONDS = 60.0  # a writer makes its file before it locks it
+TRANSPORTS = ("memmap", "gloo", "nccl")
 
 
-class VLLMWeightSyncScheme:
-    """The choices of a weight sync.
+class VLLMWeightSyncScheme(WeightSyncScheme):
+    """The choices of a weight sync. TorchRL's arguments come first, in its order.
 
     Args:
+        master_address: where the ranks of a collective transport meet; default: 127.0.0.1, over a file. With
+            ``"memmap"`` nobody meets.
+        master_port: of the trainer's server there; default: a free one. On one host no port is opened.
+        gpus_per_replica: checked against the engine's workers per replica, if given.
+        num_replicas: checked against the engine, if given.
+        strategy: TorchRL's; both of its ways take the same weights.
+        device: the trainer's, for ``"nccl"``; default: the current one. Other transports send from host memory.
         transport: ``"memmap"``: a weight store that trainer and engines map; ``"gloo"`` and ``"nccl"`` broadcast it.
         mode: of requests in flight: ``"hot_swap"`` freezes them during the swap, they go on with the new weights;
             ``"drain"`` lets them finish first; ``"abort_resume"`` cuts them, and the engine resumes them by itself.
@@ -68,17 +82,14 @@ class VLLMWeightSyncScheme:
         lora: ``"merged"``: peft's adapters are added to their weights; ``"adapter"``: the registered model's adapter
             alone is sent, and vLLM's own LoRA applies it, while requests run. The engine needs ``enable_lora=True``.
         timeout_seconds: deadline of each step of each replica.
-        num_replicas: checked against the engine, if given.
-        master_address: where the ranks of a collective transport meet; default: 127.0.0.1.
-        master_port: refused, since each replica has a group of its own, at a free port.
-        gpus_per_replica: checked against the engine's tensor parallel size, if given.
-        device: the trainer's, for ``"nccl"``; default: the current one.
         buffer_bytes: that a collective transport sends at a time; default: 64 MiB, with nccl 256 MiB.
         num_buffers: of that size, with nccl, in the memory of the trainer's GPU and of each worker's; default: 2.
         fan_out: how many replicas the trainer sends to with gloo, and each of them to others; default: 4.
 
     Raises:
         ValueError: an unknown choice, or an argument without a meaning for the transport.
+
+    A pickled scheme whose store is its own has another one where it is unpickled.
 
     Example::
 
@@ -90,11 +101,17 @@ class VLLMWeightSyncScheme:
 
     def __init__(
         self,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        gpus_per_replica: int | None = None,
+        num_replicas: int | None = None,
+        strategy: Literal["tensordict", "state_dict"] = "tensordict",
+        device: torch.device | str | int | None = None,
+        *,
         transport: Literal["memmap", "gloo", "nccl"] = "memmap",
         mode: Literal["hot_swap", "drain", "abort_resume"] = "hot_swap",
         kv: Literal["salt", "recompute"] = "salt",
         stage: Literal["auto", "shadow", "plain"] = "auto",
-        *,
         rolling: int | float = ROLLING_SHARE,
         min_serving: int | float | None = None,
         prefetch: int = 1,
@@ -107,18 +124,11 @@ class VLLMWeightSyncScheme:
         dtype: Literal["engine", "trainer"] | torch.dtype = "engine",
         lora: Literal["merged", "adapter"] = "merged",
         timeout_seconds: float = 120.0,
-        num_replicas: int | None = None,
-        master_address: str | None = None,
-        master_port: int | None = None,
-        gpus_per_replica: int | None = None,
-        device: torch.device | str | int | None = None,
         buffer_bytes: int | None = None,
         num_buffers: int | None = None,
         fan_out: int | None = None,
-        **refused: Any,
     ) -> None:
-        _refuse(refused)
-        _check_choices(transport, stage, verify, prefetch)
+        _check_choices(master_address, strategy, transport, stage, verify, prefetch)
         swapping = SwapOptions(
             mode=mode, kv=kv, rolling=rolling, min_serving=min_serving, timeout_seconds=timeout_seconds
         )
@@ -136,6 +146,8 @@ class VLLMWeightSyncScheme:
         collective.check(transport)
         choices: dict[str, Any] = {"layout": layout, "keep_versions": keep_versions, "fsync": fsync, "delta": delta}
         _check_store(folder, transport, choices)
+        with _both_strategies_alike():
+            super().__init__(strategy)
         self.folder = _store_folder() if folder is None else Path(folder)
         self.options = SyncOptions(
             transport=transport,
@@ -146,17 +158,72 @@ class VLLMWeightSyncScheme:
             collective=collective,
             num_replicas=num_replicas,
         )
-        # also at interpreter exit: memory that nobody frees outlives the process
-        self._clean = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True) if folder is None else None
+        self._clean = None if folder is not None else self._own_folder()
 
-    def create_sender(self) -> WeightSender:
+    def _own_folder(self) -> weakref.finalize[[str], Any]:
+        # also at interpreter exit: memory that nobody frees outlives the process
+        return weakref.finalize(self, shutil.rmtree, str(self.folder), ignore_errors=True)
+
+    # -- the two sides ----------------------------------------------------------------------------------------------
+
+    def create_sender(self) -> VLLMWeightSender:
         """Return the trainer's side."""
-        return WeightSender(self.options, self.shutdown)
+        return VLLMWeightSender(self)
+
+    def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
+        """Return the engine's side, which only looks on: the sender brings versions to the replicas.
+
+        Raises:
+            ValueError: ``vllm_engine`` is no ``AsyncVLLM``.
+        """
+        return VLLMWeightReceiver(self, vllm_engine)
+
+    def create_transport(self) -> SenderTransport:
+        """Return a sender under the names of TorchRL's transports."""
+        return SenderTransport(self)
+
+    def init_on_sender(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: this is for weights that a collector's own workers hold, and here an engine has them.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{type(self).__name__}.init_on_sender({', '.join([*map(repr, args), *kwargs])}): collectors have no part "
+            "in this scheme, an engine holds the weights. Use create_sender(), then "
+            "sender.init_all_workers_group(None, vllm_engine=engine), and sender.register_collector(collector) for its "
+            "policy version"
+        )
+
+    def init_on_receiver(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse, as :meth:`init_on_sender` does.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{type(self).__name__}.init_on_receiver({', '.join([*map(repr, args), *kwargs])}): collectors have no "
+            "part in this scheme, an engine holds the weights. Use create_receiver(engine)"
+        )
+
+    # -- its life ---------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Remove the weight store, if it is the scheme's own. Idempotent."""
+        super().shutdown()
         if self._clean is not None:
             self._clean()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_clean": self._clean is not None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_clean": None})
+        if state["_clean"]:  # the other process removes its folder when it likes, and may be on another host
+            self.folder = _store_folder()
+            store = replace(self.options.store, folder=self.folder, seen_as=self.folder)
+            self.options = replace(self.options, store=store)
+            self._clean = self._own_folder()
 
     def __repr__(self) -> str:
         swapping, staging, options = self.options.swapping, self.options.staging, self.options
@@ -166,15 +233,24 @@ class VLLMWeightSyncScheme:
         )
 
 
-def _refuse(arguments: dict[str, Any]) -> None:
-    for name in arguments:
-        if name != "strategy":
-            raise TypeError(f"VLLMWeightSyncScheme has no argument {name!r}")
-        raise ValueError("strategy has no meaning: weights are read from the model's state dict, whatever it holds")
+@contextlib.contextmanager
+def _both_strategies_alike() -> Iterator[None]:
+    """Keep TorchRL from calling its state_dict strategy experimental: here both take the same weights."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "state_dict strategy is experimental")
+        yield
 
 
-def _check_choices(transport: str, stage: str, verify: str, prefetch: int) -> None:
-    one_of("transport", transport, ("memmap", "gloo", "nccl"))
+def _check_choices(
+    master_address: str | None, strategy: str, transport: str, stage: str, verify: str, prefetch: int
+) -> None:
+    if master_address in TRANSPORTS:
+        raise ValueError(
+            f"master_address={master_address!r} is TorchRL's first argument, and not the transport: write "
+            f"transport={master_address!r}"
+        )
+    one_of("strategy", strategy, ("tensordict", "state_dict"))
+    one_of("transport", transport, TRANSPORTS)
     one_of("stage", stage, ("auto", "shadow", "plain"))
     one_of("verify", verify, ("digest", "canary", "off"))
     if prefetch < 1:

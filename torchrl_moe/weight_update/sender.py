@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import weakref
@@ -13,25 +12,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrl_moe._errors import ManifestMismatch, NoReplicaError, ReplicaDiedError, WeightSyncError
-from torchrl_moe.modules.serving.replica_table import TableEntry
-from torchrl_moe.modules.serving.service import GenerationService
+from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.weight_update.adapter_publishing import AdapterPublisher
-from torchrl_moe.weight_update.options import SyncOptions
+from torchrl_moe.weight_update.metadata import check_metadata
+from torchrl_moe.weight_update.options import Scheme
 from torchrl_moe.weight_update.publishing import Published, Publisher
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.rolling import SYNCABLE, RollingSwap, Staged, waits_for_update
-from torchrl_moe.weight_update.source.layout import Kinds, Weights
+from torchrl_moe.weight_update.source.layout import Weights
 from torchrl_moe.weight_update.source.ranks import is_first
-from torchrl_moe.weight_update.store import check_tensors
+from torchrl_moe.weight_update.target import check_numbers, engine_of, tensors_of
 from torchrl_moe.weight_update.transports.base import Transport
 from torchrl_moe.weight_update.transports.registry import open_transport
 
-__all__ = ["WeightSender"]
+__all__ = ["VLLMWeightSender"]
 
 
-class WeightSender:
-    """Sends a model's weights to the replicas of an engine; a scheme makes it.
+class VLLMWeightSender:
+    """Sends a model's weights to the replicas of an engine; :meth:`create_sender` of a scheme makes it.
 
     Its methods may be called from any thread; they take turns.
 
@@ -46,10 +44,10 @@ class WeightSender:
         sender.shutdown()
     """
 
-    def __init__(self, options: SyncOptions, on_shutdown: Callable[[], object] = lambda: None) -> None:
-        self.options = options
+    def __init__(self, scheme: Scheme) -> None:
+        self._scheme = scheme
+        self.options = options = scheme.options
         self.version = 0
-        self._on_shutdown = on_shutdown
         with_canary = options.staging.verify == "canary"
         kind = AdapterPublisher if options.source.lora == "adapter" else Publisher
         self._publisher = kind(options.store, options.source, options.swapping.timeout_seconds, with_canary)
@@ -86,14 +84,14 @@ class WeightSender:
         optimizer.register_step_pre_hook(wait)
 
     def init_all_workers_group(
-        self, metadata: Mapping[str, Any] | None = None, vllm_engine: Any = None, *, takeover: bool = False
+        self, model_metadata: Mapping[str, Any] | None = None, vllm_engine: Any = None, *, takeover: bool = False
     ) -> None:
         """Open the transport in all replicas, whose weights are this driver's from now on. A replica that starts later,
         or again, is brought to the newest weights.
 
         Args:
-            metadata: name -> (dtype, shape) of what will be sent; checked against the engine's, if given.
-            vllm_engine: the engine.
+            model_metadata: name -> (dtype, shape) of what will be sent; checked against the engine's, if given.
+            vllm_engine: the engine; TorchRL's may be missing here, and then receives elsewhere.
             takeover: whether to take it from another driver that lives and updates it; that one's next update is
                 refused. One that is gone, or shut its sender down, needs no takeover.
 
@@ -106,17 +104,16 @@ class WeightSender:
             WeightSyncError, EngineError: no replica took the transport; the error is the first one's.
                 The next update reports a single one that could not.
         """
-        if not isinstance(vllm_engine, GenerationService):
-            raise ValueError(f"vllm_engine must be an AsyncVLLM, got {type(vllm_engine).__name__}")
-        self._check_numbers(vllm_engine)
+        check_numbers(engine_of(vllm_engine), self.options)
         with self._lock:
             self._check_open()
             self.wait_published()
             ready = [entry for entry in vllm_engine.replica_table if waits_for_update(entry)]
-            expected = self._tensors_of(vllm_engine, ready)
+            expected = tensors_of(vllm_engine, ready, self.options.swapping.timeout_seconds)
             dtype = getattr(torch, vllm_engine.infos[0].dtype or "none", None)  # those that never came have no info
             self._publisher.check(expected)
-            self._check_names(metadata, expected)
+            if self.options.source.lora != "adapter":  # which comes under names of its own
+                check_metadata(model_metadata, expected, self._publisher.model)
             swap = RollingSwap(vllm_engine, self._open_transport(), self.options.staging, self.options.swapping)
             try:
                 swap.open(ready, takeover)
@@ -131,46 +128,10 @@ class WeightSender:
                 self._published = None  # the engine has had newer weights, of another sender
             vllm_engine.register_weight_sync(self.bring, self.update_weights)
 
-    def _tensors_of(self, engine: GenerationService, entries: Sequence[TableEntry]) -> Kinds:
-        """Ask the first replica that lives which tensors it has."""
-        for entry in entries:
-            with contextlib.suppress(ReplicaDiedError):
-                kinds: Kinds = entry.replica.metadata(self.options.swapping.timeout_seconds)
-                return kinds
-        raise NoReplicaError(f"no replica serves: {engine!r}")
-
-    def _check_numbers(self, engine: GenerationService) -> None:
-        count, options = engine.num_replicas, self.options
-        if options.num_replicas not in (None, count):
-            raise ValueError(f"num_replicas={options.num_replicas}, but the engine has {count}")
-        if options.swapping.must_hold(count) > count:
-            raise ValueError(f"min_serving={options.swapping.min_serving}, but the engine has {count} replicas")
-        size, wanted = engine.infos[0].tensor_parallel_size if engine.infos else 1, options.collective.gpus_per_replica
-        if wanted not in (None, size):
-            raise ValueError(f"gpus_per_replica={wanted}, but the engine has tensor_parallel_size={size}")
-
     def _open_transport(self) -> Transport:
         options, store = self.options, self.options.store
         name = "adapter" if options.source.lora == "adapter" else options.transport
         return open_transport(name, store.folder, store.seen_as, **options.collective.where())
-
-    def _check_names(self, metadata: Mapping[str, Any] | None, expected: Mapping[str, Any]) -> None:
-        model = self._publisher.model
-        if metadata is None or self.options.source.lora == "adapter":  # which comes under names of its own
-            return
-        if set(metadata) == set(expected):
-            check_tensors(metadata, expected)
-        elif model is not None:
-            if not model.keys <= set(metadata):
-                raise ManifestMismatch(
-                    "metadata names neither the engine's checkpoint tensors nor the model's own: pass None, "
-                    "get_model_metadata(model) or engine.get_model_metadata()"
-                )
-        elif not any("experts" in name and name not in expected for name in metadata):
-            raise ManifestMismatch(
-                "metadata does not name the engine's checkpoint tensors: pass None, get_model_metadata(model) or "
-                "engine.get_model_metadata(); a model's own stacked names need register_model(model) first"
-            )
 
     def _check_open(self) -> None:
         if self._closed:
@@ -184,7 +145,7 @@ class WeightSender:
     def _ready(self) -> RollingSwap:
         self._check_open()
         if self._swap is None:
-            raise RuntimeError("no engine: call init_all_workers_group(metadata, vllm_engine=engine) first")
+            raise RuntimeError("no engine: call init_all_workers_group(None, vllm_engine=engine) first")
         if self._swap.engine.weight_sync != self.bring:
             raise WeightSyncError(
                 "the engine takes its weights from another sender now, or from none: use that one, or call "
@@ -390,4 +351,4 @@ class WeightSender:
             self._pending, self._closed = None, True
             self._let_go()
             self._publisher.close()
-            self._on_shutdown()
+            self._scheme.shutdown()

@@ -81,7 +81,7 @@ def test_replicas_compute_where_they_are_told_to_and_not_where_the_trainer_does(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for choice, expected in [({}, ["0", "2"]), ({"devices": [[2], "cuda:1"]}, ["2", "1"])]:
         scripted.made.clear()
-        with AsyncVLLM.from_pretrained(model, 2, **choice):
+        with AsyncVLLM.from_pretrained(model, num_replicas=2, **choice):
             assert [replica.environment["CUDA_VISIBLE_DEVICES"] for replica in scripted.made] == expected
     with pytest.raises(ValueError, match=r"3 replicas .* the trainer computes on 1\."):
         AsyncVLLM({"model": "m"}, 3)
@@ -121,38 +121,6 @@ def test_a_service_that_was_shut_down_does_not_start_again(scripted: Any) -> Non
     never.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         never.start()
-
-
-OWN_USES: dict[str, Callable[[AsyncVLLM], Any]] = {  # those of every service: test_service.py
-    "add_replicas": lambda e: e.add_replicas(),
-    "get_tp_size": lambda e: e.get_tp_size(),
-    "get_model_metadata": lambda e: e.get_model_metadata(),
-    "save_model_params": lambda e: e.save_model_params(),
-    "validate_model_params": lambda e: e.validate_model_params(lambda saved, model: True),
-}
-
-
-def test_every_public_name_of_its_own_is_tried_below() -> None:
-    names = {name for name in vars(AsyncVLLM) if not name.startswith("_")}
-    assert names == OWN_USES.keys() | {
-        "start",
-        "launch",
-        "from_pretrained",
-        "connect",
-        "disconnect",
-        "shutdown_service",
-    }
-
-
-@pytest.mark.parametrize("name", OWN_USES)
-def test_use_before_start_and_after_shutdown_is_refused(scripted: Any, name: str) -> None:
-    engine = AsyncVLLM({"model": "m"})
-    with pytest.raises(RuntimeError, match="the service is not running"):
-        OWN_USES[name](engine)
-    engine.start()
-    engine.shutdown()
-    with pytest.raises(RuntimeError, match="the service is not running"):
-        OWN_USES[name](engine)
 
 
 @pytest.mark.parametrize("error", [ReplicaDiedError("no memory"), KeyboardInterrupt(), ZeroDivisionError()], ids=repr)
@@ -203,20 +171,21 @@ def test_a_limit_that_is_no_number_is_refused_before_anything_starts(
 
 
 def test_arguments_reach_every_replica(scripted: Any, model: Path) -> None:
-    engine = AsyncVLLM.from_pretrained(model, 2, sampling_params={"max_tokens": 3}, seed=7, dtype="float32")
+    engine = AsyncVLLM.from_pretrained(model, num_replicas=2, sampling_params={"max_tokens": 3}, seed=7)
     with engine:
-        expected = {"model": str(model), "tensor_parallel_size": 1, "seed": 7, "dtype": "float32"}
+        expected = {"model": str(model), "tensor_parallel_size": 1, "seed": 7}
         assert [replica.arguments for replica in scripted.made] == [expected, {**expected, "seed": 8}]
         assert [replica.index for replica in scripted.made] == [0, 1]
         assert engine.sampling_params == {"max_tokens": 3}
         assert engine.engine_args == expected
+        assert (engine.engine_args.model, engine.engine_args.seed) == (str(model), 7)
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"compile": False}, {"enforce_eager": True}),
-        ({"compile": False, "enforce_eager": False}, {"enforce_eager": False}),
+        ({"compile": False}, {"compilation_config": {"mode": 0}}),
+        ({"compile": False, "enforce_eager": True}, {"compilation_config": {"mode": 0}, "enforce_eager": True}),
         ({"compile": True}, {}),
         ({"num_devices": 2}, {"tensor_parallel_size": 2}),
         ({"num_devices": 2, "tensor_parallel_size": 2}, {"tensor_parallel_size": 2}),
@@ -269,7 +238,7 @@ def test_the_number_of_requests_at_a_time_is_the_users_or_a_thousand_for_each_re
         ({"max_concurrent_requests": 5}, 5),
         ({"max_concurrent_requests": None}, None),
     ):
-        with AsyncVLLM.from_pretrained(model, 3, **given) as engine:
+        with AsyncVLLM.from_pretrained(model, num_replicas=3, **given) as engine:
             assert engine.admission.limit == expected
     with pytest.raises(ValueError, match="max_concurrent_requests must be at least 1, or None for no limit, got 0"):
         AsyncVLLM.from_pretrained(model, max_concurrent_requests=0)
@@ -337,11 +306,47 @@ def test_metrics_and_the_folder_for_logs_are_the_services(scripted: Any, model: 
 
 
 def test_make_async_vllm_engine_is_from_pretrained_under_torchrls_name(scripted: Any, model: Path) -> None:
-    with make_async_vllm_engine(model_name=model, num_replicas=2, num_devices=1, compile=False, seed=3) as engine:
+    with make_async_vllm_engine(
+        model_name=model,
+        num_devices=1,
+        num_replicas=2,
+        verbose=True,
+        compile=False,
+        enable_fp32_output=True,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        enable_prefix_caching=False,
+        seed=3,
+    ) as engine:
         assert isinstance(engine, AsyncVLLM)
         assert engine.num_replicas == 2
-        assert scripted.made[1].arguments["enforce_eager"] is True
-        assert [replica.arguments["seed"] for replica in scripted.made] == [3, 4]
+        assert scripted.made[1].arguments == {
+            "model": str(model),
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "compilation_config": {"mode": 0},
+            "enable_prefix_caching": False,
+            "hf_overrides": {"head_dtype": "float32"},
+            "seed": 4,
+        }
+
+
+def test_the_positions_are_torchrls(scripted: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    with AsyncVLLM.from_pretrained(model, 2, 3, True, False, True) as engine:
+        assert engine.num_replicas == 3
+        assert scripted.made[0].arguments == {
+            "model": str(model),
+            "tensor_parallel_size": 2,
+            "compilation_config": {"mode": 0},
+            "hf_overrides": {"head_dtype": "float32"},
+        }
+        assert scripted.made[0].environment["VLLM_LOGGING_LEVEL"] == "INFO"
+    with AsyncVLLM({"model": "m"}, 2, None, False) as engine:
+        assert engine.num_replicas == 2
+        assert engine.engine_args == {"model": "m", "enable_prefix_caching": False}
+    with pytest.raises(ValueError, match="actor_class must be None: a replica is a process with an engine"):
+        AsyncVLLM({"model": "m"}, 2, object)  # type: ignore[arg-type]
 
 
 def test_engine_arguments_of_vllm_are_taken(scripted: Any) -> None:
@@ -376,14 +381,6 @@ def test_a_bad_service_is_refused(scripted: Any, call: Any, error: type[Exceptio
     with pytest.raises(error, match=words):
         call()
     assert scripted.made == []
-
-
-def test_a_service_of_child_processes_cannot_be_left(scripted: Any) -> None:
-    with AsyncVLLM.launch({"model": "m"}) as engine:
-        assert engine.name is None
-        with pytest.raises(RuntimeError, match="disconnect: this service ends with its driver"):
-            engine.disconnect()
-        assert engine.is_running
 
 
 def test_two_words_for_the_devices_must_agree(scripted: Any, model: Path) -> None:
@@ -883,25 +880,6 @@ def test_a_log_holds_no_line_for_a_request_and_no_bars(engine: AsyncVLLM, shelf:
     assert "%" not in before
 
 
-@pytest.mark.engine("qwen3_moe")
-def test_a_check_of_the_users_runs_in_every_worker(engine: AsyncVLLM) -> None:
-    def names(saved: Any, model: Any) -> tuple[int, bool]:
-        same = all(torch.equal(tensor, model.get_parameter(name)) for name, tensor in saved.items())
-        return len(saved), same and type(model).__name__ == "Qwen3MoeForCausalLM"
-
-    engine.save_model_params()
-    (((count, same),),) = engine.validate_model_params(names)
-    assert count > 30
-    assert same
-
-    def fail(saved: Any, model: Any) -> None:
-        raise RuntimeError("the weights are not mine")
-
-    with pytest.raises(EngineError, match="the weights are not mine"):
-        engine.validate_model_params(fail)
-    assert len(generate(engine, IDS).outputs[0].token_ids) == 4
-
-
 @pytest.mark.parity
 @pytest.mark.parametrize(
     ("least", "most"),
@@ -923,17 +901,6 @@ def test_a_float32_last_layer_rounds_no_logits(engine: AsyncVLLM, least: float, 
 
     assert least <= engine.validate_model_params(error)[0][0] < most
     assert len(generate(engine, IDS).outputs[0].token_ids) == 4
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_the_models_tensors_are_named_as_in_the_checkpoint(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    from safetensors import safe_open
-
-    with safe_open(shelf.folder("qwen3_moe") / "model.safetensors", "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # not a mapping
-    metadata = engine.get_model_metadata()
-    assert metadata == {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    assert metadata["model.layers.1.mlp.experts.15.gate_proj.weight"] == (torch.float32, torch.Size([32, 64]))
 
 
 @pytest.mark.engine("qwen3_moe")

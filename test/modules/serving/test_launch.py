@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,14 +14,14 @@ from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.vllm import kind
 from torchrl_moe.modules.serving.launch import (
+    EngineArguments,
     check_backend,
-    check_model,
     default_timeout,
     engine_kind,
-    engine_of,
     local_factory,
+    pretrained_arguments,
     ray_factory,
-    with_fp32_head,
+    ray_service,
 )
 
 
@@ -37,24 +38,65 @@ def test_an_unknown_backend_no_replica_and_words_of_ray_are_refused() -> None:
         check_backend("ray", 1, [[0]])
 
 
-def test_an_engine_is_known_by_its_name_and_by_its_kind() -> None:
+def test_an_engine_is_known_by_its_name() -> None:
     for engine in ("vllm", "transformers"):
-        found = engine_kind(engine)
-        assert f"torchrl_moe.modules.backends.{engine}.engine_process" == found.PROGRAM
-        assert engine_of(cast(Any, found).__name__) == engine
-    assert engine_of("support.toy_kind") == "vllm"  # all others are made like it
+        assert engine_kind(engine).PROGRAM.startswith(f"torchrl_moe.modules.backends.{engine}.")
     with pytest.raises(ValueError, match="engine must be one of vllm, transformers, got 'sglang'"):
         engine_kind("sglang")
 
 
+def test_an_actor_class_is_refused() -> None:
+    with pytest.raises(ValueError, match="actor_class must be None: a replica is a process with an engine"):
+        check_backend("ray", 1, None, object)
+
+
+def arguments(model: str = "org/model", *, devices: int | None = None, compiles: bool = True, **given: Any) -> Any:
+    return pretrained_arguments(model, devices, compiles, False, given)
+
+
 def test_a_folder_without_a_model_is_refused_and_a_hub_name_is_not(tmp_path: Path) -> None:
-    assert check_model("Qwen/Qwen3-30B-A3B") == "Qwen/Qwen3-30B-A3B"
+    assert arguments("Qwen/Qwen3-30B-A3B") == {"model": "Qwen/Qwen3-30B-A3B", "tensor_parallel_size": 1}
     with pytest.raises(ValueError, match=r"the folder has no config\.json"):
-        check_model(str(tmp_path))
+        arguments(str(tmp_path))
     with pytest.raises(ValueError, match="the folder does not exist"):
-        check_model(str(tmp_path / "none"))
+        arguments(str(tmp_path / "none"))
     (tmp_path / "config.json").write_text("{}")
-    assert check_model(str(tmp_path)) == str(tmp_path)
+    assert arguments(str(tmp_path))["model"] == str(tmp_path)
+
+
+def test_devices_are_the_tensor_parallel_size_by_another_name() -> None:
+    none = {"tensor_parallel_size": None, "data_parallel_size": None, "pipeline_parallel_size": None}
+    assert arguments(**none) == {"model": "org/model", "tensor_parallel_size": 1}
+    assert arguments(devices=4, **none)["tensor_parallel_size"] == 4
+    assert arguments(devices=4, tensor_parallel_size=4, data_parallel_size=2) == {
+        "model": "org/model",
+        "tensor_parallel_size": 4,
+        "data_parallel_size": 2,
+    }
+    with pytest.raises(ValueError, match="num_devices=4 and tensor_parallel_size=2 differ: pass one"):
+        arguments(devices=4, tensor_parallel_size=2)
+    for given in ({"devices": 0}, {"tensor_parallel_size": 0}):
+        with pytest.raises(ValueError, match=r"num_devices, .* must be at least 1, got 0"):
+            arguments(**given)
+
+
+def test_engine_arguments_are_read_as_torchrl_reads_them() -> None:
+    given = EngineArguments(model="m", seed=3)
+    assert (given.model, given.seed, given["seed"]) == ("m", 3, 3)
+    assert given == {"model": "m", "seed": 3}
+    assert pickle.loads(pickle.dumps(given)) == given
+    with pytest.raises(AttributeError, match=r"engine_args\.dtype: it was not given"):
+        given.dtype  # noqa: B018
+
+
+def test_what_is_not_compiled_has_vllms_mode_for_it_unless_another_is_named() -> None:
+    assert "compilation_config" not in arguments()
+    assert arguments(compiles=False)["compilation_config"] == {"mode": 0}
+    both = arguments(compiles=False, compilation_config={"custom_ops": ["none"]})
+    assert both["compilation_config"] == {"mode": 0, "custom_ops": ["none"]}
+    for given in ({"mode": 3}, 3):
+        assert arguments(compiles=False, compilation_config=given)["compilation_config"] == given
+    assert arguments(compilation_config={"mode": 1})["compilation_config"] == {"mode": 1}
 
 
 def test_the_environment_may_give_a_start_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,10 +110,13 @@ def test_the_environment_may_give_a_start_more_time(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_float32_head_is_one_more_override() -> None:
-    assert with_fp32_head(None) == {"head_dtype": "float32"}
-    assert with_fp32_head({"num_hidden_layers": 2}) == {"num_hidden_layers": 2, "head_dtype": "float32"}
+    def overrides(**given: Any) -> Any:
+        return pretrained_arguments("org/model", None, True, True, given)["hf_overrides"]
+
+    assert overrides() == {"head_dtype": "float32"}
+    assert overrides(hf_overrides={"num_hidden_layers": 2}) == {"num_hidden_layers": 2, "head_dtype": "float32"}
     with pytest.raises(ValueError, match="needs hf_overrides to be a mapping"):
-        with_fp32_head(dict)
+        overrides(hf_overrides=dict)
 
 
 def test_a_replica_that_is_added_takes_devices_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,17 +159,21 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def service_of(name: str | None = None, namespace: str | None = None, resources: Any = None) -> Any:
-    make = ray_factory(kind, ARGUMENTS, 3, name=name, namespace=namespace, resources=resources, verbose=True)
-    replica = make(2)
-    assert isinstance(replica, RayReplica)
-    assert replica.index == 2
-    assert make(0)._service is replica._service  # one service, whatever replica is made when
-    return replica._service
+    return ray_service(kind, ARGUMENTS, 3, name=name, namespace=namespace, resources=resources, verbose=True)
+
+
+def test_replicas_of_one_service_have_seeds_of_their_own(started: list[bool]) -> None:
+    service = service_of()
+    make = ray_factory(service)
+    replicas = [make(2), make(0), make(2)]
+    assert all(isinstance(replica, RayReplica) and replica._service is service for replica in replicas)
+    assert [replica.index for replica in replicas] == [2, 0, 2]
+    assert [cast(RayReplica, replica)._number for replica in replicas] == [0, 1, 2]
 
 
 def test_an_access_token_does_not_travel_in_actor_arguments(started: list[bool]) -> None:
     with pytest.raises(ValueError, match=r"hf_token: Ray keeps and shows .* set HF_TOKEN in the environment"):
-        ray_factory(
+        ray_service(
             kind, {**ARGUMENTS, "hf_token": "hf_secret"}, 1, name=None, namespace=None, resources=None, verbose=True
         )
 

@@ -120,6 +120,21 @@ def test_the_server_goes_with_the_place(across: MeetingPlace) -> None:
         board_of(where).check(["key"])
 
 
+def test_a_port_that_was_chosen_is_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once more at once, too: a trainer that is started again keeps its firewall's port."""
+    monkeypatch.setattr(meeting, "is_loopback", lambda _: False)
+    port = 0
+    for _ in range(3):
+        place = MeetingPlace("127.0.0.1", port)
+        where = place.begin()
+        board_of(where).set("key", b"value")  # the connection that was used stays with the system for a minute
+        assert port in (0, where["port"])
+        port = where["port"]
+        with pytest.raises(OSError, match="in use"):
+            MeetingPlace("127.0.0.1", port).begin()
+        place.close()
+
+
 def test_an_address_that_is_not_this_hosts_is_an_error() -> None:
     with pytest.raises(OSError, match="assign requested address"):
         MeetingPlace("192.0.2.1").begin()  # kept for documentation: nobody has it

@@ -46,11 +46,11 @@ def test_a_collective_meets_on_loopback_by_default(
 @pytest.mark.parametrize(
     ("name", "kind", "given"),
     [
-        ("gloo", "GlooTransport", {"buffer_bytes": 9, "fan_out": 2}),
-        ("nccl", "NcclTransport", {"buffer_bytes": 9, "num_buffers": 3}),
+        ("gloo", "GlooTransport", {"buffer_bytes": 9, "fan_out": 2, "port": 29500}),
+        ("nccl", "NcclTransport", {"buffer_bytes": 9, "num_buffers": 3, "port": 29500}),
     ],
 )
-def test_buffers_and_fan_out_are_those_of_the_scheme(
+def test_port_buffers_and_fan_out_are_those_of_the_scheme(
     name: str, kind: str, given: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
@@ -61,8 +61,8 @@ def test_buffers_and_fan_out_are_those_of_the_scheme(
 
 
 def test_gloo_takes_what_the_scheme_gives(tmp_path: Path) -> None:
-    transport = open_transport("gloo", tmp_path, device="cpu", buffer_bytes=9, fan_out=2)
-    assert (transport._buffer_bytes, transport._tree._fan_out) == (9, 2)
+    transport = open_transport("gloo", tmp_path, device="cpu", buffer_bytes=9, fan_out=2, port=29500)
+    assert (transport._buffer_bytes, transport._tree._fan_out, transport._place._port) == (9, 2, 29500)
     transport.close()
     with pytest.raises(ValueError, match="buffer_bytes must be at least 1, got 0"):
         open_transport("gloo", tmp_path, buffer_bytes=0)

@@ -7,51 +7,44 @@ distribution that was sampled from; prefix caching is on.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-import torch
 from tqdm.auto import tqdm
 
-from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.serving.devices import Devices
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.fleet import CALL_SECONDS
 from torchrl_moe.modules.serving.launch import (
-    TIMEOUT_VARIABLE,
     Engine,
     check_backend,
-    check_model,
     default_timeout,
     engine_kind,
-    engine_of,
     local_factory,
+    pretrained_arguments,
     ray_factory,
-    with_fp32_head,
+    ray_service,
 )
-from torchrl_moe.modules.serving.replica_table import TableEntry
-from torchrl_moe.modules.serving.service import GenerationService
+from torchrl_moe.modules.serving.shared_service import SharedService
 from torchrl_moe.modules.serving.states import ReplicaState
 
 __all__ = ["AsyncVLLM", "make_async_vllm_engine"]
 
 
-class AsyncVLLM(GenerationService):
+class AsyncVLLM(SharedService):
     """vLLM replicas behind one ``generate``.
 
     Args:
         engine_args: ``vllm.AsyncEngineArgs`` or a mapping of its fields; it names the model.
         num_replicas: how many engines, each with weights of its own.
+        actor_class: must be ``None``; ``backend`` says where replicas run.
+        enable_prefix_caching: overrides the engine argument of that name; default: on.
         engine: which: ``"vllm"``, or ``"transformers"``: slow, on one device, for where vLLM is not (docs/engines.md).
         backend: ``"local"``: child processes of this one, without Ray; each has a set of GPUs of its own. ``"ray"``:
             actors on any node of the Ray cluster that this process is in, or that it finds; else one is started.
         sampling_params: the default of :meth:`generate`.
-        enable_prefix_caching: overrides the engine argument of that name.
         verbose: whether vLLM logs its start-up and throughput, into the replica's log.
         max_concurrent_requests: how many may be in the engines at a time; the others wait in the service, by priority
             and in order of arrival. ``"auto"``: 1024 for each replica. ``None``: no limit.
@@ -80,11 +73,12 @@ class AsyncVLLM(GenerationService):
         self,
         engine_args: Any,
         num_replicas: int = 1,
+        actor_class: None = None,
+        enable_prefix_caching: bool | None = None,
         *,
         engine: Engine = "vllm",
         backend: Literal["local", "ray"] = "local",
         sampling_params: Any = None,
-        enable_prefix_caching: bool | None = None,
         verbose: bool = False,
         max_concurrent_requests: int | Literal["auto"] | None = "auto",
         faults: FaultPolicy | None = None,
@@ -97,29 +91,30 @@ class AsyncVLLM(GenerationService):
     ) -> None:
         kind = engine_kind(engine)
         of_ray: dict[str, Any] = {"name": name, "namespace": namespace, "resources": resources}
-        check_backend(backend, num_replicas, devices, **of_ray)
+        check_backend(backend, num_replicas, devices, actor_class, **of_ray)
         arguments = kind.arguments_of(engine_args)
         if enable_prefix_caching is not None:
             arguments = kind.arguments_of({**arguments, "enable_prefix_caching": enable_prefix_caching})
-        self.engine_args = arguments
-        self.name = name
-        self._namespace = namespace
-        self._is_guest = False  # in a service that another driver made
+
+        def listed() -> list[int]:
+            return [entry.index for entry in self.replica_table]
+
+        service = None
         if backend == "ray":
-            make_replica = ray_factory(kind, arguments, num_replicas, verbose=verbose, log_folder=log_folder, **of_ray)
+            service = ray_service(kind, arguments, num_replicas, verbose=verbose, log_folder=log_folder, **of_ray)
+            make_replica = ray_factory(service)
         else:
-            make_replica = local_factory(kind, arguments, num_replicas, verbose, log_folder, self._indices, devices)
+            make_replica = local_factory(kind, arguments, num_replicas, verbose, log_folder, listed, devices)
         super().__init__(
-            [make_replica(index) for index in range(num_replicas)],
-            sampling_params,
+            arguments,
+            num_replicas,
+            make_replica,
+            service,
+            sampling_params=sampling_params,
             metrics=metrics,
             max_concurrent_requests=max_concurrent_requests,
             faults=faults,
-            make_replica=make_replica,
         )
-
-    def _indices(self) -> list[int]:
-        return [entry.index for entry in self.replica_table]
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -142,7 +137,7 @@ class AsyncVLLM(GenerationService):
         if self.name is not None:
             from torchrl_moe.modules.backends.ray.cluster import check_free
 
-            check_free(self.name, self._namespace)
+            check_free(self.name, self._service.namespace)
         try:
             self._start_all(seconds)
         except BaseException:
@@ -161,121 +156,6 @@ class AsyncVLLM(GenerationService):
             self._wait(entry, deadline, seconds)
             self._fleet.serve(entry)
 
-    def _wait(self, entry: TableEntry, deadline: float, seconds: float) -> None:
-        try:
-            self._fleet.wait_ready(entry, max(deadline - time.monotonic(), 0.0))
-        except ReplicaDiedError:
-            raise
-        except EngineError as error:
-            hint = f"raise timeout_seconds, or the environment's {TIMEOUT_VARIABLE}."
-            raise EngineError(f"{error}\nAll replicas together had {seconds:g} s: {hint}") from error
-
-    @classmethod
-    def connect(
-        cls,
-        name: str,
-        *,
-        namespace: str | None = None,
-        sampling_params: Any = None,
-        timeout_seconds: float | None = None,
-    ) -> Self:
-        """Join a service that runs in the Ray cluster under that name, from any driver; several may be in it at once.
-
-        A replica that holds older weights than another (Ray has restarted it, say) serves here once it has the newest.
-        Updates that another driver makes are heard of within a second; each completion says what it was made with.
-        :meth:`disconnect`, a ``with`` block's end and the end of the process leave the service as it is;
-        :meth:`shutdown` ends it for all, with replicas that were restarted since. The driver that made the replicas
-        probes and restarts them, and Ray restarts those whose process ends; here one that died stays so: connect again.
-
-        Args:
-            name: as its maker named it.
-            namespace: as its maker gave it.
-            sampling_params: the default of :meth:`generate`, of this driver.
-            timeout_seconds: for all replicas, some of which may be starting; default as in :meth:`start`.
-
-        Raises:
-            EngineError: there is no Ray cluster, no such service in it (the message lists those that run), or no
-                replica that answers; :class:`NoReplicaError`: all have died.
-        """
-        from torchrl_moe.modules.backends.ray.cluster import find_service
-
-        service = find_service(name, namespace)
-        engine = cls(
-            service.arguments,
-            service.num_replicas,
-            engine=engine_of(service.kind),
-            backend="ray",
-            sampling_params=sampling_params,
-            verbose=service.verbose,
-            name=service.name,
-            namespace=service.namespace,
-            resources=service.resources,
-            log_folder=service.log_folder,
-            faults=FaultPolicy(restart=False, probe=math.inf),
-        )
-        engine._is_guest = True
-        try:
-            engine._join(default_timeout() if timeout_seconds is None else timeout_seconds)
-        except BaseException:
-            engine.disconnect()
-            raise
-        return engine
-
-    def _join(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for entry in self.replica_table:
-            entry.replica.join()
-        for entry in self.replica_table:
-            try:
-                self._wait(entry, deadline, seconds)
-                self.replica_table.set_version(entry.index, entry.replica.weights_version(CALL_SECONDS))
-            except ReplicaDiedError as error:
-                self.replica_table.mark_dead(entry.index, str(error))
-        if all(entry.state is ReplicaState.DEAD for entry in self.replica_table):
-            raise NoReplicaError(f"service {self.name!r}: no replica is alive. {self.replica_table[0].last_error}")
-        self._fleet.supervise()
-        for entry in self.replica_table:
-            if entry.state is not ReplicaState.DEAD:
-                self._fleet.serve(entry)
-        self._running = True
-
-    def add_replicas(self, count: int = 1, *, timeout_seconds: float | None = None) -> list[int]:
-        """Start more replicas; see :meth:`GenerationService.add_replicas`. A service with a name cannot have more.
-
-        Raises:
-            ValueError: not at least one, there are no GPUs left for them, or the service has a name.
-            EngineError: one did not come up, or not in time; then none is added.
-        """
-        if self.name is not None:
-            raise ValueError("add_replicas: other drivers of a service with a name would not learn of new replicas")
-        return super().add_replicas(
-            count, timeout_seconds=default_timeout() if timeout_seconds is None else timeout_seconds
-        )
-
-    @staticmethod
-    def shutdown_service(name: str, *, namespace: str | None = None) -> None:
-        """End a service in Ray for all its drivers, or what a killed one left; ``EngineError`` if there is nothing."""
-        from torchrl_moe.modules.backends.ray.cluster import end_service
-
-        end_service(name, namespace)
-
-    def disconnect(self) -> None:
-        """Leave a service that has a name; it goes on, and what this driver asked of it is aborted. Idempotent.
-
-        Raises:
-            RuntimeError: the service has no name, and ends with this process.
-        """
-        if self.name is None:
-            raise RuntimeError("disconnect: this service ends with its driver: use shutdown(), or launch it by name")
-        self._running = False
-        self._fleet.end(lambda replica: replica.disconnect())
-        self._dispatcher.stop()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        (self.disconnect if self._is_guest else self.shutdown)()
-
     @classmethod
     def launch(cls, engine_args: Any, num_replicas: int = 1, **kwargs: Any) -> Self:
         """Make a service and start it; arguments as in the constructor."""
@@ -284,16 +164,16 @@ class AsyncVLLM(GenerationService):
     @classmethod
     def from_pretrained(
         cls,
-        path: str | os.PathLike[str],
-        num_replicas: int = 1,
-        *,
+        model_name: str | os.PathLike[str],
         num_devices: int | None = None,
-        engine: Engine = "vllm",
-        backend: Literal["local", "ray"] = "local",
-        sampling_params: Any = None,
+        num_replicas: int = 1,
         verbose: bool = False,
         compile: bool = True,
         enable_fp32_output: bool = False,
+        *,
+        engine: Engine = "vllm",
+        backend: Literal["local", "ray"] = "local",
+        sampling_params: Any = None,
         metrics: bool = True,
         log_folder: str | os.PathLike[str] | None = None,
         name: str | None = None,
@@ -304,19 +184,20 @@ class AsyncVLLM(GenerationService):
         devices: Devices | None = None,
         **vllm_engine_args: Any,
     ) -> Self:
-        """Start replicas of a model.
+        """Start replicas of a model; the first six parameters are TorchRL's, in its order.
 
         Args:
-            path: a folder, or a hub name.
+            model_name: a folder, or a hub name.
+            num_devices: devices per replica, another name of ``tensor_parallel_size``; default: 1.
             num_replicas: how many engines.
-            num_devices: GPUs per replica, another name of ``tensor_parallel_size``.
-            compile: whether vLLM may compile the model; false sets ``enforce_eager``.
+            verbose: see the constructor.
+            compile: whether vLLM may compile the model; false sets mode 0 in ``compilation_config``, unless that says
+                another. ``enforce_eager=True`` leaves out CUDA graphs, too.
             enable_fp32_output: whether the last layer computes in float32, whatever the others do. Log-probs then carry
                 no rounding of logits: in bfloat16 they are rounded to 3 significant digits.
-            engine: see the constructor, as for all that follow.
-            backend: where.
+            engine: see the constructor.
+            backend: see the constructor.
             sampling_params: see the constructor.
-            verbose: see the constructor.
             metrics: see the constructor.
             log_folder: see the constructor.
             name: see the constructor.
@@ -325,23 +206,16 @@ class AsyncVLLM(GenerationService):
             max_concurrent_requests: see the constructor.
             faults: see the constructor.
             devices: see the constructor.
-            **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``; of another engine, its own.
+            **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``; a parallel size may be ``None`` for 1. Of another
+                engine, its own.
 
         Raises:
-            ValueError: ``num_devices`` and ``tensor_parallel_size`` differ, or a folder holds no model.
+            ValueError: ``num_devices`` and ``tensor_parallel_size`` differ, one is not positive, or a folder holds no
+                model.
             ReplicaDiedError: an engine did not come up; the message ends with its own last words.
         """
-        model = check_model(os.fspath(path))
-        tensor_parallel = vllm_engine_args.pop("tensor_parallel_size", None)
-        if num_devices is not None and tensor_parallel not in (None, num_devices):
-            raise ValueError(f"num_devices={num_devices} and tensor_parallel_size={tensor_parallel} differ: pass one")
-        size = tensor_parallel or num_devices or 1
-        if not compile:
-            vllm_engine_args.setdefault("enforce_eager", True)
-        if enable_fp32_output:
-            vllm_engine_args["hf_overrides"] = with_fp32_head(vllm_engine_args.get("hf_overrides"))
         return cls.launch(
-            {"model": model, "tensor_parallel_size": size, **vllm_engine_args},
+            pretrained_arguments(os.fspath(model_name), num_devices, compile, enable_fp32_output, vllm_engine_args),
             num_replicas,
             engine=engine,
             backend=backend,
@@ -357,44 +231,30 @@ class AsyncVLLM(GenerationService):
             devices=devices,
         )
 
-    # -- what the weight sync asks ----------------------------------------------------------------------------------
 
-    def get_tp_size(self) -> int:
-        """Return over how many devices one replica spans its tensors."""
-        self._check_running("get_tp_size")
-        return self.infos[0].tensor_parallel_size
-
-    def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Return checkpoint name -> (dtype, shape) of every tensor, experts one by one, as the checkpoint has them."""
-        self._check_running("get_model_metadata")
-        return self._fleet.alive()[0].replica.metadata(CALL_SECONDS)
-
-    # -- tests of what the workers hold -----------------------------------------------------------------------------
-
-    def save_model_params(self) -> None:
-        """Have every worker keep a copy of its parameters in host memory, for :meth:`validate_model_params`."""
-        self.collective_rpc("torchrl_moe_save_params")
-
-    def validate_model_params(self, function: Callable[[Mapping[str, torch.Tensor], torch.nn.Module], Any]) -> Any:
-        """Run a check of yours inside every worker: ``function(saved_params, model)``.
-
-        The function is pickled by value where it cannot be imported, and unpickled in the engine's own processes, which
-        trust this one as it is. Names and layouts are vLLM's: fused projections, packed experts.
-
-        Returns:
-            What the function returned, which must be plain data: one list per replica, with one value per worker.
-
-        Raises:
-            EngineError: the function raised; the message ends with its words.
-        """
-        import cloudpickle
-
-        from torchrl_moe.modules.backends.process import wire
-
-        answers = self.collective_rpc("torchrl_moe_validate", args=(cloudpickle.dumps(function),))
-        return [[wire.decode(answer[0], answer[1:]) for answer in workers] for workers in answers]
-
-
-def make_async_vllm_engine(*, model_name: str | os.PathLike[str], num_replicas: int = 1, **kwargs: Any) -> AsyncVLLM:
+def make_async_vllm_engine(
+    *,
+    model_name: str | os.PathLike[str],
+    num_devices: int | None = None,
+    num_replicas: int = 1,
+    verbose: bool = False,
+    compile: bool = True,
+    enable_fp32_output: bool = False,
+    tensor_parallel_size: int | None = None,
+    data_parallel_size: int | None = None,
+    pipeline_parallel_size: int | None = None,
+    **kwargs: Any,
+) -> AsyncVLLM:
     """Start replicas of a model, under TorchRL's name; arguments as in :meth:`AsyncVLLM.from_pretrained`."""
-    return AsyncVLLM.from_pretrained(model_name, num_replicas, **kwargs)
+    return AsyncVLLM.from_pretrained(
+        model_name,
+        num_devices,
+        num_replicas,
+        verbose,
+        compile,
+        enable_fp32_output,
+        tensor_parallel_size=tensor_parallel_size,
+        data_parallel_size=data_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        **kwargs,
+    )

@@ -20,15 +20,15 @@ from torchrl_moe.modules.serving.devices import Devices, DeviceSets
 __all__ = [
     "TIMEOUT_VARIABLE",
     "Engine",
+    "EngineArguments",
     "ReplicaFactory",
     "check_backend",
-    "check_model",
     "default_timeout",
     "engine_kind",
-    "engine_of",
     "local_factory",
+    "pretrained_arguments",
     "ray_factory",
-    "with_fp32_head",
+    "ray_service",
 ]
 
 Engine: TypeAlias = Literal["vllm", "transformers"]
@@ -37,20 +37,72 @@ ReplicaFactory: TypeAlias = Callable[[int], Replica]
 
 TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"  # TorchRL's name
 DEFAULT_TIMEOUT_SECONDS = 600.0
+PARALLEL_SIZES = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
+
+
+class EngineArguments(dict[str, Any]):
+    """Engine arguments by keyword, which TorchRL's code reads as attributes.
+
+    >>> EngineArguments(model="org/model").model
+    'org/model'
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"engine_args.{name}: it was not given, so the engine's own default holds") from None
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def with_fp32_head(overrides: Any) -> dict[str, Any]:
+def pretrained_arguments(
+    model: str, num_devices: int | None, compiles: bool, fp32_output: bool, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the engine arguments of TorchRL's words for them.
+
+    Args:
+        model: a folder, or a hub name.
+        num_devices: another name of ``tensor_parallel_size``.
+        compiles: whether vLLM may compile the model.
+        fp32_output: whether the last layer computes in float32.
+        given: vLLM's own arguments; a parallel size may be ``None``.
+
+    Raises:
+        ValueError: two sizes differ, one is not positive, or a folder holds no model.
+    """
+    arguments = {name: value for name, value in given.items() if name not in PARALLEL_SIZES or value is not None}
+    size = arguments.pop("tensor_parallel_size", None)
+    if num_devices is not None and size not in (None, num_devices):
+        raise ValueError(f"num_devices={num_devices} and tensor_parallel_size={size} differ: pass one")
+    size = num_devices if size is None else size
+    if size is not None and size < 1:
+        raise ValueError(f"num_devices, a replica's tensor_parallel_size, must be at least 1, got {size}")
+    config = arguments.get("compilation_config")
+    if not compiles and isinstance(config, Mapping | None):  # an object of vLLM's says its mode by itself
+        arguments["compilation_config"] = {"mode": 0, **(config or {})}
+    if fp32_output:
+        arguments["hf_overrides"] = _with_fp32_head(arguments.get("hf_overrides"))
+    return {"model": _checked(model), "tensor_parallel_size": size or 1, **arguments}
+
+
+def _with_fp32_head(overrides: Any) -> dict[str, Any]:
     """Return ``hf_overrides`` by which vLLM computes the last layer in float32."""
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ValueError("enable_fp32_output needs hf_overrides to be a mapping: have yours set head_dtype='float32'")
     return {**(overrides or {}), "head_dtype": "float32"}
 
 
-def check_backend(backend: str, num_replicas: int, devices: Devices | None = None, **of_ray: Any) -> None:
+def check_backend(
+    backend: str, num_replicas: int, devices: Devices | None = None, actor_class: Any = None, **of_ray: Any
+) -> None:
     """Refuse an unknown backend, no replica, and arguments that only Ray knows, or does not know, where they are."""
+    if actor_class is not None:
+        raise ValueError(
+            "actor_class must be None: a replica is a process with an engine, behind an actor of ours with "
+            "backend='ray'. Say what it gets: engine arguments, resources= in Ray, devices= of local replicas."
+        )
     if backend not in ("local", "ray"):
         raise ValueError(f"backend must be 'local' (child processes of this one) or 'ray' (actors), got {backend!r}")
     if num_replicas < 1:
@@ -82,11 +134,6 @@ def engine_kind(engine: str) -> EngineKind:
     return of_vllm
 
 
-def engine_of(kind: str) -> Engine:
-    """Return the name of the engine that a kind's module describes; a service in Ray keeps the module's name."""
-    return "transformers" if ".transformers." in kind else "vllm"
-
-
 def default_timeout() -> float:
     """Return the seconds that a start has, as the environment says."""
     text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_SECONDS))
@@ -96,8 +143,8 @@ def default_timeout() -> float:
         raise ValueError(f"the environment's {TIMEOUT_VARIABLE} must be a number of seconds, got {text!r}") from None
 
 
-def check_model(path: str) -> str:
-    """Refuse a folder without a model before any process is started; a hub name is vLLM's business."""
+def _checked(path: str) -> str:
+    """Return it; refuse a folder without a model before any process is started. A hub name is vLLM's business."""
     looks_local = os.path.isabs(path) or path.startswith(".") or os.path.isdir(path)
     if looks_local and not os.path.isfile(os.path.join(path, "config.json")):
         state = "has no config.json" if os.path.isdir(path) else "does not exist"
@@ -145,7 +192,7 @@ def local_factory(
     return make
 
 
-def ray_factory(
+def ray_service(
     kind: EngineKind,
     arguments: Mapping[str, Any],
     num_replicas: int,
@@ -155,8 +202,8 @@ def ray_factory(
     resources: Mapping[str, float] | None,
     verbose: bool,
     log_folder: str | os.PathLike[str] | None = None,
-) -> ReplicaFactory:
-    """Join the Ray cluster, or start one, and return what makes replicas there, or joins those that run.
+) -> Any:
+    """Join the Ray cluster, or start one, and return the :class:`RayService` that is to be there.
 
     Args:
         kind: of the engine: a module.
@@ -177,7 +224,6 @@ def ray_factory(
             "environment of this process, which sends it to the replicas by its own connections."
         )
     from torchrl_moe.modules.backends.ray.cluster import default_resources, join_cluster
-    from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
     from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE, RayService
 
     if join_cluster() and name is not None:
@@ -187,7 +233,7 @@ def ray_factory(
             stacklevel=4,
         )
     asked = default_resources(kind.devices_per_replica(arguments)) if resources is None else resources
-    service = RayService(
+    return RayService(
         name=name or f"torchrl_moe-{uuid.uuid4().hex[:8]}",
         namespace=namespace or NAMESPACE,
         detached=name is not None,
@@ -198,5 +244,11 @@ def ray_factory(
         verbose=verbose,
         log_folder=None if log_folder is None else os.fspath(log_folder),
     )
+
+
+def ray_factory(service: Any) -> ReplicaFactory:
+    """Return what makes replicas of a :class:`RayService` in this process's cluster, or joins those that run."""
+    from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
+
     numbers = itertools.count()
     return lambda index: RayReplica(index, service, next(numbers))

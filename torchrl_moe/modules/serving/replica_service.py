@@ -262,12 +262,16 @@ class ReplicaService:
         if not pairs:
             warnings.warn("update_weights: no weights were given; nothing was done", stacklevel=2)
             return None
+        return self._check_sender("update_weights")(pairs)
+
+    def _check_sender(self, what: str) -> Callable[[Any], Any]:
+        """Return what a sender has given to bring weights."""
         if self._update is None:
             raise RuntimeError(
-                "update_weights: no sender has this engine. Make one: VLLMWeightSyncScheme(...).create_sender(), then "
+                f"{what}: no sender has this engine. Make one: VLLMWeightSyncScheme(...).create_sender(), then "
                 "sender.init_all_workers_group(None, vllm_engine=engine)"
             )
-        return self._update(pairs)
+        return self._update
 
     # -- stats ------------------------------------------------------------------------------------------------------
 

@@ -47,11 +47,12 @@ class BoardServer(socketserver.ThreadingTCPServer):
     """Answers questions of who has the secret; a stranger reads 32 random bytes, and no more."""
 
     daemon_threads = True
+    allow_reuse_address = True  # a port that was chosen, and used a minute ago
     request_queue_size = BACKLOG
     block_on_close = False
 
-    def __init__(self, address: str) -> None:
-        super().__init__((address, 0), _Visit)
+    def __init__(self, address: str, port: int = 0) -> None:
+        super().__init__((address, port), _Visit)
         self.secret = secrets.token_bytes(NONCE_BYTES)
         self.boards: dict[str, Board] = {}
         self._places = threading.BoundedSemaphore(MOST_VISITORS)

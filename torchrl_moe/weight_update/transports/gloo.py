@@ -58,6 +58,7 @@ class GlooTransport:
         device: of the trainer; only the CPU has a meaning here.
         buffer_bytes: sent at a time; 64 MiB by default.
         fan_out: how many replicas the trainer sends to, and each replica at most; 4 by default.
+        port: at the address; 0: a free one.
 
     Raises:
         ValueError: another device than the CPU, no byte in a buffer, or nobody to send to.
@@ -70,6 +71,7 @@ class GlooTransport:
         device: torch.device | str | int = "cpu",
         buffer_bytes: int | None = None,
         fan_out: int | None = None,
+        port: int = 0,
     ) -> None:
         if torch.device(device).type != "cpu":
             raise ValueError(f"device={str(device)!r}: transport='gloo' sends from the CPU; 'nccl' sends from a GPU")
@@ -77,7 +79,7 @@ class GlooTransport:
         self._address, self._buffer_bytes = address, BUFFER_BYTES if buffer_bytes is None else buffer_bytes
         if self._buffer_bytes < 1:
             raise ValueError(f"buffer_bytes must be at least 1, got {buffer_bytes}")
-        self._place = MeetingPlace(address)
+        self._place = MeetingPlace(address, port)
         self._groups: weakref.WeakKeyDictionary[Peer, GlooGroup] = weakref.WeakKeyDictionary()
         self._tree = Tree(FAN_OUT if fan_out is None else fan_out)
         self._edges: weakref.WeakKeyDictionary[Peer, _Edge] = weakref.WeakKeyDictionary()

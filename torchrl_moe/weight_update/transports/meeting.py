@@ -124,10 +124,11 @@ class MeetingPlace:
 
     Args:
         address: of the trainer; a loopback address stands for this host, where no port is opened.
+        port: of its server; 0: a free one.
     """
 
-    def __init__(self, address: str = LOOPBACK) -> None:
-        self._address = address
+    def __init__(self, address: str = LOOPBACK, port: int = 0) -> None:
+        self._address, self._port = address, port
         self._names = map(str, itertools.count())
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._server: BoardServer | None = None
@@ -137,7 +138,7 @@ class MeetingPlace:
         """Make a board, and return all that a rank must know to find it; plain data, and a secret across hosts.
 
         Raises:
-            OSError: the address is not this host's.
+            OSError: the address is not this host's, or the port is taken.
         """
         with self._lock:
             name = next(self._names)
@@ -148,7 +149,7 @@ class MeetingPlace:
                 path.touch(0o600)
                 return {"file": str(path)}
             if self._server is None:
-                self._server = BoardServer(self._address)
+                self._server = BoardServer(self._address, self._port)
             self._server.boards[name] = HashStore()
             host, port = self._server.server_address[:2]
             return {"address": host, "port": port, "name": name, "secret": self._server.secret.hex()}

@@ -66,7 +66,7 @@ class NcclTransport:
 
     Args:
         folder: of the weight store, whose slots are sent as they lie there.
-        address: where to meet; the replicas must reach it. Loopback by default.
+        address: where to meet, at ``port`` (0: a free one); the replicas must reach it. Loopback by default.
         device: the trainer's GPU.
         buffer_bytes: sent at a time; a larger tensor is sent alone.
         num_buffers: of that size, at each end.
@@ -82,6 +82,7 @@ class NcclTransport:
         device: torch.device | str | int = "cuda",
         buffer_bytes: int = BUFFER_BYTES,
         num_buffers: int = NUM_BUFFERS,
+        port: int = 0,
     ) -> None:
         if not torch.cuda.is_available():
             raise WeightSyncError(
@@ -90,7 +91,7 @@ class NcclTransport:
             )
         self._reader = WeightStoreReader(os.fspath(folder))
         self._address, self._buffers = address, (buffer_bytes, num_buffers)
-        self._place = MeetingPlace(address)
+        self._place = MeetingPlace(address, port)
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torchrl_moe.weight_update.transports.base import Receiver, Transport, rank_of
 from torchrl_moe.weight_update.transports.memmap import MemmapReceiver, MemmapTransport
 
@@ -17,15 +15,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def open_transport(
-    name: str,
-    folder: Path,
-    seen_as: Path | None = None,
-    *,
-    address: str | None = None,
-    device: torch.device | str | int | None = None,
-    buffer_bytes: int | None = None,
-    num_buffers: int | None = None,
-    fan_out: int | None = None,
+    name: str, folder: Path, seen_as: Path | None = None, *, address: str | None = None, **options: Any
 ) -> Transport:
     """Return the trainer's end of a transport.
 
@@ -34,10 +24,7 @@ def open_transport(
         folder: of the weight store.
         seen_as: the same, as the replicas see it.
         address: where ranks of a collective transport meet.
-        device: the trainer's, for one.
-        buffer_bytes: that one sends at a time.
-        num_buffers: of nccl, each of that size.
-        fan_out: of gloo: how many the trainer, and each replica, sends to.
+        options: of one, by the names of its constructor; ``None`` leaves its default.
 
     Raises:
         ValueError: there is no such transport, or not on that device.
@@ -47,8 +34,7 @@ def open_transport(
         return MemmapTransport(seen_as or folder)
     if name == "adapter":
         return MemmapTransport(seen_as or folder, "adapter")
-    given = {"device": device, "buffer_bytes": buffer_bytes, "num_buffers": num_buffers, "fan_out": fan_out}
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options = {option: value for option, value in options.items() if value is not None}
     if name == "gloo":
         from torchrl_moe.weight_update.transports.gloo import GlooTransport
 

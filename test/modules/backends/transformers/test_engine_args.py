@@ -12,7 +12,14 @@ from torchrl_moe.modules.backends.transformers.engine_args import arguments_of, 
 
 
 def test_arguments_that_say_what_the_engine_does_anyway_are_left_out() -> None:
-    given = {"model": "m", "tensor_parallel_size": 1, "enforce_eager": True, "enable_lora": False, "seed": 3}
+    given = {
+        "model": "m",
+        "tensor_parallel_size": 1,
+        "compilation_config": {"mode": 0},
+        "enforce_eager": True,
+        "enable_lora": False,
+        "seed": 3,
+    }
     assert arguments_of(given) == {"model": "m", "seed": 3}
     assert arguments_of({"model": "m", "dtype": torch.bfloat16}) == {"model": "m", "dtype": "bfloat16"}
     built = build_engine_args({"model": "m", "max_model_len": 64})

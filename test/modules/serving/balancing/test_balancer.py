@@ -27,6 +27,7 @@ from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
 from torchrl_moe.modules.serving.lease import Lease
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.states import TRANSITIONS, ReplicaState
+from torchrl_moe.testing import FakeAsyncVLLM
 
 
 def inflight(lb: LoadBalancer) -> list[int]:
@@ -83,6 +84,31 @@ def test_torchrls_arguments_stand_where_they_stood() -> None:
         LoadBalancer(["a"], prefix_length=0)
     with pytest.raises(ValueError, match=r"overload_threshold must be at least 1\.0, the mean load itself, got 0\.5"):
         LoadBalancer(["a"], overload_threshold=0.5)
+
+
+def test_torchrls_attributes_say_what_it_was_made_with() -> None:
+    lb = LoadBalancer(actors=["a", "b"], strategy=["round_robin", "requests"], prefix_length=16, overload_threshold=2.0)
+    assert (lb.actors, lb.async_vllm) == (["a", "b"], None)
+    assert (lb.strategy, lb.strategies) == ("round-robin", ["round-robin", "requests"])
+    assert (lb.prefix_length, lb.overload_threshold) == (16, 2.0)
+    assert LoadBalancer(["a"]).strategies == ["prefix-aware", "requests"]
+    for name in ("actors", "strategy", "prefix_length"):
+        with pytest.raises(AttributeError):
+            setattr(lb, name, None)
+
+
+def test_the_actors_of_an_engine_stand_for_it() -> None:
+    with FakeAsyncVLLM(3) as engine:
+        for given in (engine, engine.actors, tuple(engine.actors)):
+            lb = LoadBalancer(given, "requests")
+            assert lb.async_vllm is engine
+            assert lb.replica_table is engine.replica_table
+            assert lb.actors == engine.actors
+        engine.remove_replica(1)
+        assert [actor.index for actor in LoadBalancer(engine.actors).actors] == [0, 2]
+        for some in (engine.actors[:1], engine.actors[::-1], [*engine.actors, "another"], ["another", *engine.actors]):
+            with pytest.raises(ValueError, match="expected all actors of one engine, in their order"):
+                LoadBalancer(some)
 
 
 # -- the hierarchy ----------------------------------------------------------------------------------------------------

@@ -215,10 +215,10 @@ class ActorLink:
         self.end_and_forget()
 
     def end_and_forget(self) -> None:
-        """Hang up; end the actor too, unless it outlives its drivers. Idempotent."""
+        """Hang up; the driver whose actor it is ends it too, unless it outlives its drivers. Idempotent."""
         with self._lock:
             self._hang_up()
-            if not self._service.detached:
+            if self._places and not self._service.detached:
                 self._kill()
 
     def destroy(self) -> None:

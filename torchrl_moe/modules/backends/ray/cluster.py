@@ -20,6 +20,8 @@ __all__ = [
     "end_service",
     "find_service",
     "join_cluster",
+    "own_address",
+    "reference",
     "remove_leftovers",
     "running_services",
     "shortage",
@@ -54,6 +56,17 @@ def join_cluster(start: bool = True) -> bool:
         ray.init(address="local", include_dashboard=False)
         return True
     return False
+
+
+def reference(value: Any) -> Any:
+    """Return a Ray reference to a value of this process, which joins the cluster, or starts one, if it is in none."""
+    join_cluster()
+    return ray.put(value)
+
+
+def own_address() -> str:
+    """Return this node's address, by which the others reach it."""
+    return str(ray.util.get_node_ip_address())
 
 
 def default_resources(devices: int) -> dict[str, float]:

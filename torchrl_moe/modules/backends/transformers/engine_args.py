@@ -13,6 +13,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fcfs", "priority")
 WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "enforce_eager": (None, True, False),  # nothing is ever compiled
+    "compilation_config": (None, {}, {"mode": 0}),
     "tensor_parallel_size": (None, 1),
     "pipeline_parallel_size": (None, 1),
     "data_parallel_size": (None, 1),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchrl_moe._errors import NoReplicaError, StaleReplicaError
+from torchrl_moe.modules.serving.actors import ActorHandle
 from torchrl_moe.modules.serving.balancing.hierarchy import DEFAULT_HIERARCHY, OVERLOAD_THRESHOLD, Hierarchy, Settings
 from torchrl_moe.modules.serving.balancing.simple import REPORT_SECONDS
 from torchrl_moe.modules.serving.balancing.strategy import RoutingContext, Strategy
@@ -28,7 +29,7 @@ class LoadBalancer:
     """Chooses replicas by a hierarchy of strategies: the first that has an opinion wins, the least loaded if none has.
 
     Args:
-        engine_or_actors: a service, or a list of replicas (all taken to be serving).
+        actors: a service, all of its ``actors``, or a list of replicas of anything (all taken to be serving).
         strategy: a name, a strategy object, or a list of them in order of precedence; default: ``prefix-aware``, then
             ``requests``. Names: ``prefix-aware``, ``session``, ``requests`` (``least-loaded``), ``kv-cache``,
             ``power-of-two``, ``round-robin``, with hyphens or underscores.
@@ -36,6 +37,9 @@ class LoadBalancer:
         overload_threshold: affinity, of prefixes and sessions, ends at this times the mean load.
         clock: seconds, for whatever ages.
         rng: for whatever draws.
+
+    Attributes:
+        async_vllm: the service; ``None`` over a list.
 
     Raises:
         ValueError: an unknown name, an empty list, or a figure out of range.
@@ -48,7 +52,7 @@ class LoadBalancer:
 
     def __init__(
         self,
-        engine_or_actors: Any,
+        actors: Any,
         strategy: str | Strategy | Sequence[str | Strategy] | None = None,
         prefix_length: int | None = None,
         overload_threshold: float = OVERLOAD_THRESHOLD,
@@ -56,12 +60,10 @@ class LoadBalancer:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        table = getattr(engine_or_actors, "replica_table", None)
-        if table is None:
-            if not isinstance(engine_or_actors, Sequence) or isinstance(engine_or_actors, str) or not engine_or_actors:
-                raise ValueError(f"expected a service or a non-empty list of replicas, got {engine_or_actors!r}")
-            table = ReplicaTable(engine_or_actors, ReplicaState.SERVING)
-        self.replica_table: ReplicaTable = table
+        self.async_vllm = _service_of(actors)
+        self.replica_table: ReplicaTable = (
+            ReplicaTable(actors, ReplicaState.SERVING) if self.async_vllm is None else self.async_vllm.replica_table
+        )
         self.settings = Settings(
             prefix_length=prefix_length, overload_threshold=overload_threshold, clock=clock, rng=rng
         )
@@ -69,7 +71,35 @@ class LoadBalancer:
         self._reads_stats = self.hierarchy.reads_stats
         self._clock = clock
         self._decisions: Counter[int] = Counter()
-        self.groups = table.groups
+        self.groups = self.replica_table.groups
+
+    # -- TorchRL's names --------------------------------------------------------------------------------------------
+
+    @property
+    def actors(self) -> list[Any]:
+        """The replicas: the engine's ``actors``, or what the list held."""
+        handles = getattr(self.async_vllm, "actors", None)
+        return [entry.replica for entry in self.replica_table] if handles is None else list(handles)
+
+    @property
+    def strategies(self) -> list[str]:
+        """The strategies' names, in order of precedence."""
+        return [strategy.name for strategy in self.hierarchy.strategies]
+
+    @property
+    def strategy(self) -> str:
+        """The first strategy's name."""
+        return self.strategies[0]
+
+    @property
+    def prefix_length(self) -> int | None:
+        """Leading tokens that ``prefix-aware`` looks at; ``None`` for all."""
+        return self.settings.prefix_length
+
+    @property
+    def overload_threshold(self) -> float:
+        """Affinity ends at this times the mean load."""
+        return self.settings.overload_threshold
 
     # -- choosing ---------------------------------------------------------------------------------------------------
 
@@ -213,11 +243,11 @@ class LoadBalancer:
         with self.replica_table.lock:
             self.replica_table.read_stats()
             return {
-                "strategies": [strategy.name for strategy in self.hierarchy.strategies],
-                "primary_strategy": self.hierarchy.strategies[0].name,
+                "strategies": self.strategies,
+                "primary_strategy": self.strategy,
                 "num_actors": len(self.replica_table),
-                "prefix_length": self.settings.prefix_length,
-                "overload_threshold": self.settings.overload_threshold,
+                "prefix_length": self.prefix_length,
+                "overload_threshold": self.overload_threshold,
                 "round_robin_index": self.hierarchy.turn % len(self.replica_table),
                 "actor_stats": [
                     {
@@ -233,5 +263,18 @@ class LoadBalancer:
             }
 
     def __repr__(self) -> str:
-        names = " > ".join(strategy.name for strategy in self.hierarchy.strategies)
-        return f"LoadBalancer({names}, {self.replica_table!r})"
+        return f"LoadBalancer({' > '.join(self.strategies)}, {self.replica_table!r})"
+
+
+def _service_of(actors: Any) -> Any:
+    """Return the service, or that of its actors; ``None`` for a list of replicas without one."""
+    if hasattr(actors, "replica_table"):
+        return actors
+    if not isinstance(actors, Sequence) or isinstance(actors, str) or not actors:
+        raise ValueError(f"expected a service or a non-empty list of replicas, got {actors!r}")
+    if not any(isinstance(actor, ActorHandle) for actor in actors):
+        return None
+    service = getattr(actors[0], "engine", None)
+    if list(actors) != getattr(service, "actors", None):
+        raise ValueError("expected all actors of one engine, in their order: pass engine.actors, or the engine")
+    return service

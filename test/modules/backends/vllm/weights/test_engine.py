@@ -35,7 +35,7 @@ from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 from torchrl_moe.weight_update import SyncReport, VLLMWeightSyncScheme, get_model_metadata
-from torchrl_moe.weight_update.sender import WeightSender
+from torchrl_moe.weight_update.sender import VLLMWeightSender
 from torchrl_moe.weight_update.store import WeightStoreWriter
 from torchrl_moe.weight_update.transports.base import StageReport
 
@@ -663,7 +663,7 @@ class Trainer:
         self.reference = Reference(folder)
         self.model = self.reference.model
         self.original = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        self.sender: WeightSender = VLLMWeightSyncScheme(**choices).create_sender()
+        self.sender: VLLMWeightSender = VLLMWeightSyncScheme(**choices).create_sender()
         self.sender.register_model(self.model)
         self.sender.init_all_workers_group(get_model_metadata(self.model), vllm_engine=engine)
 

@@ -6,17 +6,20 @@ The first part scripts replicas, the second runs the toy engine, the third vLLM.
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import ray
 
-from support.actors import groups_in_use, pids, ray_service, toy_actors
+from support.actors import Holder, groups_in_use, pids, ray_service, toy_actors
 from support.processes import PYTHONPATH, group, is_gone
 from support.replicas import ScriptedReplica
 from support.waiting import until
@@ -27,9 +30,11 @@ from torchrl_moe.modules.backends.ray.cluster import running_services
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE
 from torchrl_moe.modules.backends.weight_claim import WeightClaim
-from torchrl_moe.modules.serving import async_vllm
+from torchrl_moe.modules.serving import shared_service
 from torchrl_moe.modules.serving.candidates import Recovery
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.shared_service import SharedService
+from torchrl_moe.testing.fake_engine import FakeReplica
 
 OTHER_DRIVER = """
 import sys
@@ -68,6 +73,34 @@ def generate(engine: AsyncVLLM, *args: Any, **kwargs: Any) -> list[int]:
     return engine.generate(*args, use_tqdm=False, **kwargs).outputs[0].token_ids.tolist()
 
 
+# -- replicas that are children of this process --------------------------------------------------------------------
+
+
+def of_this_process() -> SharedService:
+    """A service that was not started, of fake replicas."""
+    return SharedService({"model": "m"}, 2, FakeReplica)
+
+
+OWN = {"add_replicas", "connect", "disconnect", "get_master_address", "shutdown_service"}
+
+
+def test_every_public_name_is_tried_below() -> None:
+    assert {name for name in vars(SharedService) if not name.startswith("_")} == OWN
+
+
+def test_children_of_this_process_are_left_by_nobody_and_go_nowhere_else() -> None:
+    service = of_this_process()
+    assert service.name is None
+    assert service.engine_args.model == "m"
+    assert service.get_master_address() == "127.0.0.1"
+    with pytest.raises(RuntimeError, match="disconnect: this service ends with its driver"):
+        service.disconnect()
+    with pytest.raises(TypeError, match="SharedService cannot be pickled: its replicas are children of this process"):
+        pickle.dumps(service)
+    with pytest.raises(RuntimeError, match="the service is not running"):
+        service.add_replicas()
+
+
 # -- scripted replicas ------------------------------------------------------------------------------------------------
 
 
@@ -88,7 +121,7 @@ def connect(monkeypatch: pytest.MonkeyPatch, dies_at: dict[int, str], versions: 
         return replica
 
     monkeypatch.setattr(cluster, "find_service", lambda name, namespace: ray_service(name=name, detached=True))
-    monkeypatch.setattr(async_vllm, "ray_factory", lambda *args, **how: guest)
+    monkeypatch.setattr(shared_service, "ray_factory", lambda service: guest)
     return AsyncVLLM.connect("policy")
 
 
@@ -195,6 +228,73 @@ def test_a_name_is_taken_while_its_service_runs_and_others_join_it_there(toy_ser
     with pytest.raises((ReplicaDiedError, NoReplicaError)):
         maker.generate([1], use_tqdm=False)
     toy_service(1, name="lasting")
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("name", [None, "carried"])
+def test_a_pickled_engine_joins_the_service_where_it_is_loaded(toy_service: Any, name: str | None) -> None:
+    maker = toy_service(2, name=name, sampling_params={"max_tokens": 2})
+    processes = [pids(entry.replica) for entry in maker.replica_table]
+    with pickle.loads(pickle.dumps(maker)) as guest:
+        assert type(guest) is AsyncVLLM
+        assert (guest.name, guest.num_replicas, guest.engine_args) == (name, 2, maker.engine_args)
+        assert guest.sampling_params == {"max_tokens": 2}
+        assert [pids(entry.replica) for entry in guest.replica_table] == processes
+        assert generate(guest, [5]) == [6]
+        with pytest.raises(ValueError, match="add_replicas: other drivers"):
+            guest.add_replicas()
+        again = pickle.loads(pickle.dumps(guest))
+        assert generate(again, [7]) == [8]
+        again.disconnect()
+    assert [pids(entry.replica) for entry in maker.replica_table] == processes  # both guests have left, no more
+    assert generate(maker, [1]) == [2]
+    pickled = pickle.dumps(maker)
+    maker.shutdown()
+    with pytest.raises(RuntimeError, match="pickle: the service is not running"):
+        pickle.dumps(maker)
+    late = pickle.loads(pickled)  # which asks nobody anything
+    with pytest.raises(NoReplicaError, match=r"no replica is alive.* has no actor"):
+        late.generate([1])
+    with pytest.raises(RuntimeError, match="the service is not running"):
+        late.generate([1])
+
+
+@pytest.mark.ray
+def test_threads_that_use_it_for_the_first_time_at_once_join_once(toy_service: Any) -> None:
+    maker = toy_service(2)
+    guest = pickle.loads(pickle.dumps(maker))
+    with guest:  # nothing is asked, so nothing is joined, and nothing ended
+        assert "infos" not in vars(guest)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda i: generate(guest, [i]), range(8)))
+    assert answers == [[i + 1] for i in range(8)]
+    assert len(guest.infos) == 2
+    with pytest.raises(AttributeError, match="'AsyncVLLM' object has no attribute 'unknown'"):
+        guest.unknown  # noqa: B018
+    guest.disconnect()
+
+
+@pytest.mark.ray
+def test_a_ray_worker_takes_an_engine_as_it_is_and_its_death_ends_no_replica(toy_service: Any) -> None:
+    maker = toy_service(1)
+    holder = ray.remote(num_cpus=0)(Holder).remote(maker)
+    answer, pid = ray.get(holder.ask.remote([3, 4]), timeout=120)
+    assert answer == [4, 5]
+    assert pid != os.getpid()
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: is_gone(pid))
+    assert generate(maker, [1]) == [2]
+    other = ray.remote(num_cpus=0)(Holder).remote(maker)
+    answer, pid = ray.get(other.ask.remote([8]), timeout=120)
+    assert answer == [9]
+    other.__ray_terminate__.remote()  # in peace, so that its own exit handlers run
+    until(lambda: is_gone(pid))
+    assert generate(maker, [2]) == [3]
+
+
+@pytest.mark.ray
+def test_a_group_of_the_users_own_meets_at_this_node(toy_service: Any) -> None:
+    assert toy_service(1).get_master_address() == ray.util.get_node_ip_address()
 
 
 @pytest.mark.ray
@@ -318,6 +418,26 @@ def test_two_real_replicas_on_two_nodes_answer_alike_and_so_they_do_for_another_
     assert {completion.metrics.replica for completion in many} == {0, 1}
     assert ray_pair.get_tokenizer().encode("Hi, world") == IDS
     assert ray_pair.collective_rpc("torchrl_moe_router_layers") == [[[1, 2, 3]], [[1, 2, 3]]]
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+def test_torchrls_own_wrapper_generates_by_real_replicas(ray_pair: AsyncVLLM) -> None:
+    from tensordict import TensorDict, set_list_to_stack
+    from torchrl.modules.llm.backends.vllm import RLvLLMEngine
+    from torchrl.modules.llm.policies import Text, vLLMWrapper
+
+    assert isinstance(ray_pair, RLvLLMEngine)
+    prompts = ["Hi, world", "1+1="]
+    greedy = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    with set_list_to_stack(True):
+        policy = vLLMWrapper(ray_pair, input_mode="text", generate_kwargs=greedy)
+        rows = policy(TensorDict(text=Text(prompt=prompts, batch_size=2), batch_size=2)).unbind(0)
+    for row, completion in zip(rows, ray_pair.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+        (answer,) = completion.outputs
+        assert row["tokens", "response"].tolist() == answer.token_ids.tolist()
+        assert row["text", "response"] == answer.text
+        assert np.abs(row["log_probs", "response"].numpy() - answer.logprobs).max() <= 1e-5
 
 
 def actor_process(replica: Any) -> psutil.Process:

@@ -1,0 +1,204 @@
+"""docs/torchrl.md says of each parameter of TorchRL's what has become of it here, and says the truth."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from support import torchrl_differences, torchrl_page
+from support.torchrl_calls import CALLS
+from support.torchrl_differences import Book, Namespace, Pair
+
+BOOK = Book.read()
+
+
+def refusals() -> Iterator[tuple[str, str, Any]]:
+    """Those of each pair, and those that it has from others if it can be called here."""
+    for pair in BOOK.pairs:
+        reasons = BOOK.reasons(pair) if pair.title in CALLS else pair.parameters
+        for name in pair.compared.keys() & {name for name, why in reasons.items() if "example" in why}:
+            yield pair.title, name, reasons[name]["example"]
+
+
+def test_every_difference_has_a_reason_and_every_reason_a_difference() -> None:
+    assert list(BOOK.problems()) == []
+
+
+def test_the_page_is_what_the_signatures_say() -> None:
+    text = torchrl_page.PAGE.read_text(encoding="utf-8")
+    assert text == torchrl_page.written(text, BOOK), torchrl_page.HOW
+    assert set(torchrl_page.SHOWN.findall(text)) == {"version", "names", "classes", "tests"}
+
+
+@pytest.mark.parametrize(("title", "name", "value"), sorted(refusals(), key=str))
+def test_what_the_page_calls_refused_is_refused_by_its_name(title: str, name: str, value: Any) -> None:
+    method, _, parameter = name.rpartition(".")
+    call = CALLS[f"{title}.{method}" if method else title]
+    with pytest.raises((TypeError, ValueError), match=parameter):
+        call(**{parameter: value})
+
+
+def test_a_parameter_that_torchrl_adds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchrl.objectives.llm import GRPOLoss
+
+    def init(self: Any) -> None: ...
+
+    new = inspect.Parameter("novelty", inspect.Parameter.KEYWORD_ONLY, default=None)
+    *named, rest = inspect.signature(GRPOLoss.__init__).parameters.values()
+    init.__signature__ = inspect.Signature([*named, new, rest])  # type: ignore[attr-defined]
+    monkeypatch.setattr(GRPOLoss, "__init__", init)
+    book = Book.read()
+    losses = Book([pair for pair in book.pairs if "objectives" in pair.ours], [], [])
+    told = "'novelty' is TorchRL's, and ours lacks it: take it, or refuse it and add a reason 'refused'"
+    assert list(losses.problems()) == [f"{name}: {told}" for name in ("GRPOLoss", "DAPO", "CISPOLoss")]
+
+
+# -- the check itself, on made-up signatures --------------------------------------------------------------------------
+
+
+class Theirs:
+    def __init__(self, model: Any, size: int = 1, *, mode: str = "a") -> None: ...
+    def run(self, fast: bool = True) -> None: ...
+    def gone(self) -> None: ...
+
+
+class Ours:
+    def __init__(self, model: Any, size: int = 1, *, mode: str = "a", more: int = 0) -> None: ...
+    def run(self, fast: bool = True) -> None: ...
+    def gone(self) -> None: ...
+
+
+class New(Theirs):
+    """What a later release of theirs may look like."""
+
+    def __init__(self, model: Any, size: int = 1, *, mode: str = "a", colour: str = "red") -> None: ...
+    def run(self, fast: bool = True, deep: bool = False) -> None: ...
+    def fresh(self) -> None: ...
+
+
+class Moved(Ours):
+    def __init__(self, size: int = 1, model: Any = None, **rest: Any) -> None: ...
+
+
+def pair(theirs: type, ours: type, title: str = "Thing", **reasons: Any) -> Pair:
+    made = Pair(title, f"their.{title}", f"our.{title}", **reasons)
+    made.__dict__["both"] = (theirs, ours)
+    return made
+
+
+def problems(theirs: type, ours: type, **reasons: Any) -> list[str]:
+    return list(Book([pair(theirs, ours, **reasons)], [], []).problems())
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes of this file count as theirs."""
+    monkeypatch.setattr(torchrl_differences, "THEIR_PACKAGE", __name__.split(".")[0])
+
+
+def test_nothing_to_say_of_a_class_that_only_takes_more(made_up: None) -> None:
+    assert problems(Theirs, Ours) == []
+
+
+def test_what_a_new_release_adds_is_named(made_up: None) -> None:
+    assert problems(New, Ours) == [
+        "Thing: 'colour' is TorchRL's, and ours lacks it: take it, or refuse it and add a reason 'refused'",
+        "Thing: 'run.deep' is TorchRL's, and ours lacks it: take it, or refuse it and add a reason 'refused'",
+        "Thing: TorchRL's has 'fresh', and ours has not: add it, or a reason under members",
+    ]
+    reasons = {"colour": {"refused": "why"}, "run.deep": {"refused": "why"}}
+    assert problems(New, Ours, parameters=reasons, members={"fresh": "why"}) == []
+
+
+def test_reasons_without_a_difference_are_stale(made_up: None) -> None:
+    stale = {"size": {"default": "why"}, "mode": {"keyword": "why", "same": "why"}, "colour": {"refused": "why"}}
+    assert problems(Theirs, Ours, parameters=stale, members={"gone": "why"}) == [
+        "Thing: 'size' has a stale reason 'default': both are 1",
+        "Thing: 'mode' has a stale reason 'keyword': both are 'a'",
+        "Thing: 'mode' has a stale reason 'same': it is named here",
+        "Thing: TorchRL's has no parameter 'colour': take its reason out",
+        "Thing: 'gone' is no longer missing: take its reason out",
+    ]
+
+
+def test_a_parameter_at_another_place_has_no_excuse() -> None:
+    reasons = {"model": {"default": "why", "wider": "why"}, "size": {"wider": "why"}, "mode": {"same": "why"}}
+    at = "stands at another place than in TorchRL's: a value given by position would mean something else"
+    assert problems(Theirs, Moved, parameters=reasons) == [f"Thing: 'model' {at}", f"Thing: 'size' {at}"]
+    without = problems(Theirs, Moved, parameters={**reasons, "mode": {}})
+    assert (
+        without[2]
+        == "Thing: 'mode' is caught by ours with **keywords: add 'same', 'wider', 'otherwise' or 'refused', and why"
+    )
+
+
+def test_a_refusal_that_no_signature_shows_needs_an_example() -> None:
+    told = "Thing: 'mode' is refused, which its signature does not show: add an example = <a value that is refused>"
+    assert problems(Theirs, Ours, parameters={"mode": {"refused": "why"}}) == [told]
+    assert problems(Theirs, Ours, parameters={"mode": {"refused": "why", "example": "b"}}) == []
+
+
+def test_an_unknown_kind_of_reason_is_named() -> None:
+    assert problems(Theirs, Ours, parameters={"mode": {"better": "why"}}) == [
+        "Thing: 'mode' has better: a reason is one of default, keyword, wider, otherwise, refused, same"
+    ]
+    found = list(Book([], [], [{"name": "a::b", "kind": "whim", "why": "why"}]).problems())
+    assert found == ["a::b: kind must be one of ['fault', 'internal', 'open'], got 'whim'"]
+
+
+def test_names_of_a_package() -> None:
+    space = Namespace("torchrl.objectives.llm", "torchrl_moe.objectives")
+    assert list(Book([], [space], []).problems()) == []
+    assert "SFTLoss" in space.taken_over
+    assert "GRPOLoss" in space.names[1]
+    assert "GRPOLoss" not in space.taken_over
+    lacking = replace(space, ours="torchrl_moe.data", absent={"Nothing": "why"})
+    found = list(Book([], [lacking], []).problems())
+    told = "torchrl.objectives.llm has 'SFTLoss', and torchrl_moe.data has not: export it, or add a reason under absent"
+    assert told in found
+    assert found[-1] == "torchrl.objectives.llm: 'Nothing' is no longer missing: take its reason out"
+
+
+def test_the_page_shows_what_it_is_given(made_up: None) -> None:
+    parameters = {"colour": {"refused": "No paint."}, "run.deep": {"refused": "Shallow only."}}
+    base = pair(New, Ours, parameters=parameters, members={"fresh": "Stale is fine."})
+    child = pair(New, Ours, "Child", like=["Thing"], parameters={"size": {"wider": "Any size."}})
+    book = Book([base, child], [], [{"name": "a::b", "kind": "fault", "why": "It pins it."}])
+    assert torchrl_page.classes(book) == inspect.cleandoc(
+        """
+        ### Thing
+
+        `their.Thing` and `our.Thing`.
+
+        | parameter | TorchRL | here | | |
+        |---|---|---|---|---|
+        | `colour` | `'red'` |  | refused | No paint. |
+        | `run(deep)` | `False` |  | refused | Shallow only. |
+        | `.fresh` | | | not here | Stale is fine. |
+
+        Same name, place and default: `model`, `size`, `mode`.
+
+        Here alone: `more`.
+
+        ### Child
+
+        `their.Child` and `our.Child`.
+
+        | parameter | TorchRL | here | | |
+        |---|---|---|---|---|
+        | `size` | `1` | `1` | wider | Any size. |
+
+        As Thing: `colour`, `run(deep)`, `.fresh`.
+
+        Same name, place and default: `model`, `mode`.
+
+        Here alone: `more`.
+        """
+    )
+    page = "# A\n\n<!-- tests -->\n\nold\n\n<!-- end of tests -->\n\nB\n"
+    assert torchrl_page.written(page, book) == page.replace("old", torchrl_page.tests(book))
+    assert "| `a::b` | pins a fault of TorchRL | It pins it. |" in torchrl_page.tests(book)

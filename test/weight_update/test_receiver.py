@@ -1,0 +1,64 @@
+"""TorchRL's receiver of a scheme that pushes: it compares, it says when newer weights came, it applies nothing."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torchrl.weight_update.llm import VLLMWeightReceiver as TorchRLReceiver
+from torchrl.weight_update.llm import VLLMWeightSender as TorchRLSender
+
+from support.weights import Connect, weights
+from torchrl_moe._errors import ManifestMismatch
+from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet
+from torchrl_moe.weight_update import VLLMWeightReceiver, VLLMWeightSender, VLLMWeightSyncScheme
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(VLLMWeightReceiver, TorchRLReceiver), (VLLMWeightSender, TorchRLSender)])
+def test_each_public_method_of_torchrls_is_there_with_its_arguments_in_their_places(ours: type, theirs: type) -> None:
+    methods = ["__init__", *(name for name in vars(theirs) if not name.startswith("_"))]
+    for name in methods:
+        expected = list(inspect.signature(getattr(theirs, name)).parameters)
+        assert list(inspect.signature(getattr(ours, name)).parameters)[: len(expected)] == expected, name
+
+
+def test_both_sides_of_torchrls_script_in_two_processes_run(connect: Connect) -> None:
+    """Each side has a scheme of its own there; neither waits for the other."""
+    engine, arguments = FakeFleet(2), {"master_port": 29500, "gpus_per_replica": 1, "num_replicas": 2}
+    receiver = VLLMWeightSyncScheme(**arguments).create_receiver(engine)  # type: ignore[arg-type]
+    receiver.init_all_workers_group(EXPECTED)
+    sender = connect(engine, **arguments)
+    assert receiver.poll_and_apply() is False
+    sender.update_weights(weights(2))
+    receiver.apply_weights()
+    assert receiver.poll_and_apply(timeout=0.1) is True
+    assert receiver.poll_and_apply() is False
+    assert receiver.version == 1
+
+
+def test_what_does_not_fit_is_said_before_the_sender_comes() -> None:
+    engine = FakeFleet(2)
+    receiver = VLLMWeightSyncScheme(num_replicas=2).create_receiver(engine)
+    with pytest.raises(ManifestMismatch, match=r"a has shape \[3\], the engine expects \[2, 2\]"):
+        receiver.init_all_workers_group({**EXPECTED, "a": (torch.float32, torch.Size([3]))})
+    with pytest.raises(ManifestMismatch, match="metadata does not name the engine's checkpoint tensors"):
+        receiver.init_all_workers_group({"c": EXPECTED["a"]})
+    with pytest.raises(ValueError, match="num_replicas=3, but the engine has 2"):
+        VLLMWeightSyncScheme(num_replicas=3).create_receiver(engine).init_all_workers_group()
+    VLLMWeightSyncScheme(lora="adapter").create_receiver(engine).init_all_workers_group({"lora": EXPECTED["a"]})
+
+
+def test_it_applies_nothing_by_itself() -> None:
+    receiver = VLLMWeightSyncScheme().create_receiver(FakeFleet(1))
+    with pytest.raises(ValueError, match=r"applies no weights: .* Call sender.update_weights\(weights\)"):
+        receiver.apply_weights(weights())
+    with pytest.raises(ValueError, match="inplace=True"):
+        receiver.apply_weights(inplace=False)
+
+
+def test_only_an_engine_of_ours_has_one() -> None:
+    words = "must be an AsyncVLLM, got SimpleNamespace: pass what torchrl_moe.modules.AsyncVLLM.from_pretrained"
+    with pytest.raises(ValueError, match=words):
+        VLLMWeightSyncScheme().create_receiver(SimpleNamespace(actors=[]))

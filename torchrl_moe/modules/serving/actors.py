@@ -1,0 +1,97 @@
+"""The replicas of an engine one by one, under TorchRL's names for its actors' methods."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_moe.modules.serving.fleet import CALL_SECONDS
+from torchrl_moe.modules.serving.remote_calls import also_remote
+
+__all__ = ["ActorHandle", "generate_for_torchrl"]
+
+WEIGHTS = "weights come by a sender, which checks them: VLLMWeightSyncScheme(...).create_sender()"
+INSTEAD = {
+    "collective_rpc_v0": "engine.collective_rpc(...) calls the workers of all replicas",
+    "collective_rpc_v1": "engine.collective_rpc(...) calls the workers of all replicas",
+    "init_weight_transfer_engine": WEIGHTS,
+    "load_weights_from_storage": WEIGHTS,
+    "sleep": "replicas sleep together: engine.sleep()",
+    "update_weights_native": WEIGHTS,
+    "wake_up": "replicas wake up together: engine.wake_up()",
+}
+"""What TorchRL's actors have and a handle has not -> what to do instead."""
+
+
+def generate_for_torchrl(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate as an actor of TorchRL's does, with vLLM's own ``RequestOutput`` for an answer."""
+    from torchrl_moe.modules.backends.vllm.request_outputs import generate_request_outputs
+
+    return generate_request_outputs(engine, *args, **kwargs)
+
+
+def _generate_there(handle: ActorHandle, *args: Any, **kwargs: Any) -> Any:
+    return generate_for_torchrl(handle.engine, *args, actor_index=handle.index, **kwargs)
+
+
+@dataclass(frozen=True, repr=False)
+class ActorHandle:
+    """One replica of an engine: what is called here, this replica answers. ``engine.actors`` lists them.
+
+    It is no Ray actor, but each method has ``.remote``, which returns a Ray reference to the answer.
+    """
+
+    engine: Any
+    index: int
+
+    @also_remote(
+        lambda handle, *args, **kwargs: generate_for_torchrl(handle.engine, *args, actor_index=handle.index, **kwargs)
+    )
+    def generate(self, prompts: Any = None, sampling_params: Any = None, **kwargs: Any) -> Any:
+        """Generate as the engine does; arguments as in :meth:`GenerationService.generate`, without ``actor_index``.
+
+        By ``.remote`` the answer is vLLM's ``RequestOutput``.
+        """
+        return self.engine.generate(prompts, sampling_params, actor_index=self.index, **kwargs)
+
+    @also_remote()
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer."""
+        return self.engine.get_tokenizer()
+
+    @also_remote()
+    def get_num_unfinished_requests(self) -> int:
+        """Return how many requests this driver has in flight there."""
+        return int(self.engine.get_num_unfinished_requests(self.index))
+
+    @also_remote()
+    def get_cache_usage(self) -> float:
+        """Return the share of KV-cache blocks in use, 0 to 1; NaN if it is dead or starting."""
+        return float(self.engine.get_cache_usage(self.index))
+
+    @also_remote()
+    def get_world_size(self) -> int:
+        """Return over how many devices it spreads."""
+        info = self.engine.infos[0]
+        return int(info.tensor_parallel_size * info.data_parallel_size)
+
+    @also_remote()
+    def ready(self) -> bool:
+        """Whether it would take a request now."""
+        return bool(self.engine.is_running and self.engine.replica_table[self.index].may_take)
+
+    @also_remote()
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; false if it could not, because requests are running."""
+        table = self.engine.replica_table
+        done = bool(table[self.index].replica.reset_prefix_cache(CALL_SECONDS))
+        table.forget_prefixes(self.index)
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        if name in INSTEAD:
+            raise AttributeError(f"a replica of this engine has no {name}: {INSTEAD[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.engine.replica_table[self.index]!r})"

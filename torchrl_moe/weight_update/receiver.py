@@ -1,0 +1,81 @@
+"""The engine's side of a weight sync under TorchRL's name. Replicas take versions themselves, so it only looks on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchrl_moe.modules.serving.service import GenerationService
+from torchrl_moe.weight_update.metadata import check_metadata
+from torchrl_moe.weight_update.options import Scheme
+from torchrl_moe.weight_update.rolling import waits_for_update
+from torchrl_moe.weight_update.target import check_numbers, engine_of, tensors_of
+
+__all__ = ["VLLMWeightReceiver"]
+
+
+class VLLMWeightReceiver:
+    """Looks at what a sender brings to an engine; :meth:`create_receiver` of a scheme makes it.
+
+    In TorchRL each side joins a process group at the same time as the other. Here the sender, which knows the engine,
+    sets replicas up and brings versions to them, whether there is a receiver or not.
+
+    Args:
+        scheme: the sender's, or one like it.
+        vllm_engine: an ``AsyncVLLM``, or a handle of one.
+
+    Raises:
+        ValueError: it is none.
+
+    Attributes:
+        version: of the engine's weights at the last look.
+    """
+
+    def __init__(self, scheme: Scheme, vllm_engine: Any) -> None:
+        self._scheme = scheme
+        self._engine: GenerationService = engine_of(vllm_engine)
+        self.version: int = self._engine.replica_table.latest_version
+
+    def init_all_workers_group(self, model_metadata: Mapping[str, Any] | None = None) -> None:
+        """Compare the trainer's tensors with the engine's. There is no group to join, and nobody is waited for.
+
+        Args:
+            model_metadata: name -> (dtype, shape), as the trainer's ``get_model_metadata(model)`` returns it.
+
+        Raises:
+            ValueError: the engine has other numbers of replicas or workers than the scheme.
+            ManifestMismatch: it has other tensors.
+            NoReplicaError: no replica of it serves.
+            EngineError: it does not say which it has.
+        """
+        options = self._scheme.options
+        check_numbers(self._engine, options)
+        if model_metadata is not None and options.source.lora != "adapter":  # which comes under names of its own
+            ready = filter(waits_for_update, self._engine.replica_table)
+            check_metadata(model_metadata, tensors_of(self._engine, ready, options.swapping.timeout_seconds))
+
+    def apply_weights(self, weights: Any = None, inplace: bool = True) -> None:
+        """Do nothing, as TorchRL's: when the sender's ``update_weights`` returns, replicas have the weights.
+
+        Args:
+            weights: refused.
+            inplace: the engine's weights are replaced in place.
+
+        Raises:
+            ValueError: there are weights, which nobody would apply.
+        """
+        if weights is not None or not inplace:
+            raise ValueError(
+                "apply_weights: this receiver applies no weights: the sender brings them to the engine, inplace=True. "
+                "Call sender.update_weights(weights)"
+            )
+
+    def poll_and_apply(self, timeout: float = 0.1) -> bool:
+        """Return whether a sender has brought newer weights since the last look.
+
+        Args:
+            timeout: TorchRL's; nothing is waited for.
+        """
+        del timeout
+        before, self.version = self.version, self._engine.replica_table.latest_version
+        return self.version > before
