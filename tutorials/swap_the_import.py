@@ -1,9 +1,9 @@
 """TorchRL's GRPO with vLLM, where three import lines say torchrl_moe: nothing else of such a script changes.
 
-The parts are those of TorchRL's own: a chat environment with a reward, rollouts by vLLM, a collector that fills a replay
-buffer, the KL to a reference, ``GRPOLoss``, and a weight sync after each batch (``--form sync``), every second step while
-the collector goes on (``async``), or after each batch with all of it in Ray actors (``ray``). A tiny model on a CPU
-learns to answer in letters.
+The parts are those of TorchRL's own: a chat environment with a reward, rollouts by vLLM, a collector that fills a
+replay buffer, the KL to a reference, ``GRPOLoss``, and a weight sync: after each batch (``--form sync``), every second
+step while the collector goes on (``async``), or after each batch with all of it in Ray actors (``ray``). A tiny model
+on a CPU learns to answer in letters.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=4, help="of a batch")
     parser.add_argument("--repeats", type=int, default=8, help="answers to each prompt")
     parser.add_argument("--max-tokens", type=int, default=12)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     options = parser.parse_args(arguments)
     for name in ("steps", "prompts", "repeats", "max_tokens"):
         if getattr(options, name) < 1:
@@ -225,7 +225,7 @@ class Learner:
         return {
             "policy_version": int(batch["next", "policy_version"].min()),
             "reward": float(reward),
-            "loss": float(value.detach()),
+            "loss": float(loss.loss_objective.detach().mean()),
             "kl_to_ref": float(loss.kl_to_ref.mean()),
             "kl_approx": float(loss.kl_approx),
             "clip_fraction": float(loss.clip_fraction),

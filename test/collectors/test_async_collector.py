@@ -612,6 +612,18 @@ def test_when_the_holder_of_the_newest_weights_dies_others_are_waited_for(
     late.join()
 
 
+def test_versions_stand_where_torchrls_scripts_look_if_asked_for(
+    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+) -> None:
+    new_weights(engine, 3)
+    for asked in (True, False):
+        batch = next(iter(collect(track_policy_version=asked)))
+        assert set(batch["policy_version"].tolist()) == {3}
+        assert ("policy_version" in batch["next"].keys()) is asked  # noqa: SIM118
+        if asked:
+            assert torch.equal(batch["next", "policy_version"], batch["policy_version"])
+
+
 def test_an_engines_error_in_a_reward_costs_its_group_only(collect: Callable[..., AsyncLLMCollector]) -> None:
     def judge(query: str) -> float:
         if query == "q0":

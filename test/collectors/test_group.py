@@ -43,6 +43,13 @@ def test_samples_of_one_environment_are_taken_apart() -> None:
     assert one.rows["policy_version"].tolist() == [3, 5, 4, 6]
 
 
+def test_versions_stand_where_torchrls_scripts_look_if_asked_for() -> None:
+    one = group()
+    one.complete([[turn([3], [4]), turn([5], [6])]], only_last=True, version_in_next=True)
+    assert one.rows is not None
+    assert one.rows["next", "policy_version"].tolist() == one.rows["policy_version"].tolist() == [5, 6]
+
+
 def test_the_age_counts_turns_that_are_not_kept() -> None:
     one = group()
     one.complete([[turn([3, 3]), turn([5])]], only_last=True)

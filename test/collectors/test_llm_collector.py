@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice, product
 from typing import Any
 
@@ -14,11 +15,11 @@ from tensordict import TensorDict, TensorDictBase
 from torch.utils.data import DataLoader
 from torchrl.collectors.llm import LLMCollector as TorchRLCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import EnvBase, StepCounter, Transform
+from torchrl.envs import AsyncEnvPool, EnvBase, StepCounter, Transform
 from torchrl.envs.llm import ChatEnv, DatasetChatEnv
 from torchrl.envs.llm.transforms import PolicyVersion
 
-from support.collecting import TOKENIZER, NextQuestion, Questions, Reward, plain, policy_of, queries
+from support.collecting import TOKENIZER, NextQuestion, Questions, Reward, chat, plain, policy_of, queries
 from support.waiting import in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector
 from torchrl_moe.testing import FakeAsyncVLLM
@@ -495,6 +496,13 @@ def test_what_makes_no_sense_is_refused(engine: FakeAsyncVLLM) -> None:
             LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4, **arguments)
 
 
+def test_a_pool_of_environments_has_no_place_for_versions_as_in_torchrl(engine: FakeAsyncVLLM) -> None:
+    pool = AsyncEnvPool([partial(chat, 1), partial(chat, 1)], backend="threading", stack="lazy")
+    with pytest.raises(ValueError, match="track_policy_version=True: TorchRL's AsyncEnvPool takes no transform"):
+        LLMCollector(pool, policy=policy_of(engine), dialog_turns_per_batch=4, track_policy_version=True)
+    pool.close()
+
+
 def test_versions_are_the_engines(engine: FakeAsyncVLLM) -> None:
     for index in range(2):
         engine.replica_table.set_version(index, 5)
@@ -503,5 +511,6 @@ def test_versions_are_the_engines(engine: FakeAsyncVLLM) -> None:
         env_of, policy_factory=lambda: policy_of(engine), dialog_turns_per_batch=4, track_policy_version=True
     )
     assert collector.policy_version == collector.get_policy_version() == 5
-    assert next(iter(collector))["policy_version"].flatten().tolist() == [5] * 4
+    batch = next(iter(collector))
+    assert batch["policy_version"].flatten().tolist() == batch["next", "policy_version"].flatten().tolist() == [5] * 4
     assert collector.get_policy_model() is engine

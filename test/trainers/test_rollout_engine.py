@@ -151,7 +151,8 @@ def test_it_starts_from_the_model(policy_model: PolicyModel, tmp_path: Path, no_
     (start,) = tmp_path.glob("start-*")
     assert arguments == (str(start),)
     assert (start / "model.safetensors").exists()
-    assert options == {"num_replicas": 1, "backend": "local", "seed": 5, "max_model_len": 64, "enforce_eager": True}
+    wanted = {"num_replicas": 1, "engine": "vllm", "backend": "local"}
+    assert options == {**wanted, "seed": 5, "max_model_len": 64, "enforce_eager": True}
     assert own.has_the_models_weights
     own.forget_start()
     assert not start.exists()
@@ -163,6 +164,15 @@ def test_it_starts_from_the_model(policy_model: PolicyModel, tmp_path: Path, no_
     RolloutEngine(there, GRPOConfig(), tmp_path / "other").shutdown()
     assert no_start[-1][0] == ("some/folder",)
     assert not (tmp_path / "other").exists()
+
+
+def test_another_engine_is_started_without_what_only_vllm_knows(
+    policy_model: PolicyModel, tmp_path: Path, no_start: list[Any]
+) -> None:
+    config = GRPOConfig(engine=EngineConfig(kind="transformers", num_replicas=2))
+    RolloutEngine(policy_model, config, tmp_path).shutdown()
+    ((_, options),) = no_start
+    assert options == {"num_replicas": 2, "engine": "transformers", "backend": "local", "seed": 0}
 
 
 def test_an_engine_that_is_given_stays(policy_model: PolicyModel, fleet: FakeFleet, tmp_path: Path) -> None:

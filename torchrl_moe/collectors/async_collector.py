@@ -56,7 +56,8 @@ class AsyncLLMCollector(Reports):
         flatten_data: batches are flat; ``False`` is refused.
         weight_updater: TorchRL's, used by :meth:`update_policy_weights_`.
         queue: refused; it would lose the oldest data silently.
-        track_policy_version: ``True`` or ``False``; rows always carry ``"policy_version"``.
+        track_policy_version: whether rows, which always carry ``"policy_version"``, have it in ``next`` too, where
+            TorchRL's have it.
         verbose: whether to show a bar over answers, with the mean reward, the mean age and the groups in line.
         dataloader: prompts; default: that of the environment's ``DataLoadingPrimer``.
         group_size: answers to a prompt; default: the primer's ``repeats``, or 1.

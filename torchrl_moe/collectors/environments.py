@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
 from tensordict import TensorDictBase, lazy_stack
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs import AsyncEnvPool, EnvBase, TransformedEnv
 from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms import DataLoadingPrimer, RayDataLoadingPrimer
 from torchrl.envs.transforms import Compose, Transform
@@ -29,6 +29,7 @@ __all__ = [
     "rows_of_primer",
     "take_dataloader",
     "with_batch_size",
+    "with_versions",
 ]
 
 T = TypeVar("T")
@@ -64,6 +65,24 @@ class _ShownData(Transform):
         for name in set(tensordict.keys()) - set(next_tensordict.keys()) - set(SHOWN):
             next_tensordict.set(name, tensordict.get(name))
         return next_tensordict
+
+
+class _AnswerVersions(Transform):
+    """Shows in ``next`` which weights made an answer, where TorchRL's ``PolicyVersion`` shows the collector's count."""
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return next_tensordict.set("policy_version", tensordict.get("policy_version"))
+
+
+def with_versions(env: EnvBase) -> EnvBase:
+    """Have an environment show the version of each answer in ``next`` too.
+
+    Raises:
+        ValueError: it steps its samples apart from one another.
+    """
+    if isinstance(env, AsyncEnvPool):
+        raise ValueError("track_policy_version=True: TorchRL's AsyncEnvPool takes no transform; leave it out")
+    return env.append_transform(_AnswerVersions())
 
 
 def primer_of(env: EnvBase) -> DataLoadingPrimer | None:

@@ -41,14 +41,22 @@ class Group:
     ready_at: float = 0.0
     tokens: int = 0
 
-    def complete(self, episodes: list[list[TensorDictBase]], only_last: bool) -> None:
-        """Take what its episodes came to, sample by sample, and in each the turns in their order."""
+    def complete(self, episodes: list[list[TensorDictBase]], only_last: bool, version_in_next: bool = False) -> None:
+        """Take what its episodes came to, sample by sample, and in each the turns in their order.
+
+        Args:
+            episodes: of each, the turns, ``[k]``.
+            only_last: whether to keep only the last turn of each sample.
+            version_in_next: whether rows have their version in ``next`` too, where TorchRL's have it.
+        """
         samples: list[list[TensorDictBase]] = []
         for turns in episodes:
             samples += [list(rows) for rows in zip(*(turn.unbind(0) for turn in turns), strict=True)]
         kept = [row for rows in samples for row in (rows[-1:] if only_last else rows)]
         for row in kept:
             row.set("group_id", torch.tensor(self.number))
+            if version_in_next:
+                row.set(("next", "policy_version"), row.get("policy_version"))
         every = [row for rows in samples for row in rows]
         versions = [int(row.get("policy_version")) for row in every]
         self.oldest = min((version for version in versions if version >= 0), default=self.begun_version)

@@ -16,7 +16,7 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
 from torchrl_moe.collectors.arguments import engine_of, one_env, one_policy, refuse_queue, refuse_version_tracker
-from torchrl_moe.collectors.environments import primer_of
+from torchrl_moe.collectors.environments import primer_of, with_versions
 from torchrl_moe.collectors.prompt_feed import PromptFeed
 from torchrl_moe.collectors.prompt_stream import Prompt
 from torchrl_moe.collectors.reports import Reports
@@ -29,6 +29,15 @@ END = object()
 
 class _PausedError(RuntimeError):
     """It can go on after the pause."""
+
+
+def _env_and_tracker(env: Any, tracker: Any, has_engine: bool) -> tuple[EnvBase, Any]:
+    """Return the environment, and TorchRL's own tracker of versions: none where rows carry the engine's."""
+    if not has_engine:
+        return one_env(env), tracker
+    refuse_version_tracker(tracker)
+    env = one_env(env)
+    return with_versions(env) if tracker else env, False
 
 
 class LLMCollector(Reports, torchrl_llm.LLMCollector):
@@ -62,7 +71,8 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         flatten_data: whether batches are ``[rows]``; else ``[*batch_size, turns]``.
         weight_updater: TorchRL's, used by :meth:`update_policy_weights_`.
         queue: refused; it would lose the oldest data silently.
-        track_policy_version: ``True`` or ``False`` with a policy of ours, whose rows always carry their versions.
+        track_policy_version: with a policy of ours, whose rows always carry their ``"policy_version"``: whether it
+            stands in ``next`` too, as in TorchRL's rows.
         verbose: whether to show a progress bar.
 
     Raises:
@@ -103,10 +113,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         refuse_queue(queue)
         policy = one_policy(policy, policy_factory)
         self._engine = engine_of(policy)
-        if self._engine is not None:
-            refuse_version_tracker(track_policy_version)
-            track_policy_version = False
-        env = one_env(env)
+        env, track_policy_version = _env_and_tracker(env, track_policy_version, self._engine is not None)
         primer = primer_of(env)
         self._feed = None if primer is None else PromptFeed(primer)
         self._finished: deque[Prompt] = deque()

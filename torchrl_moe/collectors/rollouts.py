@@ -207,7 +207,7 @@ class Rollouts:
             episodes = await gather(lives)
             if group.number not in self.groups:  # dropped meanwhile
                 return
-            group.complete(episodes, self._settings.only_last_turns)
+            group.complete(episodes, self._settings.only_last_turns, self._settings.track_policy_version)
             self._progress_at = time.monotonic()
             keep = self._settings.group_filter
             is_kept = keep is None or await self._environments.call(keep, group.rows)

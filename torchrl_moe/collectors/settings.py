@@ -33,6 +33,7 @@ class Settings:
     reward_timeout: float | None = None
     heartbeat_timeout: float | None = 300.0
     only_last_turns: bool = False
+    track_policy_version: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense; the schedule checks its own."""

@@ -119,9 +119,10 @@ class EngineConfig:
     """What generates.
 
     Attributes:
+        kind: ``"vllm"``, or ``"transformers"``: slow, for where vLLM is not.
         num_replicas: engines, each of its own process.
         backend: ``"local"`` processes or ``"ray"`` actors.
-        arguments: of vLLM, such as ``max_model_len``.
+        arguments: of the engine, such as ``max_model_len``.
         sync: of :class:`~torchrl_moe.weight_update.VLLMWeightSyncScheme`, such as ``transport`` and ``mode``.
         sync_every: steps between weight updates.
         sleep: whether the engine sleeps while the trainer trains, for one GPU that both share; needs
@@ -130,6 +131,7 @@ class EngineConfig:
             run's own.
     """
 
+    kind: str = "vllm"
     num_replicas: int = 1
     backend: str = "local"
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -338,6 +340,7 @@ class GRPOConfig:
         proper = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
         _check(proper, "optim.betas", betas, "must be two numbers, at least 0 and below 1")
         asleep = self.engine.sleep and rollout.max_staleness > 0
+        _check(not self.engine.sleep or self.engine.kind == "vllm", "engine.sleep", True, "needs engine.kind=vllm")
         _check(not asleep, "engine.sleep", True, "needs rollout.max_staleness=0: an engine asleep generates nothing")
         lent = self.engine.connect is not None and (self.engine.sleep or bool(self.engine.arguments))
         _check(not lent, "engine.connect", self.engine.connect, "is started elsewhere: leave sleep and arguments out")
@@ -365,6 +368,7 @@ COUNTS = (
 )  # fmt: skip
 CHOICES = {
     "model.dtype": DTYPES,
+    "engine.kind": ("vllm", "transformers"),
     "engine.backend": ("local", "ray"),
     "loss.advantage": ADVANTAGES,
     "loss.replay": REPLAYS,

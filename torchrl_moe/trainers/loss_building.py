@@ -105,7 +105,8 @@ def build_reference(
         raise ConfigError("loss.reference=engine is for one rank: set loss.reference=model, which ranks share")
     if policy_model.source is None:
         raise ConfigError("loss.reference=engine needs a model that is in a folder or on the hub: set model.source")
-    engine = AsyncVLLM.from_pretrained(policy_model.source, **config.engine.arguments)
+    which: Any = {"engine": config.engine.kind}
+    engine = AsyncVLLM.from_pretrained(policy_model.source, **which, **config.engine.arguments)
     scorer = vLLMWrapper(
         engine,
         tokenizer=policy_model.tokenizer,

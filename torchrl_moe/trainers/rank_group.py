@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from torchrl_moe._errors import RankError
 from torchrl_moe.objectives.normalisation import Key, Number, sum_over_ranks
@@ -162,7 +163,7 @@ def join_ranks(seconds: float) -> Ranks:
             torch.cuda.set_device(torchrun.local_rank())
         backend = "cpu:gloo,cuda:nccl" if with_cuda else "gloo"
         timeout = timedelta(seconds=seconds)
-        store, rank, size = next(distributed.rendezvous("env://", timeout=timeout))
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
         # torchrun keeps the store when it starts ranks again: addresses of those that are gone are in it (torch 2.13)
         store = PrefixStore(f"attempt-{torchrun.restarts()}", store)
         distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)

@@ -82,13 +82,14 @@ class RolloutEngine:
             arguments = {**beside_ranks(engine.num_replicas, arguments), **arguments}
         if engine.sleep and not torch.cuda.is_available():
             raise ConfigError("engine.sleep=True needs a GPU, whose memory the trainer gets meanwhile")
-        if not torch.cuda.is_available():
+        if engine.kind == "vllm" and not torch.cuda.is_available():
             arguments.setdefault("enforce_eager", True)  # a CPU has nothing to capture, and compiling takes a minute
         if engine.sleep:
             arguments.setdefault("enable_sleep_mode", True)
         path = self.policy_model.source or str(self._save(folder))
-        LOG.info("starting %d vLLM replica(s) of %s", engine.num_replicas, path)
-        return AsyncVLLM.from_pretrained(path, num_replicas=engine.num_replicas, backend=engine.backend, **arguments)  # type: ignore[arg-type]
+        LOG.info("starting %d replica(s) of %s on %s", engine.num_replicas, path, engine.kind)
+        where: Any = {"engine": engine.kind, "backend": engine.backend}
+        return AsyncVLLM.from_pretrained(path, num_replicas=engine.num_replicas, **where, **arguments)
 
     def _save(self, folder: Path) -> Path:
         """Write what replicas start from, beside that of an older run; one that is restarted reads it again."""

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", default="tiny_cpu", help=f"{names}, or a file (default: tiny_cpu)")
     parser.add_argument("--cfg", action="store_true", help="print the configuration, and do not train")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as optim.lr=1e-5")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         config = load_config(options.config, options.overrides)
         if options.cfg:
