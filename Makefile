@@ -69,8 +69,8 @@ format: venv ## fix what ruff can fix, and format
 	@$(VENV) -m ruff check --fix
 	$(VENV) -m ruff format
 
-train: venv ## train a tiny MoE with GRPO on real vLLM rollouts
-	@$(VENV) tutorials/grpo/train.py $(ARGS)
+train: venv ## train a tiny MoE with GRPO on real vLLM rollouts, or engine=transformers
+	@$(VENV) tutorials/grpo/train.py $(ARGS) $(if $(engine),engine.kind=$(engine))
 
 bench: venv ## run every benchmark and write one table
 	@$(VENV) -m benchmarks $(ARGS)

@@ -33,7 +33,7 @@ from benchmarks.fidelity import deep
 from benchmarks.report import Row, finish
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
 from torchrl_moe.modules.backends.replica import Completion
-from torchrl_moe.modules.backends.vllm.forced_rows import rows_of_answer
+from torchrl_moe.modules.backends.request_routes import rows_of_answer
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 

@@ -96,6 +96,17 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineShelf]:
 
 
 @pytest.fixture(scope="session")
+def second_engine(shelf: EngineShelf) -> Iterator[AsyncVLLM]:
+    """Two replicas of plain transformers over a tiny MoE; leave their weights as you found them."""
+    from torchrl_moe.modules import AsyncVLLM
+
+    folder = shelf.folder("qwen3_moe")
+    arguments: dict[str, Any] = {"dtype": "float32", "max_model_len": 512}
+    with AsyncVLLM.from_pretrained(folder, num_replicas=2, engine="transformers", **arguments) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
 def clusters() -> Iterator[ClusterHolder]:
     """The holder of the Ray cluster that tests share."""
     from support.clusters import ClusterHolder

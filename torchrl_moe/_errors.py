@@ -17,6 +17,7 @@
     ├── CollectionError              a collector cannot go on
     │   └── CollectionStalledError   (TimeoutError) nothing has moved for too long
     ├── MissingEntryError            (KeyError, ValueError) a tensordict has no entry that is needed
+    ├── RankError                    another rank of a run failed, or did not come in time
     └── WeightSyncError              a weight update did not take effect
         ├── ManifestMismatch         (ValueError) names, shapes or dtypes differ
         ├── DigestMismatch           the bytes that arrived are not those that were sent
@@ -40,6 +41,7 @@ __all__ = [
     "ManifestMismatch",
     "MissingEntryError",
     "NoReplicaError",
+    "RankError",
     "ReplayError",
     "ReplicaDiedError",
     "RequestRefusedError",
@@ -129,6 +131,10 @@ class MissingEntryError(TorchRLMoEError, KeyError, ValueError):
 
     def __str__(self) -> str:
         return Exception.__str__(self)  # a KeyError prints its message in quotes
+
+
+class RankError(TorchRLMoEError):
+    """Another rank of a training run failed, or did not come in time; the message says which, and where."""
 
 
 class WeightSyncError(TorchRLMoEError):

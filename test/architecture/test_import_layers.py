@@ -23,12 +23,14 @@ BELOW: dict[str, set[str]] = {
     "weight_update.store": {"data"},
     "testing": {"modules"},
     "objectives": {"data", "ops"},  # never modules: tensordict keys are the interface
-    "modules": {"modules.policies", "modules.backends.vllm"},  # the public face, and any file straight in it
+    # the public face, and any file straight in it
+    "modules": {"modules.policies", "modules.backends.vllm", "modules.backends.transformers"},
     "modules.policies": {"modules.serving", "modules.replay", "_compat_generation"},
     "modules.serving": {"modules.backends"},
     "modules.backends.ray": {"modules.backends.process"},  # an actor hosts an engine process, of whatever engine
     # a worker replays as the trainer does
     "modules.backends.vllm": {"modules.backends.process", "modules.replay", "_compat_sampling"},
+    "modules.backends.transformers": {"modules.backends.process", "modules.replay"},
     "modules.backends.process": {"modules.backends"},
     "modules.backends": {"data", "ops", "weight_update.transports"},  # the replica protocol; workers receive weights
     "modules.replay": {"data", "ops"},
@@ -45,8 +47,10 @@ BELOW: dict[str, set[str]] = {
     "_lazy": set(),
     "": set(),  # the package's own __init__: it loads nothing, so anyone may import it
 }
-ONLY_IN_FUNCTIONS = {("modules.serving", f"modules.backends.{room}") for room in ("process", "ray", "vllm")}
-"""An engine constructs its replicas: on vLLM or Ray if it is asked to, and without loading them if it is not."""
+ONLY_IN_FUNCTIONS = {
+    ("modules.serving", f"modules.backends.{room}") for room in ("process", "ray", "transformers", "vllm")
+}
+"""An engine constructs its replicas: on vLLM, transformers or Ray if it is asked to, and loads none of them if not."""
 
 PLACES: dict[str, tuple[str, ...]] = {
     "vllm": (
@@ -63,8 +67,10 @@ PLACES: dict[str, tuple[str, ...]] = {
     "transformers": (
         "modules.policies",
         "modules.replay",
+        "modules.backends.transformers",
         "modules.backends.tokenizer_files",
         "testing",
+        "trainers.placement",  # how ranks share what it loads
         "trainers.policy_model",
         "trainers.model_sizes",
     ),
@@ -161,6 +167,9 @@ def test_the_rooms_form_a_dag() -> None:
         ("modules/serving/x.py", "def f():\n    from vllm import SamplingParams"),
         ("modules/serving/x.py", "import_module('vllm.outputs')"),
         ("modules/backends/vllm/x.py", "import ray"),
+        ("modules/backends/transformers/x.py", "import vllm"),
+        ("modules/backends/transformers/x.py", "from torchrl_moe.modules.backends.vllm.kind import PROGRAM"),
+        ("modules/backends/process/x.py", "from torchrl_moe.modules.backends.transformers.kind import PROGRAM"),
         ("data/x.py", "import transformers"),
         ("ops/x.py", "import numpy"),
         ("objectives/functional/x.py", "from tensordict import TensorDict"),
@@ -187,6 +196,8 @@ def test_a_wrong_import_is_found(path: str, text: str) -> None:
         ("modules/__init__.py", "if TYPE_CHECKING:\n    from torchrl_moe.modules.serving.async_vllm import AsyncVLLM"),
         ("modules/serving/x.py", "from torchrl_moe.modules.backends.replica import Replica"),
         ("modules/serving/x.py", "def f():\n    from torchrl_moe.modules.backends.vllm.local import LocalReplica"),
+        ("modules/serving/x.py", "def f():\n    from torchrl_moe.modules.backends.transformers import kind"),
+        ("modules/backends/transformers/x.py", "from torchrl_moe.modules.replay.router_replay import RouterReplay"),
         ("modules/serving/x.py", "if TYPE_CHECKING:\n    from vllm import SamplingParams"),
         ("_compat_sampling.py", "def f():\n    from vllm.v1.sample import _private"),
         ("modules/backends/vllm/x.py", "from torchrl_moe import _compat_sampling"),

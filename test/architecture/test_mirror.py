@@ -34,6 +34,7 @@ ACROSS: dict[str, str] = {
     "modules/policies/test_truncated_sampling.py": "what a real engine samples from less than all words, scored",
     "objectives/test_invariance.py": "no split of a batch changes a loss, for each of them",
     "modules/policies/test_ranks.py": "training on ranks that share a model, against one process",
+    "trainers/test_run_on_ranks.py": "whole runs of several ranks, and how they end",
     "modules/policies/test_parity.py": "engine and policy together compute what transformers computes",
     "modules/serving/test_faults.py": "processes of real engines killed and stopped under requests",
     "modules/replay/test_composition.py": "replay with peft, torch.compile and FSDP2",

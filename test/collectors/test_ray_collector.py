@@ -375,7 +375,7 @@ def test_attributes_of_the_actors_policy_and_environment_can_be_read(collect: Ma
     collector = collect()
     assert collector.getattr_policy("input_mode") == "history"
     assert collector.getattr_env("batch_size") == (2,)
-    with pytest.raises(TypeError, match="cannot pickle"):
+    with pytest.raises(TypeError, match="cannot be pickled"):
         collector.getattr_policy("model")
     with pytest.raises(AttributeError, match="nothing_like_that"):
         collector.getattr_policy("nothing_like_that")

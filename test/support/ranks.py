@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +37,7 @@ def run_as_ranks(work: Callable[..., Any], *arguments: Any, seconds: float = 240
         for rank in ranks:
             rank.start()
         try:
-            got = sorted((answers.get(timeout=seconds) for _ in ranks), key=lambda answer: answer[0])
+            got = _answers(answers, ranks, time.monotonic() + seconds)
         finally:
             for rank in ranks:
                 rank.kill()
@@ -43,6 +45,21 @@ def run_as_ranks(work: Callable[..., Any], *arguments: Any, seconds: float = 240
     errors = [error for _, _, error in got if error]
     assert not errors, "\n".join(errors)
     return [value for _, value, _ in got]
+
+
+def _answers(answers: Any, ranks: list[Any], deadline: float) -> list[tuple[int, Any, str]]:
+    """What each rank has answered, in order; of one that died, how."""
+    got: dict[int, tuple[int, Any, str]] = {}
+    while len(got) < len(ranks):
+        dead = [i for i, rank in enumerate(ranks) if rank.exitcode is not None]
+        try:
+            answer = answers.get(timeout=0.1)
+            got[answer[0]] = answer
+        except queue.Empty:
+            for i in dead:
+                got.setdefault(i, (i, None, f"rank {i} died with exit code {ranks[i].exitcode}"))
+            assert time.monotonic() < deadline, f"no answer of ranks {sorted(set(range(len(ranks))) - got.keys())}"
+    return [got[i] for i in range(len(ranks))]
 
 
 def _run(

@@ -19,9 +19,9 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from torchrl_moe import _compat
+from torchrl_moe.modules.backends.process.stats_feed import Load
 from torchrl_moe.modules.backends.reports import ReplicaInfo
 from torchrl_moe.modules.backends.vllm import engine_process, engine_requests
-from torchrl_moe.modules.backends.vllm.stats_feed import Load
 
 TICK_SECONDS = 0.01
 KEPT: list[SharedMemory] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
-from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept, TrainedWeights
+from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept
 from torchrl_moe.trainers.config import ConfigError, LoRAConfig, ModelConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
+from torchrl_moe.trainers.trained_state import TrainedState
 
 
 class Kept:
@@ -48,6 +50,15 @@ def disturb(model: nn.Module) -> None:
             weight.add_(1.0)
 
 
+def checkpoints_of(folder: Path, model: nn.Module | None = None, keep: int = 1, **components: Any) -> Checkpoints:
+    return Checkpoints(folder, TrainedState(model or nn.Linear(2, 2)), components, keep)
+
+
+def save(checkpoints: Checkpoints, step: int = 1, score: float = 0.0) -> bool:
+    checkpoints.save(step, score)
+    return checkpoints.wait()
+
+
 def names(checkpoints: Checkpoints) -> list[int]:
     return [int(path.name.removeprefix("step-")) for path in checkpoints.rotation.checkpoints()]
 
@@ -57,54 +68,41 @@ def test_weights_come_back(tmp_path: Path, rank: int) -> None:
     model = model_of(rank)
     disturb(model)
     saved = copied(model)
-    Checkpoints(tmp_path, {"policy": TrainedWeights(model)}, 1).save(3, 0.5)
+    checkpoints = checkpoints_of(tmp_path, model)
+    checkpoints.save(3, 0.5)
+    assert checkpoints.wait() and not checkpoints.wait()
     again = model_of(rank)
-    assert Checkpoints(tmp_path, {"policy": TrainedWeights(again)}, 1).load()
+    assert checkpoints_of(tmp_path, again).load()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in again.state_dict().items())
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_of_an_adapter_only_the_adapter_is_kept(tied: bool) -> None:
-    kept = TrainedWeights(model_of(2, tie_word_embeddings=tied)).state_dict()
-    assert kept and all("lora_" in name for name in kept)
-    whole = TrainedWeights(model_of(tie_word_embeddings=tied)).state_dict()
-    assert "model.layers.1.mlp.experts.down_proj" in whole
+def test_the_run_goes_on_while_weights_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of when it was asked for, and are not seen until they are whole."""
+    model, go_on = nn.Linear(2, 2), threading.Event()
+    saved = copied(model)
+    write = torch.save
 
+    def wait(*arguments: Any, **options: Any) -> None:
+        assert threading.current_thread() is threading.main_thread() or go_on.wait(60)
+        write(*arguments, **options)
 
-def test_buffers_are_kept(tmp_path: Path) -> None:
-    model = nn.BatchNorm1d(2)
-    model.running_mean = torch.tensor([3.0, 4.0])
-    Checkpoints(tmp_path, {"policy": TrainedWeights(model)}, 1).save(1, 0.0)
-    again = nn.BatchNorm1d(2)
-    Checkpoints(tmp_path, {"policy": TrainedWeights(again)}, 1).load()
-    assert again.running_mean is not None and again.running_mean.tolist() == [3.0, 4.0]
-
-
-def test_an_optimizer_goes_on(tmp_path: Path) -> None:
-    def steps(weight: nn.Parameter, optimizer: torch.optim.Optimizer, count: int) -> None:
-        for _ in range(count):
-            weight.grad = weight.detach() * 2
-            optimizer.step()
-
-    weight, other = (nn.Parameter(torch.tensor([1.0, -2.0])) for _ in range(2))
-    optimizer = torch.optim.AdamW([weight], lr=0.1)
-    steps(weight, optimizer, 3)
-    Checkpoints(tmp_path, {"optimizer": optimizer}, 1).save(3, 0.0)
-    other.data.copy_(weight)
-    restored = torch.optim.AdamW([other], lr=0.7)
-    Checkpoints(tmp_path, {"optimizer": restored}, 1).load()
-    assert restored.param_groups[0]["lr"] == 0.1
-    steps(weight, optimizer, 2)
-    steps(other, restored, 2)
-    assert torch.equal(weight, other)
+    monkeypatch.setattr(torch, "save", wait)
+    checkpoints = checkpoints_of(tmp_path, model)
+    checkpoints.save(1, 0.0)
+    disturb(model)
+    assert names(checkpoints) == []
+    go_on.set()
+    assert checkpoints.wait()
+    assert checkpoints_of(tmp_path, model).load()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
 
 
 def test_the_state_of_a_collector_comes_back(tmp_path: Path) -> None:
     rollout = TensorDict({"tokens": torch.arange(3), "query": "1+1="})
     state = {"ready": [{"rows": [rollout], "position": 4}], "again": {2: {"query": "q2"}}, "begun": 7}
-    Checkpoints(tmp_path, {"collector": Kept(state), "none": NothingKept()}, 1).save(1, 0.0)
+    save(checkpoints_of(tmp_path, collector=Kept(state), none=NothingKept()))
     again = Kept()
-    Checkpoints(tmp_path, {"collector": again, "none": NothingKept()}, 1).load()
+    checkpoints_of(tmp_path, collector=again, none=NothingKept()).load()
     (entry,) = again.state["ready"]
     assert (entry["position"], again.state["again"], again.state["begun"]) == (4, {2: {"query": "q2"}}, 7)
     assert entry["rows"][0]["tokens"].tolist() == [0, 1, 2]
@@ -113,8 +111,8 @@ def test_the_state_of_a_collector_comes_back(tmp_path: Path) -> None:
 
 def test_random_numbers_go_on(tmp_path: Path) -> None:
     with torch.random.fork_rng(devices=[]):
-        checkpoints = Checkpoints(tmp_path, {}, 1)
-        checkpoints.save(1, 0.0)
+        checkpoints = checkpoints_of(tmp_path)
+        save(checkpoints)
         expected = torch.rand(3)
         torch.manual_seed(5)
         checkpoints.load()
@@ -123,11 +121,11 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     value = Kept()
-    checkpoints = Checkpoints(tmp_path, {"value": value}, 2)
+    checkpoints = checkpoints_of(tmp_path, keep=2, value=value)
     assert not checkpoints.load()
     for step, score in enumerate([0.1, 0.9, 0.3, 0.4, 0.2], 1):
         value.state = step
-        assert checkpoints.save(step, score)
+        assert save(checkpoints, step, score)
     assert names(checkpoints) == [2, 4, 5]
     value.state = None
     assert checkpoints.load() and value.state == 5
@@ -136,38 +134,53 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
 
 
 def test_what_a_kill_has_left_is_removed(tmp_path: Path) -> None:
-    Checkpoints(tmp_path, {"value": Kept(1)}, 2).save(1, 0.0)
-    shutil.copytree(tmp_path / "step-000000000001", tmp_path / ".step-000000000002.stage-0f")
+    save(checkpoints_of(tmp_path, value=Kept(1)))
+    for left in (".step-000000000002.draft", "..step-000000000002.draft.stage-0f"):
+        shutil.copytree(tmp_path / "step-000000000001", tmp_path / left)
     again = Kept()
-    checkpoints = Checkpoints(tmp_path, {"value": again}, 2)
+    checkpoints = checkpoints_of(tmp_path, value=again)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000000001"]
     assert checkpoints.load() and again.state == 1
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file")]
 )
 def test_a_full_disk_costs_no_older_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, beside: bool
 ) -> None:
+    """Whether the components did not fit, or the weights that are written beside the run."""
     value = Kept(1)
-    checkpoints = Checkpoints(tmp_path, {"value": value}, 1)
-    checkpoints.save(1, 0.0)
-    save = torch.save
+    checkpoints = checkpoints_of(tmp_path, value=value)
+    save(checkpoints)
+    write = torch.save
 
     def full(content: Any, path: Any, **options: Any) -> None:
-        save(content, path, **options)
-        raise error
+        write(content, path, **options)
+        if (threading.current_thread() is not threading.main_thread()) is beside:
+            raise error
 
     value.state = 2
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
-        assert not checkpoints.save(2, 0.0)
-    assert "no checkpoint of step 2, the older ones are whole" in caplog.text
+        assert not save(checkpoints, 2)
+    assert "no checkpoint of step 2, the older ones are whole" in caplog.text and str(error) in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000000001"]
     assert checkpoints.load() and value.state == 1
-    assert checkpoints.save(2, 0.0)
+    assert save(checkpoints, 2)
     assert names(checkpoints) == [2]
+
+
+def test_a_checkpoint_of_the_same_step_takes_the_older_ones_place(tmp_path: Path) -> None:
+    value = Kept(1)
+    checkpoints = checkpoints_of(tmp_path, value=value)
+    save(checkpoints)
+    value.state = 2
+    assert save(checkpoints)
+    value.state = None
+    assert checkpoints.load() and value.state == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000000001"]
 
 
 def test_other_errors_are_raised(tmp_path: Path) -> None:
@@ -176,8 +189,23 @@ def test_other_errors_are_raised(tmp_path: Path) -> None:
             raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        Checkpoints(tmp_path, {"broken": Broken()}, 1).save(1, 0.0)
+        checkpoints_of(tmp_path, broken=Broken()).save(1, 0.0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_other_errors_beside_the_run_are_raised_when_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = checkpoints_of(tmp_path)
+
+    def broken(*_: Any) -> None:
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(checkpoints.rotation, "prune", broken)
+    checkpoints.save(1, 0.0)
+    with pytest.raises(LookupError, match="a bug"):
+        checkpoints.save(2, 0.0)
+    checkpoints.close()
 
 
 @pytest.mark.parametrize(
@@ -188,35 +216,46 @@ def test_other_errors_are_raised(tmp_path: Path) -> None:
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, other: dict[str, Any], message: str) -> None:
-    Checkpoints(tmp_path, {"policy": TrainedWeights(model_of())}, 1).save(1, 0.0)
+    save(checkpoints_of(tmp_path, model_of()))
     model = model_of(**other)
     before = copied(model)
     with pytest.raises(ConfigError, match=f"resume=true, but .*step-000000000001 does not fit: {message}") as caught:
-        Checkpoints(tmp_path, {"policy": TrainedWeights(model)}, 1).load()
+        checkpoints_of(tmp_path, model).load()
     assert "\n" not in str(caught.value)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_an_adapter_of_another_rank_is_refused(tmp_path: Path) -> None:
     """Factors of rank 1 could be broadcast into those of any rank."""
-    Checkpoints(tmp_path, {"policy": TrainedWeights(model_of(1, target="attention"))}, 1).save(1, 0.0)
+    save(checkpoints_of(tmp_path, model_of(1, target="attention")))
     with pytest.raises(ConfigError, match="the checkpoint is of another model"):
-        Checkpoints(tmp_path, {"policy": TrainedWeights(model_of(4, target="attention"))}, 1).load()
+        checkpoints_of(tmp_path, model_of(4, target="attention")).load()
 
 
-def test_a_torn_checkpoint_is_refused(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, {"value": Kept("x" * 4096)}, 1)
-    checkpoints.save(1, 0.0)
-    for file in (tmp_path / "step-000000000001" / "components").rglob("*.pt"):
+@pytest.mark.parametrize("files", ["components/**/*.pt", "shards/*.distcp", "shards/.metadata"])
+def test_a_torn_checkpoint_is_refused(tmp_path: Path, files: str) -> None:
+    checkpoints = checkpoints_of(tmp_path, value=Kept("x" * 4096))
+    save(checkpoints)
+    torn = list((tmp_path / "step-000000000001").glob(files))
+    assert torn
+    for file in torn:
         file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ConfigError, match="does not fit") as caught:
         checkpoints.load()
     assert "\n" not in str(caught.value)
 
 
+def test_a_checkpoint_without_shards_is_refused(tmp_path: Path) -> None:
+    checkpoints = checkpoints_of(tmp_path)
+    save(checkpoints)
+    shutil.rmtree(tmp_path / "step-000000000001" / "shards")
+    with pytest.raises(ConfigError, match="it holds no shards, as those of older versions"):
+        checkpoints.load()
+
+
 def test_another_runs_are_forgotten(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "run", {"value": Kept(1)}, 1)
-    checkpoints.save(1, 0.0)
+    checkpoints = checkpoints_of(tmp_path / "run", value=Kept(1))
+    save(checkpoints)
     Checkpoints.forget(tmp_path / "run")
     assert not checkpoints.load()
     Checkpoints.forget(tmp_path / "no-such-run")

@@ -49,6 +49,7 @@ def test_the_defaults_can_be_meant() -> None:
         ("loss.arguments", {"thresholds": object()}, "a value is no plain number, text, list or dict"),
         ("log.loggers", ["tensorboard", "stdout"], "log.loggers=stdout must be of csv, tensorboard"),
         ("checkpoint.keep", 0, "checkpoint.keep=0 must be positive"),
+        ("engine.kind", "sglang", "engine.kind=sglang must be one of vllm, transformers"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(name: str, value: Any, message: str) -> None:
@@ -61,6 +62,9 @@ def test_an_engine_that_sleeps_while_the_trainer_trains_generates_nothing_beside
     config.check()
     config.rollout.max_staleness = 1
     with pytest.raises(ConfigError, match=r"engine\.sleep=True needs rollout\.max_staleness=0"):
+        config.check()
+    config.rollout.max_staleness, config.engine.kind = 0, "transformers"
+    with pytest.raises(ConfigError, match=r"engine\.sleep=True needs engine\.kind=vllm"):
         config.check()
 
 

@@ -36,6 +36,7 @@ from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.testing.faults import shift_routes, wrong_ids
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
 from torchrl_moe.trainers.checkpoints import Checkpoints
+from torchrl_moe.trainers.trained_state import TrainedState
 
 Make = Callable[..., MoEGRPOTrainer]
 
@@ -463,12 +464,9 @@ def trained_prompts(folder: Path) -> list[str]:
 @pytest.mark.engine
 def test_a_checkpoint_of_another_model_is_refused(run: Make, first_run: MoEGRPOTrainer) -> None:
     trainer = run("steps=1", "model.lora.rank=2")
+    state = TrainedState(trainer.policy_model.model)
     with pytest.raises(ConfigError, match="does not fit: the checkpoint is of another model: 41 names differ"):
-        Checkpoints(first_run.record.folder / "checkpoints", {"policy": _weights(trainer)}, 1).load()
-
-
-def _weights(trainer: MoEGRPOTrainer) -> Any:
-    return trainer.checkpoints.checkpoint.components["policy"]
+        Checkpoints(first_run.record.folder / "checkpoints", state, {}, 1).load()
 
 
 @pytest.mark.engine

@@ -198,7 +198,7 @@ def test_a_second_engine_scores_the_reference(monkeypatch: pytest.MonkeyPatch) -
     assert not started
     there = PolicyModel(policy_model.model, TOKENIZER, "some/folder", policy_model.dtype)
     reference, end = build_reference(actor, there, config)
-    assert started == [("some/folder", {"max_model_len": 64})]
+    assert started == [("some/folder", {"engine": "vllm", "max_model_len": 64})]
     assert isinstance(reference, vLLMWrapper)
     batch = sequence()
     reference(batch)

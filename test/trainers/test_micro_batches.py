@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_moe.trainers.micro_batches import micro_batches
+from torchrl_moe.trainers.micro_batches import micro_batches, micro_batches_of_ranks
+from torchrl_moe.trainers.rank_group import Ranks
 
 
 def test_without_a_limit_all_is_one_part() -> None:
@@ -29,3 +32,34 @@ def test_each_sample_is_in_one_part_and_no_part_of_several_is_too_large(lengths:
 def test_a_limit_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
         micro_batches([1], 0)
+
+
+@pytest.mark.parametrize(
+    ("at_least", "parts"),
+    [
+        (2, [[1, 3], [0, 2]]),
+        (3, [[1], [3], [0, 2]]),
+        (4, [[1], [3], [0], [2]]),
+        (6, [[1], [3], [0], [2], [], []]),
+    ],
+)
+def test_more_parts_than_memory_needs(at_least: int, parts: list[list[int]]) -> None:
+    assert micro_batches([5, 9, 4, 8], 18, at_least) == parts
+
+
+def test_no_samples_are_empty_parts() -> None:
+    assert micro_batches([], None, 2) == micro_batches([], 4, 2) == [[], []]
+
+
+class Others(Ranks):
+    """Ranks that have three parts each."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, 3]
+
+
+def test_ranks_have_as_many_parts_as_the_one_that_has_most() -> None:
+    assert micro_batches_of_ranks([5, 9, 4, 8], 18, Others()) == [[1], [3], [0, 2]]
+    assert micro_batches_of_ranks([9], 18, Others()) == [[0], [], []]
+    assert len(micro_batches_of_ranks([9, 9, 9, 9], 9, Others())) == 4
+    assert micro_batches_of_ranks([5, 9, 4, 8], 18, Ranks()) == micro_batches([5, 9, 4, 8], 18)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_moe.trainers.minibatches import Minibatches
+from torchrl_moe.trainers.rank_group import Ranks
 
 
 def batch_of(count: int) -> TensorDict:
@@ -44,3 +47,19 @@ def test_a_batch_of_fewer_samples_than_minibatches_has_as_many_as_it_has_samples
 def test_an_epoch_ends_by_stop_iteration_which_torchrls_trainer_takes_for_its_end() -> None:
     with pytest.raises(StopIteration):
         Minibatches(1)(batch_of(1))
+
+
+class Second(Ranks):
+    """A rank that is told what to draw from."""
+
+    rank, size = 1, 2
+
+    def from_first(self, value: Any, phase: str) -> Any:
+        return 17
+
+
+def test_ranks_that_see_the_same_samples_split_them_alike() -> None:
+    torch.manual_seed(0)
+    first = epoch(Minibatches(3, Second()), batch_of(7))
+    torch.manual_seed(5)
+    assert epoch(Minibatches(3, Second()), batch_of(7)) == first

@@ -94,6 +94,17 @@ def test_what_is_not_asked_for_is_not_planned(changes: list[str], item: str, the
     assert (item in {row.item for row in plan.rows}) is there
 
 
+def test_another_engine_loads_a_second_model_and_holds_so_many_answers() -> None:
+    plain = ["engine.kind=transformers", "engine.sleep=false", "~engine.arguments.gpu_memory_utilization"]
+    plan = RunPlan.of(load_config("olmoe_1b_7b", plain))
+    engine = items(plan, ENGINE)
+    assert engine["the next weights, loaded"] == engine["weights"]
+    a_token = 2 * 16 * 16 * 128 * 2  # keys and values, layers, heads, width, bfloat16
+    assert engine["KV cache"] == 128 * 2048 * a_token
+    few = RunPlan.of(load_config("olmoe_1b_7b", [*plain, "+engine.arguments.max_num_seqs=8"]))
+    assert items(few, ENGINE)["KV cache"] == 8 * 2048 * a_token
+
+
 def batch_of(learner: Learner, answers: int, tokens: int) -> TensorDictBase:
     rows = []
     for place in range(answers):

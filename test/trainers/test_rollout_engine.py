@@ -20,7 +20,7 @@ from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer, rollout_engine
 from torchrl_moe.trainers.config import EngineConfig, LossConfig, ModelConfig, RolloutConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.rollout_engine import RolloutEngine, check_room
+from torchrl_moe.trainers.rollout_engine import RolloutEngine, beside_ranks, check_room
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,29 @@ def test_replicas_without_a_gpu(policy_model: PolicyModel, monkeypatch: pytest.M
         check_room(policy_model, 3, {"tensor_parallel_size": 2})
 
 
+@pytest.fixture
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Four of which are ranks of the trainer."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    return monkeypatch
+
+
+def test_replicas_get_the_gpus_after_those_of_ranks(policy_model: PolicyModel, eight_gpus: pytest.MonkeyPatch) -> None:
+    assert beside_ranks(2, {}) == {"devices": [[4], [5]]}
+    assert beside_ranks(2, {"tensor_parallel_size": 2}) == {"devices": [[4, 5], [6, 7]]}
+    assert beside_ranks(1, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}) == {"devices": [[4, 5, 6, 7]]}
+    check_room(policy_model, 4, {})
+    with pytest.raises(ConfigError, match=r"^engine\.num_replicas=5 needs 5 GPUs, and there are 4$"):
+        check_room(policy_model, 5, {})
+    check_room(policy_model, 5, {"devices": [[0]] * 5})  # as the user says
+    eight_gpus.delenv("RANK")
+    assert beside_ranks(2, {}) == {}
+
+
 def test_other_machines_may_hold_replicas_of_ray(
     policy_model: PolicyModel, free_memory: Any, no_start: list[Any], tmp_path: Path
 ) -> None:
@@ -128,7 +151,8 @@ def test_it_starts_from_the_model(policy_model: PolicyModel, tmp_path: Path, no_
     (start,) = tmp_path.glob("start-*")
     assert arguments == (str(start),)
     assert (start / "model.safetensors").exists()
-    assert options == {"num_replicas": 1, "backend": "local", "seed": 5, "max_model_len": 64, "enforce_eager": True}
+    wanted = {"num_replicas": 1, "engine": "vllm", "backend": "local"}
+    assert options == {**wanted, "seed": 5, "max_model_len": 64, "enforce_eager": True}
     assert own.has_the_models_weights
     own.forget_start()
     assert not start.exists()
@@ -142,12 +166,38 @@ def test_it_starts_from_the_model(policy_model: PolicyModel, tmp_path: Path, no_
     assert not (tmp_path / "other").exists()
 
 
+def test_another_engine_is_started_without_what_only_vllm_knows(
+    policy_model: PolicyModel, tmp_path: Path, no_start: list[Any]
+) -> None:
+    config = GRPOConfig(engine=EngineConfig(kind="transformers", num_replicas=2))
+    RolloutEngine(policy_model, config, tmp_path).shutdown()
+    ((_, options),) = no_start
+    assert options == {"num_replicas": 2, "engine": "transformers", "backend": "local", "seed": 0}
+
+
 def test_an_engine_that_is_given_stays(policy_model: PolicyModel, fleet: FakeFleet, tmp_path: Path) -> None:
     given = RolloutEngine(policy_model, GRPOConfig(), tmp_path / "run", fleet)
     assert not given.has_the_models_weights
     given.shutdown()
     assert len(fleet.generate("still there", {"max_tokens": 2}, use_tqdm=False).outputs) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_an_engine_of_another_job_is_joined_and_left(
+    policy_model: PolicyModel, fleet: FakeFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_start: list[Any]
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(rollout_engine.AsyncVLLM, "connect", lambda name: events.append(name) or fleet)
+    monkeypatch.setattr(fleet, "disconnect", lambda: events.append("left"), raising=False)
+    joined = RolloutEngine(policy_model, GRPOConfig(engine=EngineConfig(connect="theirs")), tmp_path / "run")
+    assert not joined.has_the_models_weights
+    joined.sync()
+    joined.shutdown()
+    assert events == ["theirs", "left"] and not no_start
+    assert not (tmp_path / "run").exists()
+    config = GRPOConfig(engine=EngineConfig(connect="theirs", arguments={"max_model_len": 64}))
+    with pytest.raises(ConfigError, match=r"^engine\.connect=theirs is started elsewhere: leave sleep and"):
+        config.check()
 
 
 def test_routes_are_fetched_where_they_are_read(policy_model: PolicyModel, fleet: FakeFleet, tmp_path: Path) -> None:

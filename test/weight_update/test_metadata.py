@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchrl_moe.modules.backends.vllm.weights.checkpoint import checkpoint_metadata
+from torchrl_moe.modules.backends.checkpoint import checkpoint_metadata
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.weight_update import get_model_metadata
 from torchrl_moe.weight_update.metadata import trained_model

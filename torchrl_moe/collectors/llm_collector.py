@@ -31,6 +31,15 @@ class _PausedError(RuntimeError):
     """It can go on after the pause."""
 
 
+def _env_and_tracker(env: Any, tracker: Any, has_engine: bool) -> tuple[EnvBase, Any]:
+    """Return the environment, and TorchRL's own tracker of versions: none where rows carry the engine's."""
+    if not has_engine:
+        return one_env(env), tracker
+    refuse_version_tracker(tracker)
+    env = one_env(env)
+    return with_versions(env) if tracker else env, False
+
+
 class LLMCollector(Reports, torchrl_llm.LLMCollector):
     """TorchRL's collector, in which all samples of the environment take a turn together, then the next.
 
@@ -104,11 +113,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         refuse_queue(queue)
         policy = one_policy(policy, policy_factory)
         self._engine = engine_of(policy)
-        if self._engine is not None:
-            refuse_version_tracker(track_policy_version)
-        env = one_env(env)
-        if self._engine is not None:
-            env, track_policy_version = with_versions(env) if track_policy_version else env, False
+        env, track_policy_version = _env_and_tracker(env, track_policy_version, self._engine is not None)
         primer = primer_of(env)
         self._feed = None if primer is None else PromptFeed(primer)
         self._finished: deque[Prompt] = deque()

@@ -1,15 +1,16 @@
-"""``Checkpoints``: all that a later start needs to go on, written at once or not at all."""
+"""``Checkpoints``: all that a later start needs to go on, written beside the run, and whole or not there."""
 
 from __future__ import annotations
 
 import logging
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
-import torch
-from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torchrl.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -19,53 +20,15 @@ from torchrl.checkpoint import (
 )
 
 from torchrl_moe.trainers.config import ConfigError
+from torchrl_moe.trainers.folders import exchange
+from torchrl_moe.trainers.rank_group import Ranks
+from torchrl_moe.trainers.trained_state import TrainedState
 
-__all__ = ["Checkpoints", "NothingKept", "TrainedWeights"]
+__all__ = ["Checkpoints", "NothingKept"]
 
 LOG = logging.getLogger(__name__)
 
-SCORE = "score"
-
-
-class TrainedWeights:
-    """The part of a model that training changes, as a component of a checkpoint.
-
-    Args:
-        model: its parameters that want a gradient, and its buffers, are what is kept.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)  # a tied weight under all of its names
-        return {
-            name: tensor
-            for name, tensor in state.items()
-            if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
-        }
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return name -> tensor."""
-        return {name: tensor.detach() for name, tensor in self._tensors().items()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors into the model.
-
-        Raises:
-            ValueError: they are of another model, or another adapter.
-        """
-        own = self._tensors()
-        if own.keys() != state_dict.keys():
-            names = sorted(own.keys() ^ state_dict.keys())
-            raise ValueError(f"the checkpoint is of another model: {len(names)} names differ, {names[0]} first")
-        for name, tensor in own.items():
-            there, here = tuple(state_dict[name].shape), tuple(tensor.shape)
-            if there != here:  # some would be broadcast: factors of an adapter of rank 1
-                raise ValueError(f"the checkpoint is of another model: {name} is {there} there and {here} here")
-        for name, tensor in own.items():
-            tensor.copy_(state_dict[name])
+SCORE, SHARDS = "score", "shards"
 
 
 class NothingKept:
@@ -83,42 +46,86 @@ class NothingKept:
 class Checkpoints:
     """The checkpoints of a run: the newest, and the best.
 
-    A checkpoint is made beside the others and renamed, so a kill or a full disk costs no older one.
+    A checkpoint is made beside the others and renamed when all ranks have written their part, so a kill or a full disk
+    costs no older one. Weights and optimizer are copied, and written while the run goes on.
 
     Args:
-        folder: of all of them.
-        components: name -> what has a ``state_dict``.
+        folder: of all of them, which all ranks see.
+        trained: weights and optimizer.
+        components: name -> what has a ``state_dict``; rank 0's are written.
         keep: how many of the newest.
+        ranks: of the run; default: one. All call the same methods.
     """
 
-    def __init__(self, folder: Path, components: Mapping[str, Any], keep: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        trained: TrainedState,
+        components: Mapping[str, Any],
+        keep: int,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._trained, self._ranks = trained, ranks or Ranks()
         self.checkpoint = Checkpoint()
         # a collector's state is no mere tensors
         self.checkpoint.register_adapter(object, StateDictCheckpointAdapter(payload_format="torch"))
         for name, component in {**components, "rng": GlobalRNGState()}.items():
             self.checkpoint.register(name, component)
         self.rotation = CheckpointRotation(folder, keep_last=keep, keep_best=(SCORE, "max"), prefix="step")
-        for left in folder.glob(".*"):  # by a kill, half written
+        self._beside = ThreadPoolExecutor(1, "torchrl_moe-checkpoint")
+        self._pending: Future[bool] | None = None
+        for left in folder.glob(".*") if self._ranks.is_first else ():  # by a kill, half written
             shutil.rmtree(left, ignore_errors=True)
 
-    def save(self, step: int, score: float) -> bool:
-        """Write a checkpoint.
+    def save(self, step: int, score: float) -> None:
+        """Begin to write a checkpoint, when the one before is written.
 
         Args:
             step: how many are done.
             score: by which the best is kept.
-
-        Returns:
-            Whether there was room for it; if not, that is logged, and all older ones are whole.
         """
+        self.wait()
+        draft = self.rotation.directory / f".step-{step:012d}.draft"
+        fits = self._ranks.from_first(self._ranks.is_first and self._write_components(draft, step, score), "checkpoint")
+        if fits:
+            self._pending = self._beside.submit(self._publish, self._trained.copy(self._ranks), draft, step)
+
+    def _write_components(self, draft: Path, step: int, score: float) -> bool:
+        shutil.rmtree(draft, ignore_errors=True)
         try:
-            self.rotation.save(self.checkpoint, step=step, metadata={SCORE: score})
+            self.checkpoint.save(draft, metadata={SCORE: score})
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-            if isinstance(error, RuntimeError) and not _is_write_error(error):
+            if not _is_write_error(error):
                 raise
-            LOG.warning("no checkpoint of step %d, the older ones are whole: %s", step, error)
+            _warn(step, error)
             return False
         return True
+
+    def _publish(self, state: dict[str, Any], draft: Path, step: int) -> bool:
+        """Write weights and optimizer, and give the checkpoint its name; return whether there was room for it."""
+        try:
+            self._trained.write(state, draft / SHARDS, self._ranks)
+            if self._ranks.is_first:
+                exchange(draft, self.rotation.directory / f"step-{step:012d}")
+                self.rotation.prune()
+        except (CheckpointException, OSError) as error:
+            if self._ranks.is_first:
+                shutil.rmtree(draft, ignore_errors=True)
+            causes = [failure for failure, _ in getattr(error, "failures", {}).values()] or [error]
+            if not all(map(_is_write_error, causes)):
+                raise
+            _warn(step, causes[0])
+            return False
+        return True
+
+    def wait(self) -> bool:
+        """Wait for the checkpoint that was begun last.
+
+        Returns:
+            Whether it is there; if there was no room for it, that was logged, and all older ones are whole.
+        """
+        pending, self._pending = self._pending, None
+        return pending is not None and pending.result()
 
     def load(self, path: Path | None = None) -> bool:
         """Load a checkpoint, the newest by default; return whether there is one.
@@ -126,16 +133,31 @@ class Checkpoints:
         Raises:
             ConfigError: it does not fit: it is of another model, say.
         """
-        path = path or self.rotation.latest()
+        path = self._ranks.from_first(path or self.rotation.latest(), "looking for a checkpoint")
         if path is None:
             return False
-        # it is this project's own: a collector's state has objects that weights_only refuses
+        setting = f"resume=true, but {path} does not fit"
+        if not (path / SHARDS).is_dir():
+            raise ConfigError(f"{setting}: it holds no {SHARDS}, as those of older versions")
         try:
+            self._trained.load(path / SHARDS, self._ranks)
+            # it is this project's own: a collector's state has objects that weights_only refuses
             self.checkpoint.load(path, map_location="cpu", tensor_load_kwargs={"weights_only": False})
         except CheckpointError as error:
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-            raise ConfigError.of(f"resume=true, but {path} does not fit", cause) from error
+            raise ConfigError.of(setting, cause) from error
+        except CheckpointException as error:
+            failure = next(iter(error.failures.values()))[0]
+            raise ConfigError.of(
+                setting, failure if isinstance(failure, Exception) else OSError(str(failure))
+            ) from error
+        except (OSError, ValueError, EOFError, UnpicklingError) as error:
+            raise ConfigError.of(setting, error) from error
         return True
+
+    def close(self) -> None:
+        """Wait for what is being written, whatever comes of it. Idempotent."""
+        self._beside.shutdown()
 
     @staticmethod
     def forget(folder: Path) -> None:
@@ -143,5 +165,10 @@ class Checkpoints:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_write_error(error: RuntimeError) -> bool:
-    return any(word in str(error) for word in ("PytorchStreamWriter", "No space left", "write failed"))
+def _warn(step: int, error: BaseException) -> None:
+    LOG.warning("no checkpoint of step %d, the older ones are whole: %s", step, error)
+
+
+def _is_write_error(error: BaseException) -> bool:
+    words = ("PytorchStreamWriter", "No space left", "write failed")
+    return isinstance(error, OSError) or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))

@@ -9,6 +9,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from torchrl_moe.trainers.hardware_config import HardwareConfig
+from torchrl_moe.trainers.placement_config import PlacementConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -118,21 +119,26 @@ class EngineConfig:
     """What generates.
 
     Attributes:
+        kind: ``"vllm"``, or ``"transformers"``: slow, for where vLLM is not.
         num_replicas: engines, each of its own process.
         backend: ``"local"`` processes or ``"ray"`` actors.
-        arguments: of vLLM, such as ``max_model_len``.
+        arguments: of the engine, such as ``max_model_len``.
         sync: of :class:`~torchrl_moe.weight_update.VLLMWeightSyncScheme`, such as ``transport`` and ``mode``.
         sync_every: steps between weight updates.
         sleep: whether the engine sleeps while the trainer trains, for one GPU that both share; needs
             ``max_staleness=0``.
+        connect: the name of a service in the Ray cluster, that another job has started and ends, instead of one of the
+            run's own.
     """
 
+    kind: str = "vllm"
     num_replicas: int = 1
     backend: str = "local"
     arguments: dict[str, Any] = field(default_factory=dict)
     sync: dict[str, Any] = field(default_factory=dict)
     sync_every: int = 1
     sleep: bool = False
+    connect: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -276,6 +282,7 @@ class GRPOConfig:
         resume: go on from the newest checkpoint in ``out``.
         hooks: functions, ``package.module:function``, that get the trainer before it starts, to register hooks.
         plan: print what the run would need, and do not start it.
+        placement: how the ranks of a launcher share the model; a single process has none to share it with.
 
     >>> GRPOConfig(steps=5, optim=OptimConfig(lr=1e-5)).optim.lr
     1e-05
@@ -295,6 +302,7 @@ class GRPOConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     log: LogConfig = field(default_factory=LogConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
@@ -332,7 +340,10 @@ class GRPOConfig:
         proper = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
         _check(proper, "optim.betas", betas, "must be two numbers, at least 0 and below 1")
         asleep = self.engine.sleep and rollout.max_staleness > 0
+        _check(not self.engine.sleep or self.engine.kind == "vllm", "engine.sleep", True, "needs engine.kind=vllm")
         _check(not asleep, "engine.sleep", True, "needs rollout.max_staleness=0: an engine asleep generates nothing")
+        lent = self.engine.connect is not None and (self.engine.sleep or bool(self.engine.arguments))
+        _check(not lent, "engine.connect", self.engine.connect, "is started elsewhere: leave sleep and arguments out")
         _check_lora(self)
 
     def get(self, name: str) -> Any:
@@ -347,6 +358,7 @@ POSITIVE = (
     "steps", "engine.num_replicas", "engine.sync_every", "rollout.prompts_per_step", "rollout.group_size",
     "rollout.max_new_tokens", "rollout.temperature", "optim.lr", "optim.epochs", "optim.minibatches", "eval.prompts",
     "checkpoint.keep", "hardware.gpu_gb", "hardware.host_gb", "hardware.gpus_per_host", "hardware.trainer_gpus",
+    "placement.tensor_parallel", "placement.expert_parallel", "placement.replicate", "placement.timeout",
 )  # fmt: skip
 POSITIVE_OR_NONE = ("optim.max_grad_norm", "optim.max_tokens", "rollout.reward_timeout")
 COUNTS = (
@@ -356,6 +368,7 @@ COUNTS = (
 )  # fmt: skip
 CHOICES = {
     "model.dtype": DTYPES,
+    "engine.kind": ("vllm", "transformers"),
     "engine.backend": ("local", "ray"),
     "loss.advantage": ADVANTAGES,
     "loss.replay": REPLAYS,

@@ -5,37 +5,37 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.record.loggers.utils import get_logger
 from torchrl.trainers import Trainer
 from tqdm.auto import tqdm
 
-from torchrl_moe.collectors.async_collector import AsyncLLMCollector
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
+from torchrl_moe.trainers import torchrun
 from torchrl_moe.trainers.batch_figures import batch_figures
-from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept, TrainedWeights
-from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_yaml
-from torchrl_moe.trainers.function_names import import_function, is_function_name
+from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig
+from torchrl_moe.trainers.evaluation import Evaluation
+from torchrl_moe.trainers.follower import Follower
+from torchrl_moe.trainers.function_names import import_function
 from torchrl_moe.trainers.health import HealthMonitor
+from torchrl_moe.trainers.leader import Leader
 from torchrl_moe.trainers.learner import Learner
 from torchrl_moe.trainers.loss_building import advantages
 from torchrl_moe.trainers.minibatches import Minibatches
-from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.rollout_engine import RolloutEngine
-from torchrl_moe.trainers.rollout_source import RolloutSource
-from torchrl_moe.trainers.run_lock import RunLock
-from torchrl_moe.trainers.run_record import Row, RunRecord
+from torchrl_moe.trainers.parcel import pack
+from torchrl_moe.trainers.placement import Placement
+from torchrl_moe.trainers.rank_group import join_ranks
+from torchrl_moe.trainers.run_record import Row
 from torchrl_moe.trainers.run_reports import RunReports
-from torchrl_moe.trainers.signal_filter import SignalFilter
+from torchrl_moe.trainers.shares import shares
+from torchrl_moe.trainers.starting_model import starting_model
 from torchrl_moe.trainers.step_clock import StepClock
+from torchrl_moe.trainers.trained_state import TrainedState
 
 __all__ = ["MoEGRPOTrainer"]
 
@@ -64,8 +64,12 @@ class MoEGRPOTrainer(RunReports, Trainer):
         tokenizer: default: the one beside the model.
         engine: an :class:`~torchrl_moe.modules.AsyncVLLM` of a model of the same shape; default: one of its own.
 
+    Each rank that a launcher such as ``torchrun`` has started makes one, with the same arguments. Rank 0 has data and
+    engine, and gives the others their share of each batch; ``config.placement`` says how they share the model.
+
     Raises:
         ConfigError: a setting that cannot be meant, before anything is started or written.
+        RankError: another rank failed, or did not come in time.
         UnsupportedRouterError: replay of a model without experts, or with routers that cannot be replayed.
 
     Hooks of TorchRL's trainer run where they do there, ``trainer.register_op("batch_process", hook)`` say; a batch has
@@ -92,74 +96,69 @@ class MoEGRPOTrainer(RunReports, Trainer):
     ) -> None:
         self.config = config = copy.deepcopy(config) if config is not None else GRPOConfig()
         config.check()
+        torchrun.go_on_after_a_restart(config)
         self._hooks = _functions(config.hooks)
-        torch.manual_seed(config.seed)
-        folder = Path(config.out)
-        self.policy_model = self._load_model(model, tokenizer, folder)
-        actor = TransformersWrapper(
-            self.policy_model.model,
-            tokenizer=self.policy_model.tokenizer,
-            replay=config.loss.replay,  # type: ignore[arg-type]
-        )
-        self.source = RolloutSource.of(
-            config, self.policy_model.tokenizer, dataset=dataset, env=env, rewards=rewards, held_out=held_out
-        )
         self.clock, self.health = StepClock(), HealthMonitor()
         self.steps_done = self.trained_tokens = self._restored_version = self._unsynced = 0
-        self._scores: dict[int, float] = {}  # of held-out prompts, by the weights after so many steps
-        self._has_ended = False
+        self._has_ended = self._is_asked_to_stop = False
         self._figures: dict[str, Any] = {}
         self._bar: Any = None
-        self._beside = ThreadPoolExecutor(1, "torchrl_moe-evaluation")
-        self._evaluation: Future[float | None] | None = None
+        given = {"dataset": dataset, "env": env, "rewards": rewards, "held_out": held_out}
         with ExitStack() as made:  # ends what was made if something after it fails
-            made.callback(RunLock(folder).close)
-            self.learner = Learner(actor, self.policy_model, config)
-            made.callback(self.learner.shutdown)
-            self.rollout_engine = RolloutEngine(self.policy_model, config, folder, engine)
-            made.callback(self.rollout_engine.shutdown)
-            made.callback(self._beside.shutdown, wait=False, cancel_futures=True)
-            try:
-                self._assemble(folder, made)
-            except BaseException:
-                made.callback(self.rollout_engine.forget_start)
-                raise
+            self.ranks = join_ranks(config.placement.timeout)
+            made.callback(self.ranks.close)
+            with self.ranks.guard():
+                self._build(model, tokenizer, engine, given, made)
             self._made = made.pop_all()
 
-    def _load_model(self, model: Any, tokenizer: Any, folder: Path) -> PolicyModel:
-        source = self.config.model.source
-        starts = sorted(folder.glob("start-*/config.json"), key=lambda path: path.stat().st_mtime)
-        is_made = model is None and source is not None and is_function_name(source)
-        if self.config.resume and is_made and starts:  # no need to make it again
-            return PolicyModel.load(None, tokenizer, replace(self.config.model, source=str(starts[-1].parent)))
-        return PolicyModel.load(model, tokenizer, self.config.model)
-
-    def _assemble(self, folder: Path, made: ExitStack) -> None:
-        """Make the collector, the base class's part, and what is registered there."""
-        config = self.config
+    def _build(self, model: Any, tokenizer: Any, engine: Any, given: dict[str, Any], made: ExitStack) -> None:
+        """Make the model, what trains it, what generates, and the base class's part."""
+        config, ranks = self.config, self.ranks
+        self.placement = Placement.of(ranks, config)
+        self.role: Any = Leader(config) if ranks.is_first else Follower(config, ranks)
+        torch.manual_seed(config.seed)
+        self.policy_model = starting_model(model, tokenizer, config, self.placement)
+        start = self.policy_model.start
         try:
-            collector = self._make_collector()
-            made.callback(collector.shutdown)
-            loggers = [self._make_logger(name, folder) for name in config.log.loggers]
-        except (ImportError, TypeError, ValueError) as error:
-            raise ConfigError.of("rollout or log", error) from error
-        # a mistake has been noticed by now, and has left an older run as it was
+            actor = TransformersWrapper(
+                self.policy_model.model,
+                tokenizer=self.policy_model.tokenizer,
+                replay=config.loss.replay,  # type: ignore[arg-type]
+            )
+            self.source = self.role.source(self.policy_model.tokenizer, given)
+            made.callback(self.role.lock())
+            self.learner = Learner(actor, self.policy_model, config, self.placement)
+            made.callback(self.learner.shutdown)
+            self.rollout_engine = self.role.engine(self.policy_model, engine)
+            start = self.rollout_engine.start
+            made.callback(self.rollout_engine.shutdown)
+            self._evaluation = Evaluation(lambda: self.evaluate())
+            made.callback(self._evaluation.close)
+            self._assemble(made)
+        except BaseException:
+            if start is not None and ranks.is_first:
+                made.callback(Checkpoints.forget, start)
+            raise
+
+    def _assemble(self, made: ExitStack) -> None:
+        """Make the collector, the base class's part, and what is registered there."""
+        config, role, folder = self.config, self.role, Path(self.config.out)
+        collector = role.collector(self.source, self.rollout_engine)
+        made.callback(collector.shutdown)
+        loggers = role.loggers()
+        self.ranks.meet("assembling the run", patient=True)
+        # a mistake has been noticed by now, on any rank, and has left an older run as it was
         if not config.resume:
-            Checkpoints.forget(folder / "checkpoints")
-            for start in set(folder.glob("start-*")) - {self.rollout_engine.start}:
-                Checkpoints.forget(start)
+            role.forget_older_run(self.rollout_engine.start)
+        nothing = {name: NothingKept() for name in ("policy", "optimizer", "loss_module", "logger")}
         self.checkpoints = Checkpoints(
             folder / "checkpoints",
-            {
-                "policy": TrainedWeights(self.policy_model.model),
-                "optimizer": self.learner.optimizer,
-                "collector": collector,
-                "run": self,
-                "loss_module": NothingKept(),
-                "logger": NothingKept(),
-            },
+            TrainedState(self.policy_model.model, self.learner.optimizer),
+            {**nothing, "collector": collector, "run": self},
             config.checkpoint.keep,
+            self.ranks,
         )
+        made.callback(self.checkpoints.close)
         super().__init__(
             collector=collector,
             total_frames=2**62,  # a run ends after so many steps, however many rows a batch has
@@ -177,45 +176,27 @@ class MoEGRPOTrainer(RunReports, Trainer):
         if config.resume and not self.checkpoints.load():
             LOG.warning("there is no checkpoint in %s: starting from the beginning", folder)
         self.learner.apply(config.optim)
-        self.record = RunRecord(folder, as_yaml(config), self.steps_done)
+        self.record = role.record(self.steps_done)
         self.record.loggers = loggers
         self.logger = self.record.loggers[0] if self.record.loggers else None
-        if self.steps_done or not self.rollout_engine.has_the_models_weights:
+        started_from_it = self.ranks.from_first(self.rollout_engine.has_the_models_weights, "the engine's weights")
+        if self.steps_done or not started_from_it:
             self.rollout_engine.restore(self._restored_version)
-        self.register_op("batch_process", self._receive)
-        Minibatches(config.optim.minibatches).register(self)
+        self._register()
+
+    def _register(self) -> None:
+        """Register what happens in a step; rank 0 alone has the whole batch and the record."""
+        leads = self.ranks.is_first
+        if leads:
+            self.register_op("batch_process", self._receive)
+        self.register_op("batch_process", self._score)
+        Minibatches(self.config.optim.minibatches, self.ranks).register(self)
         self.register_op("post_steps", self._sync)
-        self.register_op("post_steps_log", self._finish_step)
+        if leads:
+            self.register_op("post_steps_log", self._record_step)
+        self.register_op("post_steps_log", self._end_step)
         for hook in self._hooks:
             hook(self)
-
-    def _make_collector(self) -> AsyncLLMCollector:
-        rollout = self.config.rollout
-        groups = self.config.steps * rollout.prompts_per_step
-        failures = max(rollout.prompts_per_step, groups // 10) if rollout.max_failures is None else rollout.max_failures
-        collector = AsyncLLMCollector(
-            self.source.env,
-            policy=self.rollout_engine.policy,
-            dataloader=self.source.dataloader,
-            group_size=rollout.group_size,
-            groups_per_batch=rollout.prompts_per_step,
-            max_staleness=rollout.max_staleness,
-            order=rollout.order,  # type: ignore[arg-type]
-            window=rollout.window,
-            on_stale=rollout.on_stale,  # type: ignore[arg-type]
-            over_sample=rollout.over_sample,
-            group_filter=SignalFilter(rollout.prompts_per_step) if rollout.drop_uniform_groups else None,
-            max_failures=failures,
-            reward_timeout=rollout.reward_timeout,
-        )
-        self.rollout_engine.sender.register_collector(collector)
-        return collector
-
-    def _make_logger(self, name: str, folder: Path) -> Any:
-        # one name for each start: a run that goes on would show the steps after its checkpoint twice
-        experiment = f"events/{datetime.now(UTC):%Y-%m-%d-%H-%M-%S}"
-        arguments = self.config.log.arguments.get(name, {})
-        return get_logger(name, str(folder), experiment, **({f"{name}_kwargs": arguments} if arguments else {}))
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -229,36 +210,36 @@ class MoEGRPOTrainer(RunReports, Trainer):
                 "this run has ended, or was interrupted: go on with another trainer and config.resume=True"
             )
         total, is_silent = self.config.steps, not self.config.log.progress
-        with tqdm(desc="GRPO", unit="step", disable=is_silent, initial=self.steps_done, total=total) as self._bar:
+        self.register_op("post_steps_log", self._agree_to_stop)  # after all hooks
+        with (
+            self.ranks.guard(),
+            tqdm(desc="GRPO", unit="step", disable=is_silent, initial=self.steps_done, total=total) as self._bar,
+        ):
             self._begin_evaluation()
             self.clock.begin()
             try:
                 super().train()
+                self._let_go()
             finally:
                 self._has_ended = True  # in the middle of a step, weights and collector may not fit together
+
+    def _let_go(self) -> None:
+        """Tell the other ranks that there are no more rollouts, if there are none before the last step."""
+        if self.ranks.is_first and not self._is_asked_to_stop:
+            self.ranks.meet("the end")
+            self.ranks.scatter([None] * self.ranks.size)
 
     def _begin_evaluation(self) -> None:
         """Evaluate beside the next step, if that is due: its weights are the engine's until the next sync."""
         every = self.config.eval.every
         if every and self.steps_done % every == 0:
-            self._evaluation = self._beside.submit(self.evaluate)
+            self._evaluation.begin()
 
     def _end_evaluation(self) -> None:
-        """Wait for the evaluation beside this step, if there is one; a reward that raises costs no more than that."""
-        evaluation, self._evaluation = self._evaluation, None
-        if evaluation is None:
-            return
-        error = evaluation.exception()
-        if error is None:
-            score = evaluation.result()
-            self._figures["held_out_reward"] = score
-            if score is not None and not self._unsynced:  # else it is of older weights
-                self._scores[self.steps_done] = score
-        else:
-            LOG.warning("no evaluation at step %d: %r", self.steps_done, error)
+        self._figures |= self._evaluation.end(self.steps_done, not self._unsynced)
 
     def _receive(self, batch: TensorDictBase) -> TensorDictBase:
-        """Take a batch: its figures, advantages, scores."""
+        """Take a batch: its figures and advantages; give each rank its share."""
         self.clock.end("generate")
         if self.config.engine.sleep:
             self._end_evaluation()
@@ -270,9 +251,27 @@ class MoEGRPOTrainer(RunReports, Trainer):
         with self.clock("score"):
             batch = advantages(self.config.loss.advantage, batch)
             batch.set("current_version", torch.full(batch.batch_size, version))
-            every = self.config.eval.mismatch_every
-            due = bool(every) and self.steps_done % every == 0
-            self._figures |= self.learner.scores(batch, version, due)
+            return self._share(batch)
+
+    def _share(self, batch: TensorDictBase) -> TensorDictBase:
+        """Give each rank whole groups; return this one's."""
+        if not self.placement.is_shared:
+            return batch
+        groups = -(
+            -self.config.optim.minibatches // self.config.rollout.group_size
+        )  # a minibatch has a sample at least
+        first, *others = self.placement.to_ranks(shares(batch, self.placement.data_size, groups))
+        parcels: list[bytes | None] = [None, *map(pack, others)]
+        self.ranks.meet("rollouts")
+        self.ranks.scatter(parcels)
+        return first
+
+    def _score(self, batch: TensorDictBase) -> TensorDictBase:
+        """Score this rank's samples before the updates."""
+        every = self.config.eval.mismatch_every
+        with self.clock("score"):
+            version = int(batch.get("current_version")[0])
+            self._figures |= self.learner.scores(batch, version, bool(every) and self.steps_done % every == 0)
         self.clock.begin_phase()
         return batch
 
@@ -282,21 +281,21 @@ class MoEGRPOTrainer(RunReports, Trainer):
         self._end_evaluation()
         self._figures |= self.learner.stepper.take_figures()
         self.steps_done += 1
-        self.trained_tokens += int(self._figures["tokens"])
         with self.clock("sync"):
             self._unsynced += 1
             if self.steps_done % self.config.engine.sync_every == 0 or self.steps_done == self.config.steps:
+                self.ranks.meet("weight sync", patient=True)
                 self.rollout_engine.sync()
                 self._unsynced = 0
             self.rollout_engine.wake_up()
 
-    def _finish_step(self, batch: TensorDictBase) -> None:
-        """Record the step, begin an evaluation, and stop after the last one."""
+    def _record_step(self, batch: TensorDictBase) -> None:
+        """Write the step's figures."""
         del batch
         seconds = dict(self.clock.seconds)
-        is_last = self.steps_done >= self.config.steps
-        if is_last and self.config.eval.every:
-            self._evaluation = self._beside.submit(self.evaluate)
+        self.trained_tokens += int(self._figures["tokens"])
+        if self.steps_done >= self.config.steps and self.config.eval.every:
+            self._evaluation.begin()
             self._end_evaluation()
         row = self.record.add(
             {
@@ -309,10 +308,14 @@ class MoEGRPOTrainer(RunReports, Trainer):
                 **{name: value for name, value in self.collector.stats().items() if "idle" in name},
             }
         )
-        self._figures = {}
         self.health.check(self.record.rows)
         self._show(row)
-        if is_last:
+
+    def _end_step(self, batch: TensorDictBase) -> None:
+        """Begin an evaluation, or stop after the last step."""
+        del batch
+        self._figures = {}
+        if self.steps_done >= self.config.steps:
             self.request_stop("all steps are done")
         else:
             self._begin_evaluation()
@@ -322,18 +325,31 @@ class MoEGRPOTrainer(RunReports, Trainer):
         self._bar.set_postfix_str(", ".join(shown), refresh=False)
         self._bar.update()
 
+    def request_stop(self, reason: str | None = None) -> None:
+        """Stop after this step, on all ranks."""
+        self._is_asked_to_stop = True
+        super().request_stop(reason)
+
+    def _agree_to_stop(self, batch: TensorDictBase) -> None:
+        del batch
+        self.ranks.meet("the end of a step", patient=True)
+        if any(self.ranks.gather(self._is_asked_to_stop)):
+            self.request_stop("a rank was asked to stop")
+
     def save_trainer(self, force_save: bool = False) -> None:
-        """Write a checkpoint if one is due; one that does not fit on the disk is a warning."""
+        """Begin to write a checkpoint, if one is due; one that does not fit on the disk is a warning."""
         every = self.config.checkpoint.every
         if every and (force_save or self.steps_done % every == 0):
             self._end_evaluation()  # of the weights that are saved
-            self.checkpoints.save(self.steps_done, self._score())
+            self.checkpoints.save(self.steps_done, self._judgement())
+            if force_save:
+                self.checkpoints.wait()
         self.clock.begin()
 
-    def _score(self) -> float:
+    def _judgement(self) -> float:
         """Return what the best checkpoint is chosen by: weights that were not evaluated are never the best."""
         if self.source.held_out and self.config.eval.every:
-            return self._scores.get(self.steps_done, NEVER_EVALUATED)
+            return self._evaluation.scores.get(self.steps_done, NEVER_EVALUATED)
         rewards = self.record.column("reward")[-REWARDED:]
         return sum(rewards) / max(len(rewards), 1)
 

@@ -10,7 +10,9 @@ from tensordict import TensorDictBase
 
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.trainers.config import GRPOConfig, OptimConfig
+from torchrl_moe.trainers.gradients import by_mesh
 from torchrl_moe.trainers.loss_building import build_loss, build_reference
+from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.rollout_scores import RolloutScores
 from torchrl_moe.trainers.token_stepper import TokenStepper
@@ -25,16 +27,23 @@ class Learner:
         actor: the policy.
         policy_model: its model.
         config: of the run.
+        placement: the ranks that share the model, each of which has a learner; default: one.
 
     Raises:
         ConfigError: the loss does not exist, or knows no such argument.
     """
 
-    def __init__(self, actor: TransformersWrapper, policy_model: PolicyModel, config: GRPOConfig) -> None:
-        optim = config.optim
+    def __init__(
+        self,
+        actor: TransformersWrapper,
+        policy_model: PolicyModel,
+        config: GRPOConfig,
+        placement: Placement | None = None,
+    ) -> None:
+        optim, placement = config.optim, placement or Placement()
         self.actor, self.loss = actor, build_loss(actor, config)
         self.optimizer = torch.optim.AdamW(
-            policy_model.trained.values(),
+            [{"params": group} for group in by_mesh(policy_model.trained.values())],
             lr=optim.lr,
             betas=(optim.betas[0], optim.betas[1]),
             weight_decay=optim.weight_decay,
@@ -47,10 +56,17 @@ class Learner:
             max_tokens=optim.max_tokens,
             max_grad_norm=optim.max_grad_norm,
             precision=policy_model.precision,
+            placement=placement,
         )
-        reference, self._end_reference = build_reference(actor, policy_model, config)  # may start an engine: last
+        # may start an engine: last
+        reference, self._end_reference = build_reference(actor, policy_model, config, placement)
         self._scores = RolloutScores(
-            actor, self.loss, reference, max_tokens=optim.max_tokens, precision=policy_model.precision
+            actor,
+            self.loss,
+            reference,
+            max_tokens=optim.max_tokens,
+            precision=policy_model.precision,
+            placement=placement,
         )
 
     def scores(self, batch: TensorDictBase, version: int, with_mismatch: bool) -> dict[str, float]:
@@ -60,7 +76,7 @@ class Learner:
     def apply(self, optim: OptimConfig) -> None:
         """Set what a configuration says of the optimizer; a checkpoint brings back what it was before."""
         schedule = self.stepper.schedule
-        schedule.base_lrs = [optim.lr]
+        schedule.base_lrs = [optim.lr] * len(schedule.base_lrs)
         for group in self.optimizer.param_groups:
             group["betas"], group["weight_decay"] = (optim.betas[0], optim.betas[1]), optim.weight_decay
             group["initial_lr"] = optim.lr

@@ -14,6 +14,7 @@ from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.objectives.grpo import GRPOLoss
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
+from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.rollout_scores import REFERENCE_KEY
 
@@ -85,22 +86,27 @@ def _where(config: GRPOConfig, model: Any) -> str:
 
 
 def build_reference(
-    actor: TransformersWrapper, policy_model: PolicyModel, config: GRPOConfig
+    actor: TransformersWrapper, policy_model: PolicyModel, config: GRPOConfig, placement: Placement | None = None
 ) -> tuple[Reference | None, Callable[[], None]]:
     """Return what writes the reference's log-probs, if the loss reads any, and what ends it.
 
     Raises:
-        ConfigError: an engine as reference of a model that is neither in a folder nor on the hub.
+        ConfigError: an engine as reference of a model that is neither in a folder nor on the hub, or of several ranks.
     """
     where = _where(config, policy_model.model) if _needs_reference(config.loss.arguments) else "adapter"
+    shared = placement is not None and placement.is_shared  # such a model cannot be copied: it is loaded again
     if where == "adapter":  # the loss scores it by itself
         return None, _nothing
     if where == "model":
         follows = config.loss.replay != "none"  # as the adapter switched off does: both score the same routes
-        return actor.reference(replay=follows).get_new_version(log_probs_key=REFERENCE_KEY), _nothing
+        second = PolicyModel.load(policy_model.source, None, config.model, placement).model if shared else None
+        return actor.reference(second, replay=follows).get_new_version(log_probs_key=REFERENCE_KEY), _nothing
+    if shared:
+        raise ConfigError("loss.reference=engine is for one rank: set loss.reference=model, which ranks share")
     if policy_model.source is None:
         raise ConfigError("loss.reference=engine needs a model that is in a folder or on the hub: set model.source")
-    engine = AsyncVLLM.from_pretrained(policy_model.source, **config.engine.arguments)
+    which: Any = {"engine": config.engine.kind}
+    engine = AsyncVLLM.from_pretrained(policy_model.source, **which, **config.engine.arguments)
     scorer = vLLMWrapper(
         engine,
         tokenizer=policy_model.tokenizer,

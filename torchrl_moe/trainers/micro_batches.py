@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["micro_batches"]
+from torchrl_moe.trainers.rank_group import Ranks
+
+__all__ = ["micro_batches", "micro_batches_of_ranks"]
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int | None) -> list[list[int]]:
+def micro_batches(lengths: Sequence[int], max_tokens: int | None, at_least: int = 0) -> list[list[int]]:
     """Return the samples of each part: padded to its longest sample, a part has at most ``max_tokens`` tokens.
 
     Samples of like length stand together, longest first, so that few pads are computed. A sample that is longer than
@@ -16,6 +18,7 @@ def micro_batches(lengths: Sequence[int], max_tokens: int | None) -> list[list[i
     Args:
         lengths: tokens of each sample.
         max_tokens: of a part; ``None``: all samples are one part.
+        at_least: parts; those of most samples are halved, and where each has one sample, empty ones are added.
 
     Raises:
         ValueError: ``max_tokens`` is below 1.
@@ -23,10 +26,21 @@ def micro_batches(lengths: Sequence[int], max_tokens: int | None) -> list[list[i
     >>> micro_batches([5, 9, 4, 8], max_tokens=18)
     [[1, 3], [0, 2]]
     """
-    if max_tokens is None:
-        return [list(range(len(lengths)))] if lengths else []
-    if max_tokens < 1:
+    if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    whole = [list(range(len(lengths)))] if lengths else []
+    parts = whole if max_tokens is None else _packed(lengths, max_tokens)
+    while len(parts) < at_least:
+        largest = max(range(len(parts)), key=lambda i: len(parts[i]), default=0)
+        samples = parts[largest] if parts else []
+        if len(samples) < 2:
+            return parts + [[]] * (at_least - len(parts))
+        half = len(samples) // 2
+        parts[largest : largest + 1] = [samples[:half], samples[half:]]
+    return parts
+
+
+def _packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     parts: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):  # stable: ties keep their order
         longest = lengths[parts[-1][0]] if parts else 0
@@ -35,3 +49,12 @@ def micro_batches(lengths: Sequence[int], max_tokens: int | None) -> list[list[i
         else:
             parts.append([index])
     return parts
+
+
+def micro_batches_of_ranks(lengths: Sequence[int], max_tokens: int | None, ranks: Ranks) -> list[list[int]]:
+    """Return the samples of each part, as many parts on each rank: forward passes of a shared model are collectives.
+
+    All ranks must ask. A rank of too few samples has empty parts, for which it runs a sample whose result it drops.
+    """
+    own = micro_batches(lengths, max_tokens)
+    return micro_batches(lengths, max_tokens, max(ranks.gather(len(own))))

@@ -9,18 +9,23 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.trainers import Trainer, TrainerHookBase
 
+from torchrl_moe.trainers.rank_group import Ranks
+
 __all__ = ["Minibatches"]
 
 
 class Minibatches(TrainerHookBase):
     """Gives the optimizer a batch in parts, in another order in each epoch.
 
+    Of several ranks each splits its share. Those that see the same samples split them alike.
+
     Args:
         count: optimizer steps of an epoch. A batch of fewer samples than that has as many as it has samples.
+        ranks: of the run; all draw from what rank 0 draws.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, ranks: Ranks | None = None) -> None:
+        self.count, self._ranks = count, ranks or Ranks()
         self._parts: Iterator[TensorDictBase] = iter(())
 
     def begin(self, batch: TensorDictBase) -> TensorDictBase:
@@ -28,7 +33,9 @@ class Minibatches(TrainerHookBase):
         if self.count == 1:
             self._parts = iter((batch,))
         else:
-            order = torch.randperm(len(batch)).tensor_split(min(self.count, len(batch)))
+            seed = self._ranks.from_first(int(torch.randint(1 << 62, ())), "minibatches")
+            drawn = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
+            order = drawn.tensor_split(min(self.count, len(batch)))
             self._parts = (batch[part.tolist()] for part in order)
         return batch
 

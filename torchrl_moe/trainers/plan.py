@@ -19,6 +19,7 @@ FLOAT32 = 4
 ADAM = 8
 """Bytes of a trained number's two moments."""
 UTILISATION = 0.9
+ANSWERS_AT_A_TIME = 128  # of engine.kind=transformers
 """Of a GPU's memory, that vLLM takes unless it is told otherwise."""
 TOKEN_BYTES = 8 + 4 + 4 + 2
 """Of a token in a batch, besides its experts: id, log-prob, version, two masks."""
@@ -192,9 +193,16 @@ def _engine(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[P
     weights = _bytes(base, share, width)
     over = f" / {share} GPUs" if share > 1 else ""
     yield PlanRow(ENGINE, "weights", weights, f"{base:,} x {width} B{over}")
-    if config.engine.sync.get("stage") == "shadow":  # "auto" is plain on a GPU
+    if config.engine.sync.get("stage") == "shadow" and config.engine.kind == "vllm":  # "auto" is plain on a GPU
         yield PlanRow(ENGINE, "the next weights, staged", weights, "engine.sync.stage=shadow: a second model")
-    budget = arguments.get("kv_cache_memory_bytes")
+    budget, plain = arguments.get("kv_cache_memory_bytes"), config.engine.kind == "transformers"
+    if plain:
+        yield PlanRow(
+            ENGINE, "the next weights, loaded", weights, "engine.kind=transformers: a second model for a moment"
+        )
+    if budget is None and plain:
+        answers = int(arguments.get("max_num_seqs", ANSWERS_AT_A_TIME))
+        budget = answers * _longest(config, hf_config) * _bytes(sizes.kv, 1, 2)
     if budget is None:
         utilisation = float(arguments.get("gpu_memory_utilization", UTILISATION))
         budget = max(0, int(utilisation * config.hardware.gpu_gb * 1e9) - weights)

@@ -8,16 +8,21 @@ import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from torchrl_moe.modules.policies.adapters import base_model, has_adapters
-from torchrl_moe.modules.policies.unstack import checkpoint_tensors
+from torchrl_moe.modules.policies.unstack import ModelWeights
 from torchrl_moe.trainers.config import ConfigError, ModelConfig
+from torchrl_moe.trainers.folders import exchange
 from torchrl_moe.trainers.function_names import import_function, is_function_name
+from torchrl_moe.trainers.placement import Placement
+from torchrl_moe.weight_update.source.ranks import is_first
 
 __all__ = ["PolicyModel", "prepared"]
 
@@ -38,25 +43,29 @@ class PolicyModel:
         tokenizer: of the model.
         source: folder or hub name that the model comes from, unless it was made or changed here.
         dtype: of forward passes.
+        start: the folder, if it was written for this run.
     """
 
     model: Any
     tokenizer: Any
     source: str | None
     dtype: torch.dtype
+    start: Path | None = None
 
     @classmethod
-    def load(cls, model: Any, tokenizer: Any, config: ModelConfig) -> PolicyModel:
+    def load(cls, model: Any, tokenizer: Any, config: ModelConfig, placement: Placement | None = None) -> PolicyModel:
         """Load a model, or take one as it is, and make it ready for training.
 
         Args:
             model: a model, or a folder, hub name or function's name; ``None``: ``config.source``.
             tokenizer: ``None``: the one beside the model.
             config: its dtype, adapter and activation checkpointing.
+            placement: how several ranks share it, which all load it, from a folder or from the hub.
 
         Raises:
-            ConfigError: there is no such model, no tokenizer, or no such layer for an adapter.
+            ConfigError: there is no such model, no tokenizer, no such layer for an adapter, or no plan to share it.
         """
+        is_shared = placement is not None and placement.is_shared
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = _dtype(config.dtype, device)
         given = config.source if model is None else model
@@ -69,28 +78,38 @@ class PolicyModel:
             model, own_tokenizer = _made(source, config.arguments)
             tokenizer, source = tokenizer or own_tokenizer, None
         elif source is not None:
-            model, tokenizer = _from_pretrained(source, tokenizer, config, dtype)
+            model, tokenizer = _from_pretrained(source, tokenizer, config, dtype, placement)
         if tokenizer is None:
             raise ConfigError("a model that is given needs its tokenizer: MoEGRPOTrainer(model, tokenizer=...)")
-        model = prepared(model, config, dtype).to(device)
+        model = prepared(model, config, dtype)
+        if not is_shared:
+            model = model.to(device)
+        elif config.lora.rank:
+            assert placement is not None
+            placement.shard(model, dtype)
         return cls(model, tokenizer, source, dtype)
 
     @property
     def precision(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Makes the context of a forward pass: autocast, unless all is float32."""
+        """Makes the context of a forward pass: autocast, unless all is float32, or FSDP2 casts by itself."""
         device, dtype = next(self.model.parameters()).device.type, self.dtype
-        return lambda: torch.autocast(device, dtype, enabled=dtype != torch.float32)
+        casts = dtype != torch.float32 and not isinstance(self.model, FSDPModule)
+        return lambda: torch.autocast(device, dtype, enabled=casts)
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """Name -> parameter of all that is trained."""
+        """Name -> parameter of all that is trained; of ranks that share it, this one's part."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after a forward pass without a backward pass, some are gathered still
         return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
     def save(self, folder: Path) -> Path:
         """Write the model under its hub names, adapters merged, with tokenizer and generation config.
 
         vLLM and ``AutoModelForCausalLM.from_pretrained`` load it. It is written beside the folder and takes its place
-        when it is whole: a failure or a kill costs no older model.
+        when it is whole: a failure or a kill costs no older model. Of several ranks that share the model all must call
+        it; rank 0 gathers it in its host's memory, and writes.
 
         Raises:
             FileExistsError: the folder holds something else than a model.
@@ -98,44 +117,38 @@ class PolicyModel:
         folder = folder.absolute()
         if folder.exists() and not (folder / "config.json").is_file() and any(folder.iterdir()):
             raise FileExistsError(f"{folder} holds something else than a model, which would be removed: name another")
+        is_sharded = any(hasattr(weight, "full_tensor") for weight in self.model.parameters())
+        tensors = self._gathered(is_first()) if is_sharded or has_adapters(self.model) else None
+        if is_sharded and not is_first():
+            return folder
         draft = folder.with_name(f".{folder.name}.draft")
         shutil.rmtree(draft, ignore_errors=True)
         base: Any = base_model(self.model)
-        if has_adapters(self.model):
-            self._save_merged(base, draft)
-        else:
+        if tensors is None:
             base.save_pretrained(draft)
+        else:
+            _write(base, tensors, draft)
         self.tokenizer.save_pretrained(draft)
-        _exchange(draft, folder)
+        exchange(draft, folder)
         return folder
 
-    def _save_merged(self, base: Any, folder: Path) -> None:
-        from safetensors.torch import save_file
-
-        folder.mkdir(parents=True)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint_tensors(self.model).items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        base.config.save_pretrained(folder)
-        if getattr(base, "generation_config", None) is not None:
-            base.generation_config.save_pretrained(folder)
-        saved = json.loads((folder / "config.json").read_text())
-        saved.setdefault("architectures", [type(base).__name__])
-        (folder / "config.json").write_text(json.dumps(saved, indent=2))
+    def _gathered(self, keep: bool) -> dict[str, Tensor]:
+        """Return checkpoint name -> tensor of its own on the CPU, adapters merged, or nothing."""
+        stream = ModelWeights(self.model).tensors()  # reading it is a collective, if ranks share the model
+        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in stream if keep}
 
 
-def _exchange(draft: Path, folder: Path) -> None:
-    """Put a folder in the place of an older one, which is back there if that fails."""
-    older = folder.with_name(f".{folder.name}.older")
-    shutil.rmtree(older, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, older)  # a folder that is not empty cannot be replaced
-    try:
-        os.replace(draft, folder)
-    except BaseException:
-        if older.exists():
-            os.replace(older, folder)
-        raise
-    shutil.rmtree(older, ignore_errors=True)
+def _write(base: Any, tensors: dict[str, Tensor], folder: Path) -> None:
+    from huggingface_hub import save_torch_state_dict
+
+    folder.mkdir(parents=True)
+    save_torch_state_dict(tensors, folder)
+    base.config.save_pretrained(folder)
+    if getattr(base, "generation_config", None) is not None:
+        base.generation_config.save_pretrained(folder)
+    saved = json.loads((folder / "config.json").read_text())
+    saved.setdefault("architectures", [type(base).__name__])
+    (folder / "config.json").write_text(json.dumps(saved, indent=2))
 
 
 def _made(name: str, arguments: dict[str, Any]) -> tuple[Any, Any]:
@@ -157,7 +170,9 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def _from_pretrained(source: str, tokenizer: Any, config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]:
+def _from_pretrained(
+    source: str, tokenizer: Any, config: ModelConfig, dtype: torch.dtype, placement: Placement | None
+) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if source.startswith((".", "/")) and not (Path(source) / "config.json").is_file():
@@ -165,9 +180,11 @@ def _from_pretrained(source: str, tokenizer: Any, config: ModelConfig, dtype: to
     frozen = config.lora.rank > 0  # what is not trained need not be float32
     try:
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype if frozen else torch.float32, **config.pretrained
-        )
+        weights = dtype if frozen else torch.float32
+        pretrained = partial(AutoModelForCausalLM.from_pretrained, source, dtype=weights, **config.pretrained)
+        # an adapter is added to the whole model, and the sum is sharded
+        split = None if placement is None or frozen or not placement.is_shared else placement
+        model = pretrained() if split is None else split.load(pretrained, dtype)
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError.of(f"model.source={source}", error) from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers makes one out of nothing

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,14 @@ import torch
 from torchrl_moe.modules.policies.generate_kwargs import sampling_params_of
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
+from torchrl_moe.trainers import torchrun
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
+from torchrl_moe.trainers.starting_model import new_start
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 
-__all__ = ["RolloutEngine"]
+__all__ = ["RolloutEngine", "beside_ranks", "check_room"]
 
 LOG = logging.getLogger(__name__)
 
@@ -31,7 +32,8 @@ class RolloutEngine:
         policy_model: whose weights it serves.
         config: of the run.
         folder: a model that is not from a folder or the hub is saved here, for the engine to start from.
-        engine: one that serves a model of the same shape; default: one of its own, which it ends.
+        engine: one that serves a model of the same shape; default: the one that ``engine.connect`` names, or one of its
+            own, which it ends.
 
     Raises:
         ConfigError: the machine cannot hold so many replicas, or the weight sync knows no such argument.
@@ -39,8 +41,9 @@ class RolloutEngine:
 
     def __init__(self, policy_model: PolicyModel, config: GRPOConfig, folder: Path, engine: Any = None) -> None:
         self.config, self.policy_model = config, policy_model
-        self.start: Path | None = None
-        self._owns_engine = engine is None
+        self.start = policy_model.start
+        self._joins_engine = engine is None and config.engine.connect is not None
+        self._owns_engine = engine is None and not self._joins_engine
         setting = "engine.sync"
         try:
             scheme = VLLMWeightSyncScheme(**config.engine.sync)
@@ -71,22 +74,26 @@ class RolloutEngine:
 
     def _start(self, folder: Path) -> AsyncVLLM:
         engine = self.config.engine
+        if engine.connect is not None:
+            return AsyncVLLM.connect(engine.connect)
         arguments = {"seed": self.config.seed, **engine.arguments}
         if engine.backend == "local":
             check_room(self.policy_model, engine.num_replicas, arguments)
+            arguments = {**beside_ranks(engine.num_replicas, arguments), **arguments}
         if engine.sleep and not torch.cuda.is_available():
             raise ConfigError("engine.sleep=True needs a GPU, whose memory the trainer gets meanwhile")
-        if not torch.cuda.is_available():
+        if engine.kind == "vllm" and not torch.cuda.is_available():
             arguments.setdefault("enforce_eager", True)  # a CPU has nothing to capture, and compiling takes a minute
         if engine.sleep:
             arguments.setdefault("enable_sleep_mode", True)
         path = self.policy_model.source or str(self._save(folder))
-        LOG.info("starting %d vLLM replica(s) of %s", engine.num_replicas, path)
-        return AsyncVLLM.from_pretrained(path, num_replicas=engine.num_replicas, backend=engine.backend, **arguments)  # type: ignore[arg-type]
+        LOG.info("starting %d replica(s) of %s on %s", engine.num_replicas, path, engine.kind)
+        where: Any = {"engine": engine.kind, "backend": engine.backend}
+        return AsyncVLLM.from_pretrained(path, num_replicas=engine.num_replicas, **where, **arguments)
 
     def _save(self, folder: Path) -> Path:
         """Write what replicas start from, beside that of an older run; one that is restarted reads it again."""
-        self.start = self.policy_model.save(folder / f"start-{uuid.uuid4().hex[:8]}")
+        self.start = self.policy_model.save(new_start(folder))
         return self.start
 
     def forget_start(self) -> None:
@@ -134,6 +141,8 @@ class RolloutEngine:
         self.sender.shutdown()
         if self._owns_engine:
             self.engine.shutdown()
+        elif self._joins_engine:
+            self.engine.disconnect()
 
 
 def _sampling(config: GRPOConfig) -> dict[str, Any]:
@@ -150,8 +159,8 @@ def check_room(policy_model: PolicyModel, num_replicas: int, arguments: dict[str
         ConfigError: there are fewer GPUs, or there is less memory.
     """
     if torch.cuda.is_available():
-        needed, found = num_replicas * int(arguments.get("tensor_parallel_size", 1)), torch.cuda.device_count()
-        if needed > found:
+        needed, found = num_replicas * _gpus_of_replica(arguments), len(_gpus_of_engine())
+        if needed > found and "devices" not in arguments:
             raise ConfigError(f"engine.num_replicas={num_replicas} needs {needed} GPUs, and there are {found}")
         return
     width = getattr(torch, str(arguments.get("dtype", "float32")), torch.float32).itemsize
@@ -163,3 +172,20 @@ def check_room(policy_model: PolicyModel, num_replicas: int, arguments: dict[str
             f"engine.num_replicas={num_replicas} needs {num_replicas * each / 1e9:.1f} GB of memory, and "
             f"{free / 1e9:.1f} GB are free"
         )
+
+
+def beside_ranks(num_replicas: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return which GPUs replicas get where each rank of this machine has one: those after them."""
+    if not (torch.cuda.is_available() and torchrun.is_launched()):
+        return {}
+    free, each = _gpus_of_engine(), _gpus_of_replica(arguments)
+    return {"devices": [free[at : at + each] for at in range(0, num_replicas * each, each)]}
+
+
+def _gpus_of_replica(arguments: dict[str, Any]) -> int:
+    return int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
+
+
+def _gpus_of_engine() -> list[int]:
+    """Return the GPUs that no rank of this machine has; a single process may share its own."""
+    return list(range(torchrun.local_world_size() if torchrun.is_launched() else 0, torch.cuda.device_count()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,8 +11,9 @@ from tensordict import TensorDictBase
 
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.objectives.grpo import GRPOLoss
-from torchrl_moe.objectives.mismatch import MismatchMetrics
-from torchrl_moe.trainers.micro_batches import micro_batches
+from torchrl_moe.objectives.mismatch import CollapseThresholds, MismatchMetrics
+from torchrl_moe.trainers.micro_batches import micro_batches_of_ranks
+from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.trainers.token_stepper import lengths_of
 
 __all__ = ["RolloutScores"]
@@ -26,7 +27,7 @@ class RolloutScores:
     """Scores rollouts by the policy as it is, and by the reference.
 
     Under R2 this is the forward pass that records the experts. Where nothing asks for the policy's scores, and no
-    mismatch is due, there is no forward pass.
+    mismatch is due, there is no forward pass. Of several ranks each scores its share; figures are of all.
 
     Args:
         actor: the policy.
@@ -34,6 +35,7 @@ class RolloutScores:
         reference: writes ``("ref_log_probs", "full")``; ``None``: the loss asks for none, or scores it by itself.
         max_tokens: of a micro-batch, pads included.
         precision: makes the context of a forward pass.
+        placement: the ranks that share the model; default: one.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class RolloutScores:
         *,
         max_tokens: int | None,
         precision: Callable[[], AbstractContextManager[Any]],
+        placement: Placement | None = None,
     ) -> None:
+        self._placement = placement or Placement()
         self.actor, self.loss, self.reference = actor, loss, reference
         self.max_tokens, self.precision = max_tokens, precision
         self.writes_prox = loss.proximal_policy == "recomputed"
@@ -66,31 +70,34 @@ class RolloutScores:
             with_mismatch: whether to measure it, with replay and without.
         """
         if self.reference is not None:
-            for part in self._parts(batch):
+            for part, _ in self._parts(batch):
                 with self.precision():
                     self.reference(part)
         if not (with_mismatch or self.writes_prox or self.actor.replay == "R2"):
             return {}
-        metrics, live = MismatchMetrics(), MismatchMetrics(thresholds=None)
-        entropy = tokens = 0.0
-        for part in self._parts(batch):
+        found = _Found(CollapseThresholds() if self._placement.ranks.is_first else None)
+        for part, counts in self._parts(batch):
             with self.precision():
                 log_probs, spread, _ = self.scorer.score(part, entropy=with_mismatch)
             if self.writes_prox:
                 self._write(part, log_probs)
             if not with_mismatch:
                 continue
-            metrics.update(part, log_probs, version=version)
-            assert spread is not None
-            known = self._sampled(part, log_probs)
-            entropy, tokens = entropy + float(spread[known].sum()), tokens + float(known.sum())
+            unaided = None
             if self.live is not None:
                 with self.precision():
-                    live.update(part, self.live.score(part.copy(), entropy=False)[0])
-        return _figures(metrics, live, entropy / max(tokens, 1.0)) if with_mismatch else {}
+                    unaided = self.live.score(part.copy(), entropy=False)[0]
+            if counts:
+                assert spread is not None
+                found.add(part, version, log_probs, spread, unaided)
+        return _Found.of(self._placement.gather(found)).figures() if with_mismatch else {}
 
-    def _parts(self, batch: TensorDictBase) -> Iterator[TensorDictBase]:
-        return (batch[part] for part in micro_batches(lengths_of(batch), self.max_tokens))
+    def _parts(self, batch: TensorDictBase) -> Iterator[tuple[TensorDictBase, bool]]:
+        """Give micro-batches, and whether they count: one that does not is a copy, for the other ranks' sake."""
+        lengths = lengths_of(batch)
+        for part in micro_batches_of_ranks(lengths, self.max_tokens, self._placement.ranks):
+            shortest = min(range(len(lengths)), key=lambda i: lengths[i])
+            yield (batch[part], True) if part else (batch[[shortest]].clone(), False)
 
     @staticmethod
     def _write(part: TensorDictBase, log_probs: torch.Tensor) -> None:
@@ -98,17 +105,54 @@ class RolloutScores:
         for sample, row in zip(part.unbind(0), log_probs, strict=True):
             sample.set((PROX_KEY, "full"), row[len(row) - len(sample.get(("tokens", "full"))) :].cpu())
 
-    @staticmethod
-    def _sampled(part: TensorDictBase, log_probs: torch.Tensor) -> torch.Tensor:
-        sampled = part.get(("log_probs", "full"), as_padded_tensor=True, padding_side="left", padding_value=torch.nan)
-        return sampled.isfinite().to(log_probs.device)
+
+class _Found:
+    """What is seen of a batch, to be put together from all ranks."""
+
+    def __init__(self, thresholds: CollapseThresholds | None) -> None:
+        self.metrics = MismatchMetrics(sample_size=1, thresholds=thresholds)  # no percentile is asked for
+        self.live = MismatchMetrics(sample_size=1, thresholds=None)
+        self.entropy = self.tokens = 0.0
+
+    def add(
+        self,
+        part: TensorDictBase,
+        version: int,
+        log_probs: torch.Tensor,
+        spread: torch.Tensor,
+        unaided: torch.Tensor | None,
+    ) -> None:
+        """Take in a micro-batch: its scores, entropies, and scores by the live router."""
+        self.metrics.update(part, log_probs, version=version)
+        known = _sampled(part, log_probs)
+        self.entropy += float(spread[known].sum())
+        self.tokens += float(known.sum())
+        if unaided is not None:
+            self.live.update(part, unaided)
+
+    @classmethod
+    def of(cls, every: Sequence[_Found]) -> _Found:
+        """Put together what ranks have seen."""
+        first, *others = every
+        for other in others:
+            first.metrics.merge(other.metrics)
+            first.live.merge(other.live)
+            first.entropy, first.tokens = first.entropy + other.entropy, first.tokens + other.tokens
+        return first
+
+    def figures(self) -> dict[str, float]:
+        """Return the columns of a run's record."""
+        found, unaided = self.metrics.compute(), self.live.compute()
+        figures = {
+            name: found[f"mismatch/{figure}"] for name, figure in FIGURES.items() if f"mismatch/{figure}" in found
+        }
+        if "mismatch/dlogp_mean" in unaided:
+            figures["dlogp_live"] = unaided["mismatch/dlogp_mean"]
+        if "routing/agreement" in found:
+            figures["agreement"] = found["routing/agreement"]
+        return {**figures, "entropy": self.entropy / max(self.tokens, 1.0)}
 
 
-def _figures(metrics: MismatchMetrics, live: MismatchMetrics, entropy: float) -> dict[str, float]:
-    found, unaided = metrics.compute(), live.compute()
-    figures = {name: found[f"mismatch/{figure}"] for name, figure in FIGURES.items() if f"mismatch/{figure}" in found}
-    if "mismatch/dlogp_mean" in unaided:
-        figures["dlogp_live"] = unaided["mismatch/dlogp_mean"]
-    if "routing/agreement" in found:
-        figures["agreement"] = found["routing/agreement"]
-    return {**figures, "entropy": entropy}
+def _sampled(part: TensorDictBase, log_probs: torch.Tensor) -> torch.Tensor:
+    sampled = part.get(("log_probs", "full"), as_padded_tensor=True, padding_side="left", padding_value=torch.nan)
+    return sampled.isfinite().to(log_probs.device)

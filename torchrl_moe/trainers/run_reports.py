@@ -11,6 +11,7 @@ from rich.table import Table
 from torchrl_moe.render.curves import training_figure
 from torchrl_moe.trainers.config import GRPOConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
+from torchrl_moe.trainers.rank_group import Ranks
 from torchrl_moe.trainers.run_record import RunRecord
 from torchrl_moe.trainers.summary import summary
 
@@ -25,6 +26,7 @@ class RunReports:
     record: RunRecord
     steps_done: int
     collector: Any
+    ranks: Ranks
 
     @abstractmethod
     def evaluate(self) -> float | None:
@@ -51,8 +53,13 @@ class RunReports:
         return pandas.DataFrame(self.record.rows).replace("", None)
 
     def save_pretrained(self, folder: str | Path | None = None) -> Path:
-        """Write model, tokenizer and generation config as the hub has them; default: ``model`` in ``config.out``."""
-        return self.policy_model.save(Path(folder) if folder is not None else self.record.folder / "model")
+        """Write model, tokenizer and generation config as the hub has them; default: ``model`` in ``config.out``.
+
+        All ranks must call it; rank 0 writes.
+        """
+        with self.ranks.guard():
+            self.ranks.meet("writing the model", patient=True)
+            return self.policy_model.save(Path(folder) if folder is not None else self.record.folder / "model")
 
     def __repr__(self) -> str:
         model, config = type(self.policy_model.model).__name__, self.config

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from tensordict import set_list_to_stack
 
-from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe._errors import RankError, UnsupportedRouterError
 from torchrl_moe.trainers.compose import CONFIGS, load_config
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_yaml
 from torchrl_moe.trainers.grpo_trainer import MoEGRPOTrainer
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line; default: this process's.
 
     Returns:
-        The exit code: 2 for bad input, 130 after a Ctrl-C, else 0.
+        The exit code: 2 for bad input, 130 after a Ctrl-C, 1 where another rank failed, else 0.
     """
     parser = argparse.ArgumentParser(
         description="Train a Mixture-of-Experts model with GRPO: rollouts by vLLM, updates on the recorded experts.",
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", default="tiny_cpu", help=f"{names}, or a file (default: tiny_cpu)")
     parser.add_argument("--cfg", action="store_true", help="print the configuration, and do not train")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as optim.lr=1e-5")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         config = load_config(options.config, options.overrides)
         if options.cfg:
@@ -52,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, UnsupportedRouterError) as error:
         print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except RankError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted; resume=true goes on from the last checkpoint", file=sys.stderr)
         return 130
@@ -72,7 +75,7 @@ def show_plan(config: GRPOConfig) -> None:
 
 
 def run(config: GRPOConfig) -> None:
-    """Train, export the model, draw the figure, and print what was reached.
+    """Train, export the model, draw the figure, and print what was reached; of several ranks, rank 0 draws and prints.
 
     Raises:
         ConfigError: a setting that cannot be meant, before anything is started.
@@ -85,6 +88,8 @@ def run(config: GRPOConfig) -> None:
     with set_list_to_stack(True), MoEGRPOTrainer(config=config) as trainer:
         trainer.train()
         trainer.save_pretrained()
+        if not trainer.ranks.is_first:
+            return
         trainer.plot().savefig(trainer.record.folder / "run.png")
         if trainer.record.rows:
             console.print(trainer.summary())

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 from torchrl.trainers import OptimizationStepper, Trainer
 
 from torchrl_moe.objectives.grpo import GRPOLoss
-from torchrl_moe.trainers.micro_batches import micro_batches
+from torchrl_moe.trainers.gradients import clip_gradients
+from torchrl_moe.trainers.micro_batches import micro_batches_of_ranks
+from torchrl_moe.trainers.placement import Placement
 
 __all__ = ["TokenStepper", "lengths_of"]
 
@@ -32,8 +34,8 @@ class TokenStepper(OptimizationStepper):
     """Steps on the gradient of a whole minibatch, whatever its parts.
 
     Every part is divided by the tokens of the whole minibatch, so gradients of parts add up to its gradient, to
-    rounding. Samples without an advantage are left out where the loss gives them no gradient anyway. A step whose
-    gradient is not finite is skipped, logged, and counted.
+    rounding. So it is where ranks have a share of it each. Samples without an advantage are left out where the loss
+    gives them no gradient anyway. A step whose gradient is not finite is skipped, logged, and counted.
 
     Args:
         loss: the policy's.
@@ -42,6 +44,7 @@ class TokenStepper(OptimizationStepper):
         max_tokens: of a micro-batch, pads included; ``None``: all of it.
         max_grad_norm: the gradient is scaled down to it; ``None`` for never.
         precision: makes the context of a forward pass.
+        placement: the ranks that share the model, each of which has a minibatch of its own; default: one.
     """
 
     def __init__(
@@ -53,7 +56,10 @@ class TokenStepper(OptimizationStepper):
         max_tokens: int | None,
         max_grad_norm: float | None,
         precision: Callable[[], AbstractContextManager[Any]],
+        placement: Placement | None = None,
     ) -> None:
+        self._placement = placement or Placement()
+        self.ranks = self._placement.ranks
         self.loss, self.optimizer, self.schedule = loss, optimizer, schedule
         self.max_tokens, self.max_grad_norm, self.precision = max_tokens, max_grad_norm, precision
         self.skipped = 0
@@ -63,8 +69,10 @@ class TokenStepper(OptimizationStepper):
         """Make one step; return the loss terms, summed over parts, and the means of metrics over their tokens."""
         del trainer
         lr = self.lr
+        self.ranks.meet("a step")
         figures = self.accumulate(sub_batch)
-        norm = self._clip()
+        weights = (weight for group in self.optimizer.param_groups for weight in group["params"])
+        norm = clip_gradients(weights, self.max_grad_norm, self.ranks)
         if math.isfinite(norm):
             self.optimizer.step()
             self.schedule.step()
@@ -90,35 +98,57 @@ class TokenStepper(OptimizationStepper):
         return float(self.optimizer.param_groups[0]["lr"])
 
     def accumulate(self, batch: TensorDictBase) -> dict[str, Tensor]:
-        """Add a minibatch's gradient to what is there; return its figures, each ``[]``."""
+        """Add a minibatch's gradient to what is there; return its figures, each ``[]``, of all ranks."""
         kept = [i for i, sample in enumerate(batch.unbind(0)) if self._has_gradient(sample)] or [0]  # figures of one
         lengths = lengths_of(batch)
-        split = micro_batches([lengths[i] for i in kept], self.max_tokens)
-        parts = [batch[[kept[i] for i in part]] for part in split]
-        self._set_denominators(batch, parts)
+        split = micro_batches_of_ranks([lengths[i] for i in kept], self.max_tokens, self.ranks)
+        parts = [batch[[kept[i] for i in part]] for part in split if part]
+        shortest = batch[[min(kept, key=lambda i: lengths[i])]]
+        idle = len(split) - len(parts)  # passes that this rank makes because others have more to do
+        self._set_denominators(batch, parts, [shortest] * idle)
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(()))
         tokens = 0.0
         for rows in parts:
-            with self.precision():
-                out = self.loss(rows)
-            total = sum(value for name, value in out.items() if name.startswith("loss_"))
-            assert isinstance(total, Tensor)
-            total.backward()
+            out = self._backward(rows)
             count = float(sum(len(row.get(("tokens", "response"))) for row in rows.unbind(0)))
             tokens += count
             for name, value in out.items():
                 if value.ndim == 0:
                     sums[name] = sums[name] + value.detach().float().cpu() * (1.0 if _adds_up(name) else count)
-        return {name: value if _adds_up(name) else value / max(tokens, 1.0) for name, value in sums.items()}
+        for _ in range(idle):
+            self._backward(shortest, weight=0.0)
+        return self._whole(sums, tokens)
 
-    def _set_denominators(self, batch: TensorDictBase, parts: Sequence[TensorDictBase]) -> None:
+    def _backward(self, rows: TensorDictBase, weight: float = 1.0) -> Any:
+        with self.precision():
+            out = self.loss(rows)
+        total = sum(value for name, value in out.items() if name.startswith("loss_"))
+        assert isinstance(total, Tensor)
+        (total if weight == 1.0 else total * weight).backward()
+        return out
+
+    def _whole(self, sums: dict[str, Tensor], tokens: float) -> dict[str, Tensor]:
+        """Return figures of all ranks; their losses are averaged, as their gradients are: see :meth:`Ranks.sum`."""
+        every = self._placement.gather((dict(sums), tokens))
+        total = sum(count for _, count in every)
+        return {
+            name: sum((one[name] for one, _ in every), torch.zeros(()))
+            / (len(every) if name.startswith("loss_") else 1.0 if _adds_up(name) else max(total, 1.0))
+            for name in sums
+        }
+
+    def _set_denominators(
+        self, batch: TensorDictBase, parts: Sequence[TensorDictBase], idle: Sequence[TensorDictBase]
+    ) -> None:
         """Store in each sample what losses of the whole minibatch divide by."""
         numbers: dict[Any, Any] = dict(self.loss.denominators(batch))
         router_loss = self.loss.router_loss
-        if router_loss is not None and len(parts) > 1:
+        if router_loss is not None and (len(parts) > 1 or self.ranks.size > 1):
             with self.precision():
                 numbers.update(router_loss.totals(parts))
-        for key, number in numbers.items():
+                if idle:
+                    router_loss.totals(idle)
+        for key, number in self.ranks.sum(numbers).items():
             value = torch.as_tensor(number)
             batch.set(key, value.expand(*batch.batch_size, *value.shape))
 
@@ -128,11 +158,6 @@ class TokenStepper(OptimizationStepper):
         if penalties or loss.router_loss is not None:
             return True
         return bool(sample.get(loss.tensor_keys.advantage).any())
-
-    def _clip(self) -> float:
-        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        return float(nn.utils.clip_grad_norm_(weights, limit))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the schedule's place and the number of skipped steps; the optimizer is a component of its own."""

@@ -1,4 +1,4 @@
-"""The replica protocol, kept alike by each kind of replica: fake, child process, actor, over a toy and over vLLM.
+"""The replica protocol, kept alike by each kind of replica: fake, child process, actor, over a toy and real engines.
 
 The toy engine stands behind the real engine process, so whatever is not vLLM's own is the real thing.
 """
@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,10 @@ from support.completions import cut
 from support.processes import ids_request, toy_replica
 from support.waiting import until
 from torchrl_moe._errors import EngineError, ReplicaDiedError
+from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.process.replica import LocalReplica
 from torchrl_moe.modules.backends.replica import Completion, Replica, Request
+from torchrl_moe.modules.backends.transformers import kind as transformers_kind
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 SECONDS = 240.0  # a busy machine starts a Ray actor slowly
@@ -67,6 +71,13 @@ def make_ray() -> Any:
     return replica
 
 
+def make_transformers(folder: Path) -> Any:
+    arguments = {"model": str(folder), "dtype": "float32", "max_model_len": 512}
+    replica = LocalReplica(3, transformers_kind, arguments, transformers_kind.engine_environment())
+    replica.start()
+    return replica
+
+
 def kill_process(replica: Any) -> None:
     os.kill(replica._child.process.pid, signal.SIGKILL)
 
@@ -85,7 +96,7 @@ KINDS = {
     "ray": Kind(make_ray, kill_actor),
     "ray engine": Kind(make_ray, kill_engine_of_actor),
 }
-VLLM = Kind(
+REAL = Kind(
     make=lambda: None,
     kill=lambda replica: None,
     quick={"max_tokens": 3, "ignore_eos": True},
@@ -107,6 +118,7 @@ def lasting() -> Iterator[dict[str, Any]]:
     params=[
         "fake",
         "local",
+        "transformers",
         pytest.param("ray", marks=pytest.mark.ray),
         pytest.param("vllm", marks=pytest.mark.engine("qwen3_moe")),
         pytest.param("ray vllm", marks=[pytest.mark.ray, pytest.mark.engine]),
@@ -115,10 +127,12 @@ def lasting() -> Iterator[dict[str, Any]]:
 def one(request: pytest.FixtureRequest, lasting: dict[str, Any]) -> tuple[Replica, Kind]:
     """A replica that serves; leave it so."""
     name = request.param
+    if name == "transformers":
+        return request.getfixturevalue("second_engine").replica_table[1].replica, REAL
     if name == "vllm":
-        return request.getfixturevalue("engine").replica_table[0].replica, VLLM
+        return request.getfixturevalue("engine").replica_table[0].replica, REAL
     if name == "ray vllm":
-        return request.getfixturevalue("ray_pair").replica_table[0].replica, VLLM
+        return request.getfixturevalue("ray_pair").replica_table[0].replica, REAL
     if name == "ray":
         request.getfixturevalue("ray_cluster")
     if name not in lasting:
@@ -131,6 +145,7 @@ def one(request: pytest.FixtureRequest, lasting: dict[str, Any]) -> tuple[Replic
     params=[
         "fake",
         "local",
+        "transformers",
         pytest.param("ray", marks=pytest.mark.ray),
         pytest.param("ray engine", marks=pytest.mark.ray),
     ]
@@ -139,7 +154,11 @@ def mortal(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Kind]]:
     """A replica to be killed."""
     if "ray" in request.param:
         request.getfixturevalue("ray_cluster")
-    kind = KINDS[request.param]
+    if request.param == "transformers":
+        folder = request.getfixturevalue("shelf").folder("qwen3_moe")
+        kind = replace(REAL, make=lambda: make_transformers(folder), kill=kill_process)
+    else:
+        kind = KINDS[request.param]
     replica = kind.make()
     replica.wait_ready(SECONDS)
     yield replica, kind
@@ -161,6 +180,28 @@ def requests(count: int, params: dict[str, Any], name: str = "r") -> list[Reques
 
 def prompts(completions: list[Completion]) -> list[list[int]]:
     return [completion.prompt_token_ids.tolist() for completion in completions]
+
+
+# -- two engines ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_two_engines_give_the_same_greedy_answers(engine: AsyncVLLM, second_engine: AsyncVLLM) -> None:
+    """But where two words, or two experts, are as good as each other: then either goes its own way from there."""
+    params = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "logprobs": 0}
+    prompts = [np.random.default_rng(seed).integers(0, 256, 4 + seed).tolist() for seed in range(12)]
+    ours, theirs = (one.generate(prompts, params, use_tqdm=False) for one in (second_engine, engine))
+    apart = []
+    for one, other in zip(ours, theirs, strict=True):
+        (a,), (b,) = one.outputs, other.outputs
+        same = int((a.token_ids == b.token_ids).cumprod().sum())
+        assert np.abs(a.logprobs - b.logprobs)[:same].max(initial=0.0) <= 1e-5
+        rows = slice(0, len(one.prompt_token_ids) + same - 1)
+        assert (np.sort(a.routed_experts[rows], -1) == np.sort(b.routed_experts[rows], -1)).all()
+        assert a.routed_experts.dtype == b.routed_experts.dtype
+        assert (a.text == b.text) == (same == 16)
+        apart += [same] if same < 16 else []
+    assert len(apart) <= 1
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------

@@ -93,6 +93,25 @@ def test_unset_rows_run_live_and_all_others_as_given(family: str) -> None:
     assert torch.equal(seen[first][0][is_live].sort(-1).values, own[is_live].sort(-1).values)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_replay_records_what_it_uses_in_rows_that_are_given_and_in_others(family: str) -> None:
+    model, replay = pair(family)
+    routes = random_routes(replay)
+    routes[:, ::2] = U
+    with experts_seen(model) as seen, torch.no_grad(), replay.replay(routes, record=True) as used:
+        model(input_ids=IDS)
+    assert used is not None
+    for layer in replay.layers:
+        assert torch.equal(used.routed_experts[:, :, layer].long(), seen[layer][0].view(2, 6, -1))
+        assert torch.equal(used.routed_experts[:, 1::2, layer].long(), routes[:, 1::2, layer].long())
+    assert replay.report()[replay.layers[0]]["replayed"] == 6
+    with replay.replay(routes) as nothing:
+        model(input_ids=IDS)
+    assert nothing is None
+    with pytest.raises(ReplayError, match="laid out as the batch"), replay.replay(routes, record=True):
+        model(input_ids=IDS[:1])
+
+
 def test_each_row_given_is_used_the_last_included() -> None:
     model, replay = pair()
     routes = recorded(model, replay)

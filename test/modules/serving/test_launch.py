@@ -17,6 +17,7 @@ from torchrl_moe.modules.serving.launch import (
     EngineArguments,
     check_backend,
     default_timeout,
+    engine_kind,
     local_factory,
     pretrained_arguments,
     ray_factory,
@@ -35,6 +36,13 @@ def test_an_unknown_backend_no_replica_and_words_of_ray_are_refused() -> None:
         check_backend("local", 1, name="policy", resources=None)
     with pytest.raises(ValueError, match=r"devices=\[\[0\]\] given with backend='ray': Ray chooses devices"):
         check_backend("ray", 1, [[0]])
+
+
+def test_an_engine_is_known_by_its_name() -> None:
+    for engine in ("vllm", "transformers"):
+        assert engine_kind(engine).PROGRAM.startswith(f"torchrl_moe.modules.backends.{engine}.")
+    with pytest.raises(ValueError, match="engine must be one of vllm, transformers, got 'sglang'"):
+        engine_kind("sglang")
 
 
 def test_an_actor_class_is_refused() -> None:

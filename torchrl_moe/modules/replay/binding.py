@@ -73,7 +73,8 @@ class Binding:
 
     Args:
         layers: decoder layers with a router, as global indices.
-        recording: filled with what the routers choose; ``None`` in a replay.
+        recording: filled with what the routers use: their own choice, or in a replay the routes, and their own choice
+            where there is none.
         routes: ``[N, L, K]`` of a signed integer type, nobody else's memory; ``None`` in a recording.
         shape: ``(B, T)`` of the batch that the routes are laid out for.
         known: ``[N, L]`` bool, rows that are replayed.
@@ -111,16 +112,14 @@ class Binding:
             recompute: whether this is a checkpointed layer's second run, which is not counted again.
         """
         layer = site.layer
-        if self.routes is None:
-            assert self.recording is not None
-            kept = own(None).indices.reshape(len(scores), site.top_k).to(torch.int16)
-            if recompute:  # kernels may break a tie another way the second time
-                kept = self.recording.by_layer[layer]
-            else:
-                self.recording.by_layer[layer] = kept
-            chosen = kept.long()
+        if self.recording is not None and recompute:  # kernels may break a tie another way the second time
+            chosen = self.recording.by_layer[layer].long()
+        elif self.routes is None:
+            chosen = own(None).indices.reshape(len(scores), site.top_k)
         else:
             chosen = self._with_live(layer, self._experts(site, scores), own)
+        if self.recording is not None and not recompute:
+            self.recording.by_layer[layer] = chosen.to(torch.int16)
         if not recompute:
             self.calls[layer] = self.calls.get(layer, 0) + 1
         return chosen
@@ -151,7 +150,7 @@ class Binding:
         """
         if self.recording is not None:
             self.recording.shape = shape
-        elif shape != self.shape:
+        if self.routes is not None and shape != self.shape:
             raise ReplayError(
                 f"the forward pass has tokens {list(shape)}, the routes are for {list(self.shape)}: give routes laid "
                 "out as the batch, [B, T, L, K], pads included. A forward pass that sees a part of each sequence "
@@ -173,9 +172,9 @@ class Binding:
 
     def report(self) -> dict[int, LayerReport]:
         """Return what each layer did; to be asked after :meth:`check_used`."""
-        if self.recording is not None:
+        if self.routes is None:
+            assert self.recording is not None
             return {layer: LayerReport(0, len(self.recording.by_layer[layer])) for layer in self.layers}
-        assert self.routes is not None
         rows, refused = len(self.routes), self.refused_rows
         return {
             i: LayerReport(done, rows - done, refused, self.agreeing.get(i))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -145,7 +146,8 @@ class RouterReplay:
         measure: bool = False,
         on_bad_routes: OnBadRoutes = "raise",
         packing: Packing | None = None,
-    ) -> Iterator[None]:
+        record: bool = False,
+    ) -> Iterator[Recording | None]:
         """Make one forward pass follow recorded experts. ``backward()`` may come after the context has closed.
 
         Args:
@@ -159,6 +161,7 @@ class RouterReplay:
                 which :meth:`report` counts and :attr:`refused` names. A wrong shape or dtype always raises.
             packing: where the tokens stand in the model's input, if it holds several sequences in a row: routes and
                 mask are then those of the batch before packing, and messages name its samples.
+            record: whether to give a recording of what the routers use: the routes, and their own choice elsewhere.
 
         Raises:
             RouteShapeError: routes or mask of another shape.
@@ -178,8 +181,10 @@ class RouterReplay:
             device=computing_device(self.model),
             packing=packing,
         )
+        if record:
+            binding = replace(binding, recording=Recording(self.num_layers, self.top_k))
         with self._opened(binding):
-            yield
+            yield binding.recording
 
     @contextmanager
     def _opened(self, binding: Binding) -> Iterator[None]:

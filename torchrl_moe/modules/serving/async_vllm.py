@@ -1,4 +1,4 @@
-"""``AsyncVLLM``: the generation service over vLLM replicas, under the names that TorchRL gives it.
+"""``AsyncVLLM``: the generation service over vLLM replicas, under the names that TorchRL gives it; other engines too.
 
 The replicas are child processes of the driver, or actors of a Ray cluster. They die with the driver, except those of a
 service in Ray that has a name. Route capture is on if and only if the model has experts; log-probs are those of the
@@ -18,8 +18,10 @@ from tqdm.auto import tqdm
 from torchrl_moe.modules.serving.devices import Devices
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.launch import (
+    Engine,
     check_backend,
     default_timeout,
+    engine_kind,
     local_factory,
     pretrained_arguments,
     ray_factory,
@@ -39,6 +41,7 @@ class AsyncVLLM(SharedService):
         num_replicas: how many engines, each with weights of its own.
         actor_class: must be ``None``; ``backend`` says where replicas run.
         enable_prefix_caching: overrides the engine argument of that name; default: on.
+        engine: which: ``"vllm"``, or ``"transformers"``: slow, on one device, for where vLLM is not (docs/engines.md).
         backend: ``"local"``: child processes of this one, without Ray; each has a set of GPUs of its own. ``"ray"``:
             actors on any node of the Ray cluster that this process is in, or that it finds; else one is started.
         sampling_params: the default of :meth:`generate`.
@@ -73,6 +76,7 @@ class AsyncVLLM(SharedService):
         actor_class: None = None,
         enable_prefix_caching: bool | None = None,
         *,
+        engine: Engine = "vllm",
         backend: Literal["local", "ray"] = "local",
         sampling_params: Any = None,
         verbose: bool = False,
@@ -85,14 +89,12 @@ class AsyncVLLM(SharedService):
         resources: Mapping[str, float] | None = None,
         devices: Devices | None = None,
     ) -> None:
-        # here and not at the top: this room is imported without vLLM's side
-        from torchrl_moe.modules.backends.vllm import kind
-
+        kind = engine_kind(engine)
         of_ray: dict[str, Any] = {"name": name, "namespace": namespace, "resources": resources}
         check_backend(backend, num_replicas, devices, actor_class, **of_ray)
         arguments = kind.arguments_of(engine_args)
         if enable_prefix_caching is not None:
-            arguments["enable_prefix_caching"] = enable_prefix_caching
+            arguments = kind.arguments_of({**arguments, "enable_prefix_caching": enable_prefix_caching})
 
         def listed() -> list[int]:
             return [entry.index for entry in self.replica_table]
@@ -169,6 +171,7 @@ class AsyncVLLM(SharedService):
         compile: bool = True,
         enable_fp32_output: bool = False,
         *,
+        engine: Engine = "vllm",
         backend: Literal["local", "ray"] = "local",
         sampling_params: Any = None,
         metrics: bool = True,
@@ -192,6 +195,7 @@ class AsyncVLLM(SharedService):
                 another. ``enforce_eager=True`` leaves out CUDA graphs, too.
             enable_fp32_output: whether the last layer computes in float32, whatever the others do. Log-probs then carry
                 no rounding of logits: in bfloat16 they are rounded to 3 significant digits.
+            engine: see the constructor.
             backend: see the constructor.
             sampling_params: see the constructor.
             metrics: see the constructor.
@@ -202,7 +206,8 @@ class AsyncVLLM(SharedService):
             max_concurrent_requests: see the constructor.
             faults: see the constructor.
             devices: see the constructor.
-            **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``; a parallel size may be ``None`` for 1.
+            **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``; a parallel size may be ``None`` for 1. Of another
+                engine, its own.
 
         Raises:
             ValueError: ``num_devices`` and ``tensor_parallel_size`` differ, one is not positive, or a folder holds no
@@ -212,6 +217,7 @@ class AsyncVLLM(SharedService):
         return cls.launch(
             pretrained_arguments(os.fspath(model_name), num_devices, compile, enable_fp32_output, vllm_engine_args),
             num_replicas,
+            engine=engine,
             backend=backend,
             sampling_params=sampling_params,
             verbose=verbose,

@@ -11,7 +11,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.replica import Replica
@@ -19,16 +19,20 @@ from torchrl_moe.modules.serving.devices import Devices, DeviceSets
 
 __all__ = [
     "TIMEOUT_VARIABLE",
+    "Engine",
     "EngineArguments",
     "ReplicaFactory",
     "check_backend",
     "default_timeout",
+    "engine_kind",
     "local_factory",
     "pretrained_arguments",
     "ray_factory",
     "ray_service",
 ]
 
+Engine: TypeAlias = Literal["vllm", "transformers"]
+ENGINES: tuple[Engine, ...] = get_args(Engine)
 ReplicaFactory: TypeAlias = Callable[[int], Replica]
 
 TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"  # TorchRL's name
@@ -110,6 +114,24 @@ def check_backend(
             f"devices={devices!r} given with backend='ray': Ray chooses devices, on any node. Say what a replica asks "
             "of one with resources=, as {'GPU': 1, 'a-custom-resource': 1}"
         )
+
+
+def engine_kind(engine: str) -> EngineKind:
+    """Return the kind of engine that a name stands for.
+
+    Raises:
+        ValueError: there is no such engine.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    # in here, and not at the top: this room is imported without any engine's side
+    if engine == "transformers":
+        from torchrl_moe.modules.backends.transformers import kind as of_transformers
+
+        return of_transformers
+    from torchrl_moe.modules.backends.vllm import kind as of_vllm
+
+    return of_vllm
 
 
 def default_timeout() -> float:

@@ -17,15 +17,14 @@ from support import toy_engine
 from support.processes import ids_request
 from support.waiting import PATIENCE, until
 from torchrl_moe._errors import EngineError
-from torchrl_moe.modules.backends.process import packing, wire
+from torchrl_moe.modules.backends.process import engine_program, packing, stats_feed, wire
 from torchrl_moe.modules.backends.process.replica import LocalReplica
+from torchrl_moe.modules.backends.process.stats_feed import Load
 from torchrl_moe.modules.backends.replica import Completion, PauseMode, Request
 from torchrl_moe.modules.backends.reports import ReplicaInfo, ReplicaStats
 from torchrl_moe.modules.backends.tokenizer_files import load_tokenizer
-from torchrl_moe.modules.backends.vllm import engine_process, engine_requests, stats_feed
+from torchrl_moe.modules.backends.vllm import engine_requests
 from torchrl_moe.modules.backends.vllm.engine_process import EngineProcess
-from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
-from torchrl_moe.modules.backends.vllm.stats_feed import Load
 from torchrl_moe.modules.backends.weight_claim import WeightClaim
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
@@ -78,7 +77,7 @@ Script = Callable[[Bench], Awaitable[None]]
 def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], Bench]:
     """Run a script against a serving process, then shut it down."""
     toy_engine.without_vllm(monkeypatch.setattr)
-    monkeypatch.setattr(engine_process, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(engine_program, "WATCH_SECONDS", 0.01)
 
     def run(script: Script) -> Bench:
         async def main() -> Bench:
@@ -351,7 +350,7 @@ def test_an_engine_that_dies_is_reported_once_and_ends_the_process(serve: Serve)
 
 
 def test_a_request_that_fails_of_a_death_reports_the_death(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "WATCH_SECONDS", 60)  # nobody else looks
+    monkeypatch.setattr(engine_program, "WATCH_SECONDS", 60)  # nobody else looks
 
     async def script(bench: Bench) -> None:
         bench.generate(by_ids("a", seconds=0.05))
@@ -360,22 +359,6 @@ def test_a_request_that_fails_of_a_death_reports_the_death(serve: Serve, monkeyp
 
     kinds = [message[0] for message in serve(script).sent]
     assert kinds == ["result", "died"]
-
-
-def test_completions_that_are_ready_together_share_a_message() -> None:
-    toy = toy_engine.ToyEngine()
-
-    async def two() -> list[Any]:
-        outputs = [output async for output in toy.generate({"prompt": "A"}, None, "r", lora_request=None, priority=0)]
-        return [completion_from_vllm(output, by_ids("r"), 0) for output in outputs * 2]
-
-    one, other = asyncio.run(two())
-    messages = [("completion", one), ("ready", "info"), ("completion", other), ("result", 1, [])]
-    frames = engine_process._frame(messages)
-    assert len(frames) == 3
-    kinds = [wire.decode(first, rest)[0] for first, *rest in frames]
-    assert kinds == ["completions", "ready", "result"]
-    assert engine_process._frame([("ready", "info")]) == [wire.encode(("ready", "info"))]
 
 
 # -- what only vLLM can show ------------------------------------------------------------------------------------------
@@ -702,7 +685,7 @@ def test_the_tokenizer_of_a_real_engine_is_transformers_own(engine: Any) -> None
 
 @pytest.mark.engine("qwen3_moe")
 def test_the_metadata_of_a_real_engine_is_that_of_its_folder(engine: Any, shelf: Any) -> None:
-    from torchrl_moe.modules.backends.vllm.weights.checkpoint import checkpoint_metadata
+    from torchrl_moe.modules.backends.checkpoint import checkpoint_metadata
 
     assert engine.replica_table[0].replica.metadata(30) == checkpoint_metadata(shelf.folder("qwen3_moe"))
 

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.vllm.forced_rows import (
-    Forced,
-    attach,
-    check_rows,
-    forced_in,
-    forced_of,
-    rows_of_answer,
-)
+from torchrl_moe.modules.backends.replica import Request
+from torchrl_moe.modules.backends.request_routes import RequestRoutes
+from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach, attached, forced_in, forced_of
 
 LAYOUT = RoutingLayout(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=300)
 ROWS = np.full((4, 3, 2), -1, np.int16)
 ROWS[:3, 1:] = [[[0, 299], [7, 8]]] * 3
+
+ABLE, UNABLE = RequestRoutes(LAYOUT), RequestRoutes(LAYOUT, "FancyRouter routes inside its kernel")
+
+
+def request(**fields: Any) -> Request:
+    return Request(request_id="a", sampling_params=None, prompt_token_ids=np.arange(4, dtype=np.int32), **fields)
+
+
+def params(extra_args: Any = None) -> Any:
+    made = SimpleNamespace(extra_args=extra_args)
+    made.clone = lambda: copy.copy(made)
+    return made
 
 
 def sampling_params(**fields: Any) -> Any:
@@ -63,23 +70,27 @@ def test_a_schedulers_request_is_looked_into_once() -> None:
     assert forced_of(pooling).rows is None
 
 
-def test_what_an_engine_recorded_is_followed_where_there_is_a_router() -> None:
-    recorded = np.zeros((2, 3, 2), np.uint16)
-    recorded[:, 1:] = [[0, 299], [7, 8]]
-    rows = rows_of_answer(recorded, LAYOUT)
-    assert rows.dtype == np.int16
-    assert (rows == ROWS[:2]).all()
-    assert not recorded[:, 0].any()
+def test_what_vllm_hands_on_is_what_the_request_follows() -> None:
+    asked = params({"mine": 1})
+    made = attached(asked, request(routed_experts=ROWS), ABLE)
+    forced = forced_in(made)
+    assert forced.rows is not None
+    assert forced.rows.dtype == np.int16
+    assert (forced.rows == ROWS).all()
+    assert not forced.is_live
+    assert made.extra_args["mine"] == 1
+    assert asked.extra_args == {"mine": 1}  # others share them
 
 
-def test_rows_are_checked_and_copied() -> None:
-    given = ROWS.astype(np.int64)
-    given.flags.writeable = False
-    rows = check_rows(given, 4, LAYOUT)
-    assert rows.dtype == np.int16
-    assert (rows == ROWS).all()
-    assert check_rows(ROWS[:0], 4, LAYOUT).shape == (0, 3, 2)
-    with pytest.raises(ValueError, match="at most a row per prompt token, 3, got 4"):
-        check_rows(ROWS, 3, LAYOUT)
-    with pytest.raises(ValueError, match="token 2, layer 1 holds expert 300"):
-        check_rows(np.where((ROWS == 299) & (np.arange(4) == 2)[:, None, None], 300, ROWS), 4, LAYOUT)
+def test_a_request_without_rows_costs_nothing() -> None:
+    asked = params()
+    assert attached(asked, request(), ABLE) is asked
+    assert attached(asked, request(on_resume="live"), UNABLE) is asked
+    assert forced_in(asked).rows is None
+    assert forced_in(None).rows is None
+
+
+def test_a_request_that_is_to_route_live_says_so_to_the_scheduler() -> None:
+    forced = forced_in(attached(params(), request(on_resume="live"), ABLE))
+    assert forced.is_live
+    assert forced.rows is None

@@ -54,6 +54,15 @@ def test_on_gpus_the_replica_sees_its_own_devices_and_cpu_settings_are_left_alon
     assert "OMP_NUM_THREADS" not in environment
 
 
+def test_an_engine_is_no_rank_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own process group would look for torchrun's store, and wait."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+        assert name not in engine_environment()
+    monkeypatch.setenv("OF_RANK", "1")
+    assert engine_environment()["OF_RANK"] == "1"
+
+
 def test_a_users_setting_keeps_processes_from_being_forked() -> None:
     assert reason_not_to_fork({}) == reason_not_to_fork({"VLLM_WORKER_MULTIPROC_METHOD": "fork"}) == ""
     assert reason_not_to_fork({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}) == "VLLM_WORKER_MULTIPROC_METHOD=spawn is set"

@@ -267,7 +267,7 @@ def _ends_with_driver(control: socket.socket, driver: int) -> Iterator[None]:
 
 def main() -> None:
     """Import, then serve to the end."""
-    # the driver may be the last of the session: see ``engine_process.main``
+    # the driver may be the last of the session: see ``engine_program.run_engine``
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a driver that ignores it would have us lose exit codes
     _set_title("ForkServer")

@@ -6,7 +6,7 @@ driver whose socket ends has its requests aborted, and so has one that does not 
 up. The engine lives on, for as long as the actor does.
 
 A driver sends its name and its secrets, then what :func:`wrap` makes of its messages. It receives the messages of the
-engine process, see ``backends/vllm/engine_process.py``; before the last one ``("tail", text)``, the end of the log; and
+engine process, see ``process/engine_program.py``; before the last one ``("tail", text)``, the end of the log; and
 ``("ended",)`` if another driver shut the replica down.
 """
 

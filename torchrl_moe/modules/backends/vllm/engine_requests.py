@@ -18,11 +18,12 @@ from typing import Any, Protocol
 
 from torchrl_moe import _compat
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, OnResume, PauseMode, Request, nothing_yet
+from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm import continuation
 from torchrl_moe.modules.backends.vllm.adapters import Adapters
+from torchrl_moe.modules.backends.vllm.forced_rows import attached
 from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
 from torchrl_moe.modules.backends.vllm.request_part import Part
-from torchrl_moe.modules.backends.vllm.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder
 
 __all__ = ["EngineRequests"]
@@ -207,7 +208,7 @@ class EngineRequests:
         part = Part(request.request_id, getattr(params, "n", 1), lora, is_synced, answer=answer)
         running.parts.add(part)
         final = None
-        followed = self._routes.attached(params, request)
+        followed = attached(params, request, self._routes)
         try:
             async for output in self.engine.generate(
                 prompt, followed, request.request_id, lora_request=lora, priority=request.priority

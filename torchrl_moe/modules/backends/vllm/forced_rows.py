@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from torchrl_moe import _checks
-from torchrl_moe._errors import RouteShapeError, RouteValueError
-from torchrl_moe.data import UNSET_EXPERT, RoutingLayout
+from torchrl_moe.modules.backends.replica import Request
+from torchrl_moe.modules.backends.request_routes import RequestRoutes
+from torchrl_moe.modules.backends.vllm.prompt_scores import scoring_params
 
-__all__ = ["Forced", "attach", "check_rows", "forced_in", "forced_of", "rows_of_answer"]
+__all__ = ["Forced", "attach", "attached", "forced_in", "forced_of"]
 
 KEY = "torchrl_moe"
 
@@ -54,6 +53,16 @@ def attach(params: Any, forced: Forced) -> Any:
     return params
 
 
+def attached(params: Any, request: Request, routes: RequestRoutes) -> Any:
+    """Return vLLM's ``SamplingParams`` with what else a request asks for in them: rows, and scores."""
+    if request.scoring is not None:
+        assert request.prompt_token_ids is not None  # as the service makes such requests
+        params = scoring_params(params, request.scoring, len(request.prompt_token_ids))
+    if routes.why_live:
+        return params
+    return attach(params, Forced(rows=request.routed_experts, is_live=routes.how(request) == "live"))
+
+
 def forced_in(params: Any) -> Forced:
     """Return what :func:`attach` put into ``SamplingParams``; the rows are the same memory."""
     packed: Mapping[str, Any] | None = ((params and params.extra_args) or {}).get(KEY)
@@ -71,37 +80,3 @@ def forced_of(request: Any) -> Forced:
     if forced is None:
         forced = request.torchrl_moe_forced = forced_in(request.sampling_params)
     return forced
-
-
-def rows_of_answer(rows: NDArray[Any], layout: RoutingLayout) -> NDArray[np.integer[Any]]:
-    """Return what an engine recorded ``[rows, L, K]`` as rows to follow: layers without a router are -1."""
-    followed = rows.astype(layout.numpy_dtype)
-    if layout.dense_layers:
-        followed[:, layout.dense_layers] = UNSET_EXPERT
-    return followed
-
-
-def check_rows(rows: NDArray[Any], prompt_tokens: int, layout: RoutingLayout) -> NDArray[np.integer[Any]]:
-    """Return rows to follow in the layout's dtype, checked.
-
-    Args:
-        rows: signed integers ``[rows, L, K]`` for the first positions of a prompt.
-        prompt_tokens: P.
-        layout: the engine's routers.
-
-    Raises:
-        RouteShapeError: wrong rank, layers or width, or more rows than the prompt has tokens.
-        RouteValueError: not signed integers, or a row that is partly -1, holds an id outside ``-1..E-1`` or one twice,
-            is all zeros (K >= 2), or is set on a layer without a router.
-    """
-    name = "routed_experts"
-    _checks.check_integer(
-        name, rows, signed=True, error=RouteValueError, hint="For what an engine returned, RoutedExperts.from_vllm."
-    )
-    tail = (layout.num_layers, layout.top_k)
-    _checks.check_shape(name, rows.shape, ("rows", *tail), error=RouteShapeError, hint="L counts dense layers, too.")
-    if len(rows) > prompt_tokens:
-        raise RouteShapeError(f"{name} must have at most a row per prompt token, {prompt_tokens}, got {len(rows)}.")
-    given = torch.from_numpy(np.array(rows))  # a copy: it may be read-only
-    _checks.check_routes(given, layout.moe_layers, layout.num_experts, where="token {}".format)
-    return rows.astype(layout.numpy_dtype)

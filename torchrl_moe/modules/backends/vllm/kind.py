@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 
-import torchrl_moe
 from torchrl_moe._compat import METHOD_VARIABLE
+from torchrl_moe.modules.backends.engine_kind import process_environment
 from torchrl_moe.modules.backends.vllm.engine_args import arguments_of, devices_per_replica, seeded
 
 __all__ = ["PROGRAM", "arguments_of", "devices_per_replica", "engine_environment", "reason_not_to_fork", "seeded"]
@@ -23,19 +21,13 @@ def engine_environment(devices: str | None = None, num_replicas: int = 1, verbos
         num_replicas: how many engines share the machine's cores.
         verbose: whether vLLM logs at its own default level.
     """
-    environment = dict(os.environ)
-    root = str(Path(torchrl_moe.__file__).parents[1])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+    environment = process_environment(devices, num_replicas)
     environment.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "WARNING")
-    if devices is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = devices
-        return environment
-    # Measured on CPU: compiling vLLM's log-prob helper costs 10 s and gains nothing; binding threads to cores puts
-    # every replica on the same ones; a thread more than there are free cores makes a step ten times slower.
-    threads = max(((os.cpu_count() or 2) - 1) // num_replicas, 1)
-    environment.setdefault("TORCH_COMPILE_DISABLE", "1")
-    environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    environment.setdefault("OMP_NUM_THREADS", str(threads))
+    if devices is None:
+        # Measured on CPU: compiling vLLM's log-prob helper costs 10 s and gains nothing; binding threads to cores puts
+        # every replica on the same ones.
+        environment.setdefault("TORCH_COMPILE_DISABLE", "1")
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return environment
 
 

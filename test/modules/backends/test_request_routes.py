@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,25 +11,22 @@ from torchrl_moe._errors import RouteShapeError, RouteValueError
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.replica import CompletionOutput, Request, Scoring
-from torchrl_moe.modules.backends.vllm.forced_rows import forced_in
-from torchrl_moe.modules.backends.vllm.request_routes import RequestRoutes
+from torchrl_moe.modules.backends.request_routes import RequestRoutes, check_rows, rows_of_answer
 
 LAYOUT = RoutingLayout(num_layers=2, moe_layers=(1,), top_k=2, num_experts=8)
 WHY = "FancyRouter routes inside its kernel"
 ABLE, UNABLE = RequestRoutes(LAYOUT), RequestRoutes(LAYOUT, WHY)
 ROWS = np.array([[[-1, -1], [5, 3]], [[-1, -1], [-1, -1]]], np.int64)
 
+WIDE = RoutingLayout(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=300)
+WIDE_ROWS = np.full((4, 3, 2), -1, np.int16)
+WIDE_ROWS[:3, 1:] = [[[0, 299], [7, 8]]] * 3
+
 
 def request(**fields: Any) -> Request:
     return Request(
         **{"request_id": "a", "sampling_params": None, "prompt_token_ids": np.arange(3, dtype=np.int32), **fields}
     )
-
-
-def params(extra_args: Any = None) -> Any:
-    made = SimpleNamespace(extra_args=extra_args)
-    made.clone = lambda: copy.copy(made)
-    return made
 
 
 def answer(rows: Any) -> CompletionOutput:
@@ -131,27 +126,23 @@ def test_the_rest_of_other_answers_is_routed_live(
     assert routes.of_part(request(**fields), first) is None
 
 
-def test_what_vllm_hands_on_is_what_the_request_follows() -> None:
-    asked = params({"mine": 1})
-    made = ABLE.attached(asked, request(routed_experts=ROWS.astype(np.int8)))
-    forced = forced_in(made)
-    assert forced.rows is not None
-    assert forced.rows.dtype == np.int8
-    assert (forced.rows == ROWS).all()
-    assert not forced.is_live
-    assert made.extra_args["mine"] == 1
-    assert asked.extra_args == {"mine": 1}  # others share them
+def test_what_an_engine_recorded_is_followed_where_there_is_a_router() -> None:
+    recorded = np.zeros((2, 3, 2), np.uint16)
+    recorded[:, 1:] = [[0, 299], [7, 8]]
+    rows = rows_of_answer(recorded, WIDE)
+    assert rows.dtype == np.int16
+    assert (rows == WIDE_ROWS[:2]).all()
+    assert not recorded[:, 0].any()
 
 
-def test_a_request_without_rows_costs_nothing() -> None:
-    asked = params()
-    assert ABLE.attached(asked, request()) is asked
-    assert UNABLE.attached(asked, request(on_resume="live")) is asked
-    assert forced_in(asked).rows is None
-    assert forced_in(None).rows is None
-
-
-def test_a_request_that_is_to_route_live_says_so_to_the_scheduler() -> None:
-    forced = forced_in(ABLE.attached(params(), request(on_resume="live")))
-    assert forced.is_live
-    assert forced.rows is None
+def test_rows_are_checked_and_copied() -> None:
+    given = WIDE_ROWS.astype(np.int64)
+    given.flags.writeable = False
+    rows = check_rows(given, 4, WIDE)
+    assert rows.dtype == np.int16
+    assert (rows == WIDE_ROWS).all()
+    assert check_rows(WIDE_ROWS[:0], 4, WIDE).shape == (0, 3, 2)
+    with pytest.raises(ValueError, match="at most a row per prompt token, 3, got 4"):
+        check_rows(WIDE_ROWS, 3, WIDE)
+    with pytest.raises(ValueError, match="token 2, layer 1 holds expert 300"):
+        check_rows(np.where((WIDE_ROWS == 299) & (np.arange(4) == 2)[:, None, None], 300, WIDE_ROWS), 4, WIDE)

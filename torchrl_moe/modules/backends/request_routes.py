@@ -1,4 +1,4 @@
-"""What a request of an engine process asks for beside answers, and whether it may: recorded experts, and scores.
+"""What a request asks an engine for beside answers, and whether it may: to follow recorded experts, and scores.
 
 Letters: P prompt tokens, G tokens so far, L decoder layers, K experts per token.
 """
@@ -9,14 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from torchrl_moe.data import RoutingLayout
+from torchrl_moe import _checks
+from torchrl_moe._errors import RouteShapeError, RouteValueError
+from torchrl_moe.data import UNSET_EXPERT, RoutingLayout
 from torchrl_moe.modules.backends.replica import CompletionOutput, OnResume, Request
-from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach, check_rows, rows_of_answer
-from torchrl_moe.modules.backends.vllm.prompt_scores import scoring_params
 
-__all__ = ["RequestRoutes"]
+__all__ = ["RequestRoutes", "check_rows", "rows_of_answer"]
 
 
 class RequestRoutes:
@@ -38,7 +39,7 @@ class RequestRoutes:
     ) -> None:
         self._vocabulary = vocabulary
         self._layout = layout
-        self._why_live = why_live
+        self.why_live = why_live
         self._why_unscored = why_unscored
 
     def checked(self, request: Request) -> Request:
@@ -51,15 +52,15 @@ class RequestRoutes:
         if request.scoring is not None and self._why_unscored:
             raise ValueError(f"this engine cannot score: {self._why_unscored}")
         self._check_words(request)
-        if request.on_resume == "forced" and self._why_live:
-            raise ValueError(f"on_resume='forced', but this engine cannot follow recorded experts: {self._why_live}")
+        if request.on_resume == "forced" and self.why_live:
+            raise ValueError(f"on_resume='forced', but this engine cannot follow recorded experts: {self.why_live}")
         if request.on_resume == "forced" and not request.return_routed_experts:
             raise ValueError("on_resume='forced' needs return_routed_experts=True: else there is nothing to follow")
         rows, ids = request.routed_experts, request.prompt_token_ids
         if rows is None:
             return request
-        if self._why_live or self._layout is None:
-            raise ValueError(f"routed_experts: this engine cannot follow recorded experts: {self._why_live}")
+        if self.why_live or self._layout is None:
+            raise ValueError(f"routed_experts: this engine cannot follow recorded experts: {self.why_live}")
         if ids is None:
             raise ValueError("routed_experts has a row per token: pass token ids in place of text")
         return replace(request, routed_experts=check_rows(rows, len(ids), self._layout))
@@ -90,14 +91,39 @@ class RequestRoutes:
         """Return how tokens of a request are read again by the engine itself."""
         return "live" if self._is_live(request) else "forced"
 
-    def attached(self, params: Any, request: Request) -> Any:
-        """Return vLLM's ``SamplingParams`` with what else the request asks for in them: rows, and scores."""
-        if request.scoring is not None:
-            assert request.prompt_token_ids is not None  # as the service makes such requests
-            params = scoring_params(params, request.scoring, len(request.prompt_token_ids))
-        if self._why_live:
-            return params
-        return attach(params, Forced(rows=request.routed_experts, is_live=self._is_live(request)))
-
     def _is_live(self, request: Request) -> bool:
-        return bool(self._why_live) or request.on_resume == "live"
+        return bool(self.why_live) or request.on_resume == "live"
+
+
+def rows_of_answer(rows: NDArray[Any], layout: RoutingLayout) -> NDArray[np.integer[Any]]:
+    """Return what an engine recorded ``[rows, L, K]`` as rows to follow: layers without a router are -1."""
+    followed = rows.astype(layout.numpy_dtype)
+    if layout.dense_layers:
+        followed[:, layout.dense_layers] = UNSET_EXPERT
+    return followed
+
+
+def check_rows(rows: NDArray[Any], prompt_tokens: int, layout: RoutingLayout) -> NDArray[np.integer[Any]]:
+    """Return rows to follow in the layout's dtype, checked.
+
+    Args:
+        rows: signed integers ``[rows, L, K]`` for the first positions of a prompt.
+        prompt_tokens: P.
+        layout: the engine's routers.
+
+    Raises:
+        RouteShapeError: wrong rank, layers or width, or more rows than the prompt has tokens.
+        RouteValueError: not signed integers, or a row that is partly -1, holds an id outside ``-1..E-1`` or one twice,
+            is all zeros (K >= 2), or is set on a layer without a router.
+    """
+    name = "routed_experts"
+    _checks.check_integer(
+        name, rows, signed=True, error=RouteValueError, hint="For what an engine returned, RoutedExperts.from_vllm."
+    )
+    tail = (layout.num_layers, layout.top_k)
+    _checks.check_shape(name, rows.shape, ("rows", *tail), error=RouteShapeError, hint="L counts dense layers, too.")
+    if len(rows) > prompt_tokens:
+        raise RouteShapeError(f"{name} must have at most a row per prompt token, {prompt_tokens}, got {len(rows)}.")
+    given = torch.from_numpy(np.array(rows))  # a copy: it may be read-only
+    _checks.check_routes(given, layout.moe_layers, layout.num_experts, where="token {}".format)
+    return rows.astype(layout.numpy_dtype)

@@ -1,0 +1,231 @@
+"""One answer as it grows: when it ends, its text, and what is known of each token; every value worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.kept_ids import KeptIds
+from torchrl_moe.modules.backends.replica import CompletionOutput
+from torchrl_moe.modules.backends.transformers.answer import Answer, Draw
+from torchrl_moe.modules.backends.transformers.sampling import read_sampling
+from torchrl_moe.modules.backends.transformers.words import Words
+from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
+
+TOKENIZER = ByteTokenizer()
+EOS = TOKENIZER.eos_token_id
+WORDS = Words(TOKENIZER)
+LAYOUT = RoutingLayout(num_layers=2, moe_layers=(1,), top_k=2, num_experts=8)
+NOTHING = np.empty(0, np.int32)
+
+
+def answer(max_model_len: int = 100, layout: RoutingLayout | None = LAYOUT, index: int = 0, **params: Any) -> Answer:
+    return Answer([1, 2, 3], read_sampling(params), index, WORDS, max_model_len, layout)
+
+
+def grow(one: Answer, tokens: Any, version: int = 0, step: Any = NOTHING) -> Answer:
+    """Add tokens, or the bytes of a text, until it ends."""
+    for token in tokens.encode() if isinstance(tokens, str) else tokens:
+        if one.finish_reason is None:
+            one.add(Draw(token, -float(token), np.array(step, np.int32)), version)
+    return one
+
+
+def row(*experts: int) -> Any:
+    """A row of the second layer; the first is dense."""
+    return [[-1, -1], list(experts)]
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "count", "reason", "stop_reason", "text"),
+    [
+        ({"max_tokens": 3}, "abcd", 3, "length", None, "abc"),
+        ({}, [97, EOS, 98], 2, "stop", None, "a"),
+        ({"ignore_eos": True, "max_tokens": 3}, [97, EOS, 98], 3, "length", None, "ab"),
+        ({"stop_token_ids": [99]}, "abcd", 3, "stop", 99, "ab"),
+        ({"stop_token_ids": [99], "include_stop_str_in_output": True}, "abcd", 3, "stop", 99, "abc"),
+        ({"stop": "bc"}, "abcd", 3, "stop", "bc", "a"),
+        ({"stop": ["cd", "bcd"]}, "abcd", 4, "stop", "bcd", "a"),  # of two that end together the longer begins first
+        ({"stop": "bc", "include_stop_str_in_output": True}, "abcd", 3, "stop", "bc", "abc"),
+        ({"stop": "é"}, "aéb", 3, "stop", "é", "a"),  # the second of its two bytes ends it
+        ({"stop": "b", "min_tokens": 2}, "abcb", 4, "stop", "b", "abc"),  # the first came too early
+        ({"stop": "b", "max_tokens": 2}, "ab", 2, "stop", "b", "a"),  # as the last one that there may be
+        ({"max_tokens": 2}, [97, EOS], 2, "stop", None, "a"),
+        ({"detokenize": False, "max_tokens": 2}, "ab", 2, "length", None, ""),
+        ({"max_tokens": 2}, [97, 0xC3], 2, "length", None, "a"),  # half a character is not shown
+        ({"skip_special_tokens": False, "ignore_eos": True, "max_tokens": 1}, [EOS], 1, "length", None, "<eos>"),
+    ],
+)
+def test_an_answer_ends(
+    params: dict[str, Any], tokens: Any, count: int, reason: str, stop_reason: Any, text: str
+) -> None:
+    output = grow(answer(**params), tokens).output(True)
+    assert len(output.token_ids) == count
+    assert (output.finish_reason, output.stop_reason) == (reason, stop_reason)
+    assert output.text.replace(TOKENIZER.eos_token, "<eos>") == text
+
+
+def test_it_ends_where_the_model_does() -> None:
+    one = grow(answer(max_model_len=7, max_tokens=None), "abcdefgh")
+    assert (len(one.tokens), one.finish_reason, one.longest) == (4, "length", 7)
+    assert answer(max_model_len=7, max_tokens=2).longest == 5
+
+
+def test_words_that_would_end_it_early_are_masked() -> None:
+    one = answer(min_tokens=2, stop_token_ids=[5])
+    assert one.masked == sorted([EOS, 5])
+    grow(one, "a")
+    assert one.masked == sorted([EOS, 5])
+    grow(one, "b")
+    assert one.masked == []
+
+
+# -- what is known of its tokens --------------------------------------------------------------------------------------
+
+
+def test_each_token_has_its_version_log_prob_and_words() -> None:
+    one = answer(logprobs=0)
+    grow(one, [10], 3, [0, 10, 12])
+    grow(one, [11], 3)
+    grow(one, [12], 4, [0, ~5])
+    output = one.output(True)
+    assert output.token_ids.tolist() == [10, 11, 12]
+    assert output.policy_versions.tolist() == [3, 3, 4]
+    assert output.logprobs is not None
+    assert output.logprobs.tolist() == [-10, -11, -12]
+    assert output.kept is not None
+    assert (output.kept.ids.tolist(), output.kept.sizes.tolist()) == ([10, 12, 5], [2, 0, -1])
+    assert output.finish_reason == "abort"
+    assert (output.policy_versions.dtype, output.logprobs.dtype) == (np.int32, np.float32)
+
+
+def test_without_log_probs_there_are_none_and_no_words() -> None:
+    output = grow(answer(top_k=3), [10], step=[0, 10, 11, 12]).output(True)
+    assert output.logprobs is output.kept is None
+
+
+def test_rows_are_of_all_tokens_but_the_last_as_engines_give_them() -> None:
+    one = answer()
+    assert one.output(True).routed_experts is None  # nothing was generated
+    one.add_rows(np.array([row(0, 1), row(2, 3), row(4, 5)], np.int16))
+    grow(one, [10])
+    one.add_rows(np.array([row(6, 7)], np.int16))
+    grow(one, [11])
+    rows = one.output(True).routed_experts
+    assert rows is not None
+    assert rows.dtype == np.uint8
+    assert rows.tolist() == [[[0, 0], pair] for pair in ([0, 1], [2, 3], [4, 5], [6, 7])]
+    assert one.output(False).routed_experts is None
+    assert answer(layout=None).output(True).routed_experts is None
+
+
+def test_many_experts_need_a_wider_type() -> None:
+    layout = RoutingLayout(num_layers=1, moe_layers=(0,), top_k=1, num_experts=300)
+    one = answer(layout=layout)
+    one.add_rows(np.array([[[299]], [[0]], [[7]]], np.int16))
+    rows = grow(one, [10]).output(True).routed_experts
+    assert rows is not None
+    assert (rows.dtype, rows.tolist()) == (np.uint16, [[[299]], [[0]], [[7]]])
+
+
+# -- reading again ----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_recorded_is_followed_and_wins_when_all_is_read_again() -> None:
+    one = answer()
+    recorded = np.array([row(0, 1), row(2, 3), row(4, 5)], np.int16)
+    one.note_read()
+    one.add_rows(recorded)
+    grow(one, [10])
+    followed = one.rows_to_follow()
+    assert followed is not None
+    assert (followed[:3] == recorded).all()
+    assert (followed[3] == -1).all()
+    one.note_read()
+    one.add_rows(np.array([row(7, 6), row(7, 6), row(7, 6), row(6, 7)], np.int16))
+    output = grow(one, [11]).output(True)
+    assert output.routed_experts is not None
+    assert output.routed_experts[:, 1].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert output.resume == "forced"
+
+
+def test_live_is_the_worse_of_both() -> None:
+    one = answer()
+    one.how = "live"
+    one.note_read()
+    assert one.output(True).resume == "none"  # it was the first time
+    one.add_rows(np.array([row(0, 1)] * 3, np.int16))
+    grow(one, [10])
+    assert one.rows_to_follow() is None
+    one.note_read()
+    one.how = "forced"
+    one.note_read()
+    assert one.output(True).resume == "live"
+
+
+def test_a_users_rows_are_followed_until_there_are_own_ones() -> None:
+    one = answer()
+    one.followed = np.array([row(5, 4)], np.int8)
+    rows = one.rows_to_follow()
+    assert rows is not None
+    assert rows.tolist() == [row(5, 4), [[-1, -1]] * 2, [[-1, -1]] * 2]
+
+
+def given(**fields: Any) -> CompletionOutput:
+    defaults: dict[str, Any] = {
+        "index": 0,
+        "token_ids": np.array([97, 0xC3]),
+        "text": "a",
+        "finish_reason": "abort",
+        "policy_versions": np.array([1, 2], np.int32),
+        "logprobs": np.array([-0.5, -1.5], np.float32),
+        "routed_experts": np.array([[[0, 0], [0, 1]]] * 4, np.uint8),
+        "kept": KeptIds(np.array([97], np.int32), np.array([1, 0], np.int32)),
+    }
+    return CompletionOutput(**{**defaults, **fields})
+
+
+def test_it_goes_on_from_what_there_was() -> None:
+    one = answer(logprobs=0, max_tokens=4, stop="éb")
+    one.go_on_from(given())
+    one.note_read()
+    rows = one.rows_to_follow()
+    assert rows is not None
+    assert rows[:, 0].tolist() == [[-1, -1]] * 5  # 0 on a dense layer is no route
+    assert rows[:, 1].tolist() == [[0, 1]] * 4 + [[-1, -1]]
+    one.add_rows(np.array([row(7, 7)] * 4 + [row(2, 3)], np.int16))
+    grow(one, [0xA9], 5, [0, 0xA9, 1])
+    one.add_rows(np.array([row(4, 5)], np.int16))
+    output = grow(one, [98], 5).output(True)
+    assert output.token_ids.tolist() == [97, 0xC3, 0xA9, 98]
+    assert output.policy_versions.tolist() == [1, 2, 5, 5]
+    assert output.logprobs is not None
+    assert output.logprobs.tolist() == [-0.5, -1.5, -0xA9, -98]
+    assert output.kept is not None
+    assert (output.kept.ids.tolist(), output.kept.sizes.tolist()) == ([97, 0xA9, 1], [1, 0, 2, 0])
+    assert output.routed_experts is not None
+    assert output.routed_experts[:, 1].tolist() == [[0, 1]] * 4 + [[2, 3], [4, 5]]
+    assert (output.text, output.finish_reason, output.stop_reason) == ("a", "stop", "éb")  # across the cut
+    assert output.resume == "forced"
+
+
+def test_what_had_no_routes_and_log_probs_goes_on_without() -> None:
+    one = answer(logprobs=0)
+    one.go_on_from(given(routed_experts=None, logprobs=None, kept=None))
+    one.note_read()
+    assert one.rows_to_follow() is None
+    one.add_rows(np.array([row(0, 1)] * 5, np.int16))
+    output = grow(one, [98]).output(True)
+    assert output.routed_experts is output.logprobs is output.kept is None
+    assert (output.resume, len(output.token_ids)) == ("live", 3)
+
+
+def test_an_answer_that_is_full_cannot_go_on() -> None:
+    with pytest.raises(ValueError, match="answer 3 to resume has 2 tokens already: max_tokens=2 must be larger"):
+        answer(index=3, max_tokens=2).go_on_from(given())

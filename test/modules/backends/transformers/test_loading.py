@@ -1,0 +1,110 @@
+"""Models that are loaded and tried, and those that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from support.plain import loaded, save
+from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.transformers import loading
+from torchrl_moe.modules.backends.transformers.loading import Loaded, layout_of
+from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
+from torchrl_moe.testing.tiny_moe import make_tiny_moe
+
+
+def test_it_says_what_it_is(plain: Loaded, plain_folder: Path) -> None:
+    info = plain.info
+    assert (info.model, info.max_model_len, info.dtype, info.why_live) == (str(plain_folder), 128, "float32", "")
+    assert info.layout == RoutingLayout(num_layers=4, moe_layers=(1, 2, 3), top_k=4, num_experts=16)
+    assert info.engine_version.startswith("transformers ")
+    assert plain.decoder.token_bytes == 4 * 2 * 2 * 32 * 4  # layers, keys and values, heads, width, float32
+
+
+def test_a_dense_model_has_no_routes(tmp_path: Path) -> None:
+    folder = save(tmp_path, "qwen3")
+    engine = loaded(folder, max_model_len=None)
+    assert (engine.info.layout, engine.info.why_live) == (None, "the engine captures no routes")
+    assert engine.info.max_model_len == engine.decoder.model.config.max_position_embeddings
+    with pytest.raises(ValueError, match="has no experts: a dense model"):
+        loaded(folder, enable_return_routed_experts=True)
+
+
+def test_routes_may_be_left_out(plain_folder: Path) -> None:
+    engine = loaded(plain_folder, enable_return_routed_experts=False, dtype="bfloat16")
+    assert engine.info.layout is None
+    assert engine.decoder.replay is None
+    assert engine.info.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"max_model_len": 10**6}, ValueError, "max_model_len=1000000, but the model has max_position_embeddings="),
+        ({"tokenizer": "/no/such/folder"}, (OSError, ValueError), "no/such/folder"),
+    ],
+)
+def test_arguments_that_do_not_fit_the_model_are_refused(
+    plain_folder: Path, arguments: dict[str, Any], error: Any, words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        loaded(plain_folder, **arguments)
+
+
+def test_a_model_whose_forward_pass_wants_another_cache_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+    config = AutoConfig.for_model(
+        "qwen3_next",
+        vocab_size=259,
+        num_hidden_layers=4,
+        head_dim=16,
+        linear_value_head_dim=8,
+        shared_expert_intermediate_size=16,
+        **sizes,
+        **experts,
+        **linear,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    ByteTokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot serve Qwen3NextForCausalLM: .*; vLLM may"):
+        loaded(tmp_path)
+
+
+def test_a_model_whose_routes_cannot_be_recorded_may_be_served_without(
+    plain_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(model: Any) -> Any:
+        raise UnsupportedRouterError("its router hides")
+
+    monkeypatch.setattr(loading, "RouterReplay", refuse)
+    with pytest.raises(UnsupportedRouterError, match=r"hides\. enable_return_routed_experts=False serves it without"):
+        loaded(plain_folder)
+
+
+def test_routers_of_different_sizes_have_no_layout() -> None:
+    class Site:
+        def __init__(self, top_k: int) -> None:
+            self.top_k, self.num_experts = top_k, 8
+
+    class Replay:
+        sites = (Site(2), Site(1))
+        model = torch.nn.Identity()
+
+    with pytest.raises(UnsupportedRouterError, match="Identity has routers of different sizes"):
+        layout_of(Replay())  # type: ignore[arg-type]
+
+
+def test_the_models_own_ends_are_known(tmp_path: Path) -> None:
+    model = make_tiny_moe("qwen3_moe")
+    model.generation_config.eos_token_id = [258, 10]
+    model.save_pretrained(tmp_path)
+    ByteTokenizer().save_pretrained(tmp_path)
+    words = loaded(tmp_path).reader.words
+    assert (words.eos, words.more_eos) == (258, {10})

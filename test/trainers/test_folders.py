@@ -1,0 +1,45 @@
+"""A folder takes another's place, or that one is back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrl_moe.trainers.folders import exchange
+
+
+def folder(path: Path, content: str) -> Path:
+    path.mkdir()
+    (path / "file").write_text(content)
+    return path
+
+
+def names(path: Path) -> list[str]:
+    return sorted(item.name for item in path.iterdir())
+
+
+@pytest.mark.parametrize("has_older", [False, True])
+def test_a_draft_takes_the_place(tmp_path: Path, has_older: bool) -> None:
+    if has_older:
+        folder(tmp_path / "run", "old")
+    folder(tmp_path / ".run.older", "left by a kill")
+    exchange(folder(tmp_path / ".draft", "new"), tmp_path / "run")
+    assert (tmp_path / "run" / "file").read_text() == "new"
+    assert names(tmp_path) == ["run"]
+
+
+def test_what_fails_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older, draft, replace = folder(tmp_path / "run", "old"), folder(tmp_path / ".draft", "new"), os.replace
+
+    def fail(source: Any, target: Any) -> None:
+        if Path(source) == draft:
+            raise OSError("no such luck")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no such luck"):
+        exchange(draft, older)
+    assert (older / "file").read_text() == "old"

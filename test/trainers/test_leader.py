@@ -1,0 +1,99 @@
+"""What rank 0 makes: parts by the configuration, and an older run is forgotten but for what this one starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.training import fake_config, fake_fleet, fake_model
+from torchrl_moe.testing import ByteTokenizer
+from torchrl_moe.testing.fake_weights import FakeFleet
+from torchrl_moe.trainers import leader as leader_module
+from torchrl_moe.trainers.config import ConfigError, ModelConfig
+from torchrl_moe.trainers.leader import Leader
+from torchrl_moe.trainers.policy_model import PolicyModel
+
+
+@pytest.fixture
+def fleet() -> Iterator[FakeFleet]:
+    with fake_fleet() as service:
+        yield service
+
+
+@pytest.fixture
+def leader(tmp_path: Path) -> Leader:
+    return Leader(fake_config(tmp_path / "run", 30))
+
+
+def test_a_folder_is_taken_and_let_go(leader: Leader) -> None:
+    let_go = leader.lock()
+    with pytest.raises(ConfigError, match="is used by another run"):
+        leader.lock()
+    let_go()
+    leader.lock()()
+
+
+@pytest.mark.parametrize(("asked", "failures"), [(None, 6), (3, 3), (0, 0)])
+def test_a_collector_as_the_configuration_says(
+    leader: Leader, fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch, asked: int | None, failures: int
+) -> None:
+    made: dict[str, Any] = {}
+    collector_of = leader_module.AsyncLLMCollector
+
+    def make(env: Any, **arguments: Any) -> Any:
+        made.update(arguments)
+        return collector_of(env, **arguments)
+
+    monkeypatch.setattr(leader_module, "AsyncLLMCollector", make)
+    rollout = leader.config.rollout
+    rollout.max_failures, rollout.max_staleness, rollout.window = asked, 3, 0.5
+    policy_model = PolicyModel.load(fake_model(), ByteTokenizer(), ModelConfig())
+    given: dict[str, Any] = {"dataset": [{"prompt": "1+1="}], "rewards": lambda completion: 1.0}
+    source = leader.source(policy_model.tokenizer, given)
+    engine = leader.engine(policy_model, fleet)
+    collector = leader.collector(source, engine)
+    assert (made["group_size"], made["groups_per_batch"], made["max_staleness"], made["window"]) == (2, 2, 3, 0.5)
+    assert made["max_failures"] == failures and made["group_filter"] is None
+    before = collector.policy_version
+    engine.sync()
+    assert collector.policy_version == before + 1
+    collector.shutdown()
+    rollout.order = "sideways"
+    with pytest.raises(ConfigError, match="rollout: order must be"):
+        leader.collector(source, engine)
+    engine.shutdown()
+
+
+def test_loggers_by_name(leader: Leader) -> None:
+    assert leader.loggers() == []
+    leader.config.log.loggers = ["csv"]
+    (logger,) = leader.loggers()
+    assert logger.exp_name.startswith("events/")
+
+
+def test_a_logger_that_is_not_installed_is_a_mistake(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any, **__: Any) -> Any:
+        raise ImportError("No module named 'wandb'")
+
+    monkeypatch.setattr(leader_module, "get_logger", missing)
+    leader.config.log.loggers = ["wandb"]
+    with pytest.raises(ConfigError, match=r"^log: No module named 'wandb'$"):
+        leader.loggers()
+
+
+def test_an_older_run_is_forgotten(leader: Leader, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for name in ("checkpoints/step-000000000002", "start-old", "start-own", "model"):
+        (folder / name).mkdir(parents=True)
+    leader.forget_older_run(folder / "start-own")
+    assert sorted(path.name for path in folder.iterdir()) == ["model", "start-own"]
+
+
+def test_a_record_goes_on_from_a_step(leader: Leader, tmp_path: Path) -> None:
+    for step in range(3):
+        leader.record(step).add({"step": step})
+    assert [row["step"] for row in leader.record(2).rows] == [0, 1]
+    assert (tmp_path / "run" / "config.yaml").exists()

@@ -1,0 +1,188 @@
+"""A step by ranks that share the model is that of one process, however they share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tensordict import TensorDictBase
+from transformers import AutoModelForCausalLM
+
+from support.ranks import run_as_ranks
+from support.shared_training import MODEL, grouped_batch, one_step, settings, steps
+from torchrl_moe.modules.policies.unstack import checkpoint_tensors
+from torchrl_moe.testing.tiny_moe import save_tiny_moe
+from torchrl_moe.trainers.config import GRPOConfig
+from torchrl_moe.trainers.placement import Placement
+from torchrl_moe.trainers.policy_model import PolicyModel
+from torchrl_moe.trainers.rank_group import join_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def in_parts(config: GRPOConfig) -> None:
+    """Shares have other numbers of micro-batches; the gradient is scaled down; all of a layer is computed again."""
+    config.optim.max_tokens, config.optim.max_grad_norm = 14, 0.5
+    config.model.activation_checkpointing = True
+
+
+def all_terms(config: GRPOConfig) -> None:
+    config.loss.arguments = {
+        "proximal_policy": "recomputed",
+        "correction": "tis",
+        "aggregation": "prompt_mean",
+        "kl_to_ref_coeff": 0.1,
+        "entropy_bonus": True,
+    }
+    config.loss.router = {"load_balancing_coeff": 0.1}
+    config.optim.max_tokens = 14
+
+
+def recorded(config: GRPOConfig) -> None:
+    config.loss.replay = "R2"
+
+
+def kept(config: GRPOConfig) -> None:
+    config.placement.reshard_after_forward = False
+
+
+def adapted(config: GRPOConfig) -> None:
+    config.model.lora.rank, config.model.lora.target = 2, "all"
+    config.loss.arguments = {"kl_to_ref_coeff": 0.1}
+    config.optim.max_tokens = 14
+
+
+def expert_parallel(config: GRPOConfig) -> None:
+    in_parts(config)
+    config.placement.expert_parallel = 2
+
+
+def tensor_parallel(config: GRPOConfig) -> None:
+    config.placement.tensor_parallel, config.optim.max_grad_norm = 2, 0.5
+
+
+def both(config: GRPOConfig) -> None:
+    tensor_parallel(config)
+    config.placement.expert_parallel = 2
+
+
+def replicated(config: GRPOConfig) -> None:
+    in_parts(config)
+    config.placement.replicate = 2
+
+
+def all_three(config: GRPOConfig) -> None:
+    tensor_parallel(config)
+    config.placement.expert_parallel, config.optim.max_tokens = 4, 14
+
+
+Change = Callable[[GRPOConfig], None]
+WAYS: Mapping[str, Change] = {
+    "FSDP2": in_parts,
+    "FSDP2, all terms": all_terms,
+    "FSDP2, R2": recorded,
+    "FSDP2, kept": kept,
+    "FSDP2, adapter": adapted,
+}
+PARALLEL: Mapping[str, Change] = {"EP": expert_parallel, "TP": tensor_parallel, "TP, EP": both}
+WIDE: Mapping[str, Change] = {"HSDP": replicated, "FSDP2, TP, EP": all_three}
+"""On four ranks."""
+
+
+@pytest.fixture(scope="module")
+def batch() -> TensorDictBase:
+    return grouped_batch()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_moe(tmp_path_factory.mktemp("model") / "tiny", **MODEL)
+
+
+def alone(config: GRPOConfig, batch: TensorDictBase) -> dict[str, Any]:
+    config.placement = GRPOConfig().placement
+    torch.manual_seed(0)
+    return one_step(config, batch.clone())
+
+
+def compare(folder: Path, batch: TensorDictBase, ways: Mapping[str, Change], world_size: int = 2) -> None:
+    configs = {name: settings(folder, change) for name, change in ways.items()}
+    torch.manual_seed(0)  # rank 0 draws adapters as one process does
+    found = run_as_ranks(steps, configs, batch, world_size=world_size)
+    for name, change in ways.items():
+        exact = alone(settings(folder, change), batch)
+        largest = max(np.abs(gradient).max() for gradient in exact["gradients"].values())
+        for rank in found:
+            one = rank[name]
+            assert one["gradients"].keys() == exact["gradients"].keys()
+            gap = max(np.abs(one["gradients"][key] - exact["gradients"][key]).max() for key in exact["gradients"])
+            # AdamW's first step is the sign of the gradient: that of what is 0 but for rounding counts for nothing
+            moved = max(
+                (np.abs(one["weights"][key] - exact["weights"][key]) * (np.abs(exact["gradients"][key]) > 1e-5)).max()
+                for key in exact["weights"]
+            )
+            print(f"{name}: gradients {gap / largest:.1e} of the largest, weights {moved:.1e}")
+            assert gap <= 2e-6 * largest
+            assert moved <= 1e-6
+            assert one["figures"].keys() == exact["figures"].keys()
+            for figure in one["figures"].keys() - {"ESS", "ess"}:  # which is a mean over parts, and these are others
+                assert one["figures"][figure] == pytest.approx(exact["figures"][figure], abs=1e-5), figure
+
+
+def test_two_ranks_step_as_one_process(folder: Path, batch: TensorDictBase) -> None:
+    compare(folder, batch, WAYS)
+
+
+@pytest.mark.parity
+def test_ranks_that_split_layers_or_experts_step_as_one_process(folder: Path, batch: TensorDictBase) -> None:
+    compare(folder, batch, PARALLEL)
+
+
+@pytest.mark.parity
+def test_four_ranks_step_as_one_process(folder: Path, batch: TensorDictBase) -> None:
+    compare(folder, batch, WIDE, world_size=4)
+
+
+# -- what is loaded and written ---------------------------------------------------------------------------------------
+
+
+def load_and_save(folder: Path, out: Path, change: Change, dtype: str) -> dict[str, Any]:
+    ranks = join_ranks(60.0)
+    config = settings(folder, change)
+    config.model.dtype, config.placement.timeout = dtype, 45.0
+    placement = Placement.of(ranks, config)
+    torch.manual_seed(ranks.rank)  # no rank relies on another's random numbers
+    policy_model = PolicyModel.load(None, None, config.model, placement)
+    for name, weight in policy_model.trained.items():
+        if "lora_B" in name:
+            weight.data.fill_(0.5)
+    policy_model.save(out)
+    dist.barrier()
+    sizes = {name: weight.to_local().numel() for name, weight in policy_model.trained.items()}  # type: ignore[attr-defined]
+    whole = {name: weight.numel() for name, weight in policy_model.trained.items()}
+    weight: Any = next(iter(policy_model.trained.values()))
+    backend = weight.device_mesh.get_group(0)._get_backend(torch.device("cpu"))
+    seconds = backend.options._timeout.total_seconds()
+    return {"share": sum(sizes.values()) / sum(whole.values()), "seconds": seconds}
+
+
+@pytest.mark.parametrize(("change", "dtype"), [(in_parts, "float32"), (in_parts, "bfloat16"), (adapted, "float32")])
+def test_each_rank_has_half_and_they_write_the_whole(tmp_path: Path, folder: Path, change: Change, dtype: str) -> None:
+    found = run_as_ranks(load_and_save, folder, tmp_path / "model", change, dtype)
+    assert all(rank["share"] == pytest.approx(0.5, abs=0.02) for rank in found)
+    assert all(rank["seconds"] == 45.0 for rank in found)  # of the model's own collectives
+    before = checkpoint_tensors(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    written = checkpoint_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32))
+    changed = {name for name in before if not torch.equal(before[name], written[name])}
+    assert before.keys() == written.keys()
+    if change is not adapted:
+        assert not changed
+    else:
+        assert {name.rsplit(".", 2)[-2] for name in changed} == {
+            "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+        }  # fmt: skip

@@ -1,0 +1,122 @@
+"""What ranks say to one another, and what they say of one that is missing, has failed, or is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.ranks import run_as_ranks
+from torchrl_moe._errors import RankError
+from torchrl_moe.trainers import rendezvous
+from torchrl_moe.trainers.rank_group import Ranks, join_ranks
+
+
+def talk() -> dict[str, Any]:
+    ranks = join_ranks(60.0)
+    found: dict[str, Any] = {"rank": ranks.rank, "size": ranks.size, "first": ranks.is_first}
+    for number in range(3):
+        ranks.meet(f"phase {number}")
+    found["gathered"] = ranks.gather({"own": ranks.rank})
+    found["told"] = ranks.from_first(f"of {ranks.rank}", "telling")
+    found["part"] = ranks.scatter([["a"], ["b"], ["c"]] if ranks.is_first else None)
+    total = ranks.sum({"tokens": float(ranks.rank + 1), "counts": torch.tensor([ranks.rank, 6.0])})
+    found["sum"] = total["tokens"], total["counts"].tolist()  # type: ignore[attr-defined]
+    ranks.close()
+    ranks.close()
+    found["group"] = dist.is_initialized()  # which was there before
+    return found
+
+
+def test_three_ranks_talk() -> None:
+    found = run_as_ranks(talk, world_size=3)
+    for rank, one in enumerate(found):
+        assert (one["rank"], one["size"], one["first"]) == (rank, 3, rank == 0)
+        assert one["gathered"] == [{"own": 0}, {"own": 1}, {"own": 2}]
+        assert (one["told"], one["part"], one["group"]) == ("of 0", [["a"], ["b"], ["c"]][rank], True)
+        assert one["sum"] == (2.0, [1.0, 6.0])  # divided by three, as gradients that are averaged need it
+
+
+def test_a_single_process_talks_to_itself() -> None:
+    ranks = join_ranks(1.0)
+    assert type(ranks) is Ranks and ranks.is_first
+    ranks.meet("alone")
+    assert (ranks.gather(3), ranks.from_first(4, "telling"), ranks.scatter([5])) == ([3], 4, 5)
+    assert ranks.sum({"tokens": 6.0}) == {"tokens": 6.0}
+    with pytest.raises(ZeroDivisionError), ranks.guard():
+        raise ZeroDivisionError
+    ranks.close()
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def heard(work: Callable[[Ranks], Any], seconds: float = 60.0) -> str:
+    """The error that a rank ends with."""
+    ranks = join_ranks(seconds)
+    try:
+        with ranks.guard():
+            ranks.meet("begin")
+            work(ranks)
+    except (ArithmeticError, OSError, RankError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        ranks.close()
+    return "nothing"
+
+
+def one_raises(ranks: Ranks) -> None:
+    if ranks.rank == 1:
+        raise ZeroDivisionError("a reward\nof 0")
+    ranks.meet("training")
+
+
+def test_all_hear_of_the_rank_that_raised() -> None:
+    first, second, third = run_as_ranks(heard, one_raises, world_size=3)
+    assert second == "ZeroDivisionError: a reward\nof 0"
+    assert first == third == "RankError: rank 1 failed (last met: begin): ZeroDivisionError: a reward"
+
+
+def first_raises_while_another_is_in_a_collective(ranks: Ranks) -> None:
+    if ranks.rank == 1:
+        raise ConnectionError("no engine")
+    ranks.gather(ranks.rank)
+
+
+def test_a_collective_that_breaks_names_the_rank_that_raised() -> None:
+    """Its deadline is that of the groups: the rank that raised lives on, as in a notebook."""
+    first, second = run_as_ranks(heard, first_raises_while_another_is_in_a_collective, 1.0)
+    assert first == "RankError: rank 1 failed (last met: begin): ConnectionError: no engine"
+    assert second == "ConnectionError: no engine"
+
+
+def killed(folder: Path, victim: int, collective: bool) -> str:
+    ranks = join_ranks(30.0)
+    ranks.meet("begin")
+    try:
+        with ranks.guard():
+            if ranks.rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if collective:
+                ranks.gather(0)
+            ranks.meet("training", patient=True)
+    except RankError as error:
+        (folder / str(ranks.rank)).write_text(str(error))
+    return ""
+
+
+@pytest.mark.parametrize(("victim", "collective"), [(1, True), (0, True), (0, False)])
+def test_a_rank_that_is_gone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, collective: bool
+) -> None:
+    monkeypatch.setattr(rendezvous, "FAREWELL", 1.0)
+    survivor = 1 - victim
+    with pytest.raises(AssertionError, match=f"rank {victim} died with exit code -9"):
+        run_as_ranks(killed, tmp_path, victim, collective)
+    assert f"rank {victim}" in (tmp_path / str(survivor)).read_text()

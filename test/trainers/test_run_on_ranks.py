@@ -1,0 +1,342 @@
+"""Runs of several ranks: on a fake engine what each does, in what order, and how they end; on vLLM what they reach."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from tensordict import TensorDictBase, lazy_stack, set_list_to_stack
+
+from support.engines import EngineShelf
+from support.processes import PYTHONPATH, is_gone
+from support.rank_watch import syncs_of
+from support.ranks import run_as_ranks
+from support.sharded import whole
+from support.shared_training import learner_of
+from support.sources import ROOT
+from support.training import DLOGP_BOUND, fake_config, fake_fleet, fake_model, fake_run, numbers, rows_of
+from support.waiting import until
+from torchrl_moe._errors import RankError
+from torchrl_moe.testing import ByteTokenizer
+from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer, rendezvous
+from torchrl_moe.trainers.compose import load_config
+from torchrl_moe.trainers.parcel import unpack
+from torchrl_moe.trainers.placement import Placement
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Watch = Callable[[MoEGRPOTrainer, dict[str, Any]], object]
+
+
+def run(config: GRPOConfig, watch: Watch, **given: Any) -> dict[str, Any]:
+    """One rank's, or the only process's; what it saw."""
+    found: dict[str, Any] = {}
+    numbers = itertools.count()  # the fake engine gives a prompt's answers alike
+    given = {"rewards": lambda completion: float(next(numbers) % 5), **given}
+    with set_list_to_stack(True), fake_fleet() as fleet:
+        try:
+            with fake_run(fleet, config, **given) as trainer:
+                watch(trainer, found)
+                trainer.train()
+                found |= {
+                    "step": trainer.steps_done,
+                    "rows": trainer.record.rows,
+                    "skipped": trainer.learner.stepper.skipped,
+                }
+                weights = trainer.policy_model.model.state_dict()
+                found["weights"] = {name: whole(weight).numpy().copy() for name, weight in weights.items()}
+                found["version"] = trainer.rollout_engine.version
+                found["served"] = {name: weight.numpy() for name, weight in fleet.fakes[0].weights.items()}
+        except (RankError, ConfigError, ArithmeticError) as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def config_of(folder: Path, steps: int) -> GRPOConfig:
+    config = fake_config(folder, steps)
+    config.rollout.prompts_per_step, config.optim.lr = 4, 1e-2
+    config.checkpoint.every, config.eval.mismatch_every, config.placement.timeout = 2, 1, 60.0
+    return config
+
+
+def see_shares(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
+    found["prompts"], found["tokens"] = [], []
+
+    def see(batch: TensorDictBase) -> None:
+        rows = batch.unbind(0)
+        found["prompts"].append([(int(row["group_id"]), str(row["prompt"])) for row in rows])
+        found["tokens"].append(sum(len(row["tokens", "response"]) for row in rows))
+
+    trainer.register_op("batch_process", see)
+
+
+def test_rank_0_gives_each_rank_whole_groups_and_writes_down_the_whole(tmp_path: Path) -> None:
+    first, second = run_as_ranks(run, config_of(tmp_path, 3), see_shares)
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in first["rows"]] == [0, 1, 2] and second["rows"] == []
+    for step in range(3):
+        one, other = (set(rank["prompts"][step]) for rank in (first, second))
+        assert not one & other
+        groups = {group for group, _ in one | other}
+        assert len(groups) == 4 and len(first["prompts"][step]) + len(second["prompts"][step]) == 8
+        assert float(rows[step]["length"]) * 8 == first["tokens"][step] + second["tokens"][step]
+    assert numbers(rows, "lr") == pytest.approx([1e-2] * 3)
+    assert first["step"] == second["step"] == 3
+    assert first["version"] == second["version"]
+    for name, weight in first["weights"].items():
+        assert np.array_equal(weight, second["weights"][name])
+    assert np.array_equal(first["served"]["lm_head.weight"], first["weights"]["lm_head.weight"])
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-000000000002", "step-000000000003"}
+
+
+def nothing(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
+    pass
+
+
+def other_models(config: GRPOConfig) -> dict[str, Any]:
+    """Each rank is given a model of its own: rank 0's counts."""
+    seed = int(torch.distributed.get_rank()) if torch.distributed.is_initialized() else 0
+    torch.manual_seed(100 + seed)
+    with set_list_to_stack(True), fake_fleet() as fleet:
+        model = fake_model()
+        with torch.no_grad():
+            model.lm_head.weight.add_(seed)
+        rows = [{"prompt": f"{i}+1="} for i in range(8)]
+        reward: Any = lambda completion_ids: float(completion_ids[0] % 7)  # noqa: E731
+        with MoEGRPOTrainer(
+            model, dataset=rows, rewards=reward, config=config, tokenizer=ByteTokenizer(), engine=fleet
+        ) as trainer:
+            weight = whole(trainer.policy_model.model.state_dict()["lm_head.weight"])
+            return {"same": torch.equal(weight, fake_model().lm_head.weight), "source": trainer.policy_model.source}
+
+
+def test_all_ranks_start_from_rank_0s_model(tmp_path: Path) -> None:
+    found = run_as_ranks(other_models, config_of(tmp_path, 1))
+    (start,) = tmp_path.glob("start-*")
+    assert found == [{"same": True, "source": str(start)}] * 2
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on_with_a_run(tmp_path: Path, before: int, after: int) -> None:
+    def start(ranks: int, config: GRPOConfig) -> dict[str, Any]:
+        return run_as_ranks(run, config, nothing)[0] if ranks == 2 else run(config, nothing)
+
+    first = start(before, config_of(tmp_path, 2))
+    config = config_of(tmp_path, 4)
+    config.resume = True
+    second = start(after, config)
+    assert [row["step"] for row in second["rows"]] == [0, 1, 2, 3]
+    assert second["rows"][:2] == first["rows"]
+    assert any(not np.array_equal(second["weights"][name], first["weights"][name]) for name in first["weights"])
+
+
+# -- how they end -----------------------------------------------------------------------------------------------------
+
+
+def stop_second(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
+    def stop() -> None:
+        if not trainer.ranks.is_first and trainer.steps_done == 2:
+            trainer.request_stop("enough")
+
+    trainer.register_op("post_steps", stop)
+
+
+def test_all_stop_where_one_is_asked_to(tmp_path: Path) -> None:
+    found = run_as_ranks(run, config_of(tmp_path, 9), stop_second)
+    assert [rank["step"] for rank in found] == [2, 2]
+    assert (tmp_path / "checkpoints" / "step-000000000002").exists()
+
+
+def few_rollouts(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
+    if trainer.ranks.is_first:
+        batches = iter(trainer.collector)
+        collector = trainer.collector
+
+        class Two:
+            init_random_frames = 0
+
+            def __iter__(self) -> Any:
+                return iter([next(batches), next(batches)])
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(collector, name)
+
+        trainer.collector = Two()  # type: ignore[assignment]
+
+
+def test_all_end_where_rank_0_has_no_more_rollouts(tmp_path: Path) -> None:
+    found = run_as_ranks(run, config_of(tmp_path, 9), few_rollouts)
+    assert [rank["step"] for rank in found] == [2, 2]
+
+
+def raise_at_2(rank: int) -> Watch:
+    def watch(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
+        def fail() -> None:
+            if trainer.ranks.rank == rank and trainer.steps_done == 2:
+                raise ZeroDivisionError("no luck")
+
+        trainer.register_op("post_steps", fail)
+
+    return watch
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_end_with_the_name_of_the_one_that_failed(tmp_path: Path, rank: int) -> None:
+    found = run_as_ranks(run, config_of(tmp_path, 4), raise_at_2(rank))
+    assert found[rank]["error"] == "ZeroDivisionError: no luck"
+    assert found[1 - rank]["error"] == (
+        f"RankError: rank {rank} failed (last met: weight sync): ZeroDivisionError: no luck"
+    )
+    assert len(rows_of(tmp_path)) in (1, 2)  # the second step is rank 0's to write, if it has not heard of it yet
+
+
+def test_a_mistake_that_rank_0_finds_ends_all_and_leaves_nothing(tmp_path: Path) -> None:
+    def both(config: GRPOConfig) -> dict[str, Any]:
+        return run(config, nothing, rewards=lambda no_such_column: 1.0)
+
+    first, second = run_as_ranks(both, config_of(tmp_path / "run", 2))
+    assert first["error"].startswith("ConfigError: ") and "no_such_column" in first["error"]
+    assert second["error"].startswith("RankError: rank 0 failed") and "no_such_column" in second["error"]
+    assert not list((tmp_path / "run").glob("*"))
+
+
+def kill_second(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
+    def kill() -> None:
+        if trainer.ranks.rank == 1 and trainer.steps_done == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer.register_op("post_steps", kill)
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_the_last_checkpoint_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "FAREWELL", 0.5)
+    config = config_of(tmp_path, 9)
+    config.placement.timeout = 2.0  # a launcher such as torchrun would end the others at once
+    with pytest.raises(AssertionError, match="rank 1 died with exit code -9"):
+        run_as_ranks(run, config, kill_second)
+    config = config_of(tmp_path, 4)
+    config.resume = True
+    again = run_as_ranks(run, config, nothing)
+    assert [row["step"] for row in again[0]["rows"]] == [0, 1, 2, 3]
+
+
+# -- on vLLM ----------------------------------------------------------------------------------------------------------
+
+
+def torchrun(ranks: int, *arguments: str) -> list[str]:
+    script = str(ROOT / "tutorials" / "grpo" / "train.py")
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        *arguments,
+        script,
+    ]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": PYTHONPATH}
+
+
+@pytest.mark.engine
+def test_two_ranks_under_torchrun_learn_as_one_process(tmp_path: Path, no_engine: EngineShelf) -> None:
+    """20 steps with R3: the first gradient is that of one process, each sync is exact, and the reward rises."""
+    out = tmp_path / "run"
+    settings = (
+        "rollout.prompts_per_step=10",
+        "log.progress=false",
+        "eval.every=0",
+        "eval.mismatch_every=5",
+        "checkpoint.every=20",
+        "optim.max_tokens=200",
+        "optim.max_grad_norm=null",
+        "hooks=[support.rank_watch:watch]",
+    )
+    command = [*torchrun(2), "--config", "tiny_ranks", f"out={out}", *settings]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    rows = rows_of(out)
+    assert len(rows) == 20 and max(numbers(rows, "dlogp_max")) <= DLOGP_BOUND
+    reward = numbers(rows, "reward")
+    assert sum(reward[-5:]) / 5 > sum(reward[:3]) / 3 + 0.05
+    sent = syncs_of(out)
+    assert len(sent) == 20
+    assert all(sync["differ"] == 0 and sync["tensors"] > 20 for sync in sent)
+    assert [sync["versions"] for sync in sent] == [[version] for version in range(1, 21)]
+    assert_first_step(out, rows[0])
+    assert (out / "model" / "config.json").exists() and (out / "run.png").exists()
+
+
+def assert_first_step(out: Path, row: dict[str, str]) -> None:
+    """Compare with one process, that has the whole batch."""
+    (start,) = out.glob("start-*")
+    config = load_config(str(out / "config.yaml"), ["hooks=[]", f"model.source={start}"])
+    learner, policy_model = learner_of(config, Placement())
+    with set_list_to_stack(True):
+        batch = lazy_stack([row for rank in range(2) for row in unpack((out / f"share-{rank}").read_bytes()).unbind(0)])
+        assert len(batch) == 10 * 8
+        figures = learner.scores(batch, 0, True)
+        figures |= {name: float(value) for name, value in learner.stepper.accumulate(batch).items()}
+    found = torch.load(out / "gradients.pt")
+    gradients = {name: weight.grad for name, weight in policy_model.trained.items() if weight.grad is not None}
+    assert found.keys() == gradients.keys()
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    gap = max(float((found[name] - gradient).abs().max()) for name, gradient in gradients.items())
+    print(f"gradients of the first step: {gap / largest:.1e} of the largest")
+    assert gap <= 1e-5 * largest
+    for column, name in {"loss": "loss_objective", "kl_approx": "kl_approx", "entropy": "entropy"}.items():
+        assert float(row[column]) == pytest.approx(figures[name], abs=1e-5)
+
+
+@pytest.mark.engine
+@pytest.mark.soak
+def test_the_run_goes_on_when_a_rank_a_replica_and_the_driver_are_killed(
+    tmp_path: Path, no_engine: EngineShelf
+) -> None:
+    out = tmp_path / "run"
+    settings = (
+        "steps=100000",
+        "checkpoint.every=2",
+        "eval.every=0",
+        "log.progress=false",
+        "rollout.prompts_per_step=8",
+    )
+    command = [*torchrun(2, "--max-restarts=4"), "--config", "tiny_ranks", f"out={out}", *settings]
+    family: set[int] = set()
+    with subprocess.Popen([*command, "hooks=[support.rank_watch:note_processes]"], env=environment()) as agent:
+
+        def has_steps(count: int) -> bool:
+            assert agent.poll() is None, "the launcher has ended"
+            family.update(child.pid for child in psutil.Process(agent.pid).children(recursive=True))
+            return (out / "metrics.csv").exists() and len(rows_of(out)) >= count
+
+        try:
+            until(lambda: has_steps(4), 600)
+            for victim in ("rank-1", "replica", "rank-0"):
+                pid, done = int((out / f"{victim}.pid").read_text()), len(rows_of(out))
+                os.kill(pid, signal.SIGKILL)
+                until(lambda pid=pid: is_gone(pid))  # type: ignore[misc]
+                until(lambda done=done: has_steps(done + 4), 600)  # type: ignore[misc]
+        finally:
+            agent.terminate()
+    until(lambda: all(map(is_gone, family)), 60)
+    rows = rows_of(out)
+    assert [int(row["step"]) for row in rows] == list(range(len(rows)))
+    assert max(numbers(rows, "dlogp_max")) <= DLOGP_BOUND  # the engine had the trainer's weights after each start
+    reward = numbers(rows, "reward")
+    print("reward:", " ".join(f"{value:.2f}" for value in reward))
+    assert sum(reward[-5:]) / 5 > sum(reward[:3]) / 3

@@ -1,0 +1,1 @@
+"""The second engine: plain transformers in a replica's child process. Importing this imports no transformers."""

@@ -1,0 +1,119 @@
+"""Engine arguments of ``engine="transformers"``: vLLM's names where the meaning is vLLM's; all others are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["EngineArguments", "arguments_of", "build_engine_args", "seeded"]
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+POLICIES = ("fcfs", "priority")
+WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
+    "enforce_eager": (None, True, False),  # nothing is ever compiled
+    "compilation_config": (None, {}, {"mode": 0}),
+    "tensor_parallel_size": (None, 1),
+    "pipeline_parallel_size": (None, 1),
+    "data_parallel_size": (None, 1),
+    "enable_prefix_caching": (None, False),
+    "enable_sleep_mode": (None, False),
+    "enable_lora": (None, False),
+    "logprobs_mode": (None, "processed_logprobs"),
+}
+"""Arguments of vLLM's -> values that say what this engine does anyway."""
+WHY_NOT: Mapping[str, str] = {
+    "tensor_parallel_size": "a replica computes on one device; raise num_replicas",
+    "pipeline_parallel_size": "a replica computes on one device; raise num_replicas",
+    "data_parallel_size": "a replica computes on one device; raise num_replicas",
+    "enable_prefix_caching": "there is no prefix cache; equal prompts that come together are read once",
+    "enable_sleep_mode": "the model stays in memory; shut the engine down instead",
+    "enable_lora": "it serves no adapters; send merged weights, VLLMWeightSyncScheme(lora='merged')",
+    "logprobs_mode": "log-probs are of the distribution that was sampled from",
+    "hf_overrides": "the model is computed as its config says; enable_fp32_output is vLLM's",
+    "gpu_memory_utilization": "memory grows with the answers that run; limit it by kv_cache_memory_bytes",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArguments:
+    """What a replica is started with.
+
+    Attributes:
+        model: a folder, or a hub name.
+        tokenizer: the same for its tokenizer; default: the model's.
+        dtype: that it computes in; ``"auto"``: the checkpoint's.
+        device: of torch; default: ``"cuda"`` where there is one, else ``"cpu"``.
+        seed: of what samples for requests without a seed of their own.
+        max_model_len: tokens of a prompt and its answer; default: the model's own limit.
+        max_num_seqs: answers that are generated at a time.
+        max_num_batched_tokens: of the prompts that are read in a step, unless one alone has more.
+        kv_cache_memory_bytes: that keys and values may take; requests that would need more wait. Default: no limit.
+        scheduling_policy: ``"fcfs"``, or ``"priority"``.
+        enable_return_routed_experts: whether routes are recorded; default: if the model has experts.
+        attn_implementation: of transformers; default: its own choice.
+        trust_remote_code: whether code of the model's own may run.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str | None = None
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 8192
+    kv_cache_memory_bytes: int | None = None
+    scheduling_policy: str = "fcfs"
+    enable_return_routed_experts: bool | None = None
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("dtype", DTYPES), ("scheduling_policy", POLICIES)):
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+KNOWN = tuple(field.name for field in dataclasses.fields(EngineArguments))
+
+
+def arguments_of(engine_args: Any) -> dict[str, Any]:
+    """Return the engine arguments that a user passed as a mapping; those of vLLM's that change nothing are left out.
+
+    Raises:
+        TypeError: no mapping.
+        ValueError: an argument that this engine has not, one that it cannot serve, or no model.
+    """
+    if not isinstance(engine_args, Mapping):
+        raise TypeError(
+            f"engine='transformers' takes its arguments as a mapping, got {type(engine_args).__name__}: it has no "
+            "vllm.AsyncEngineArgs"
+        )
+    arguments: dict[str, Any] = {}
+    for name, value in engine_args.items():
+        if name in WITHOUT_EFFECT and value in WITHOUT_EFFECT[name]:
+            continue
+        if name not in KNOWN:
+            why = WHY_NOT.get(name, f"it knows {', '.join(KNOWN)}")
+            raise ValueError(f"engine='transformers' has no {name}={value!r}: {why}")
+        arguments[name] = str(value).removeprefix("torch.") if name == "dtype" else value
+    if not arguments.get("model"):
+        raise ValueError("engine_args names no model: set 'model' to a folder or a hub name.")
+    EngineArguments(**arguments)
+    return arguments
+
+
+def build_engine_args(arguments: Mapping[str, Any]) -> EngineArguments:
+    """Return the arguments of a replica, checked."""
+    return EngineArguments(**arguments_of(arguments))
+
+
+def seeded(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the arguments of the replica that is the ``number``-th to be made: with a seed of its own."""
+    return {**arguments, "seed": (arguments.get("seed") or 0) + number} if number else dict(arguments)

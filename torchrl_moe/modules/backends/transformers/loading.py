@@ -1,0 +1,143 @@
+"""A model of transformers, loaded and tried: what an engine process is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.reports import ReplicaInfo
+from torchrl_moe.modules.backends.request_routes import RequestRoutes
+from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder
+from torchrl_moe.modules.backends.transformers.engine_args import EngineArguments
+from torchrl_moe.modules.backends.transformers.running import RequestReader
+from torchrl_moe.modules.backends.transformers.sampler import Sampler
+from torchrl_moe.modules.backends.transformers.words import Words
+from torchrl_moe.modules.replay.discovery import has_experts
+from torchrl_moe.modules.replay.router_replay import RouterReplay
+
+__all__ = ["Loaded", "load"]
+
+NO_ROUTES = "the engine captures no routes"
+MAX_MODEL_LEN = 8192  # of a model that names no limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model that can serve.
+
+    Attributes:
+        decoder: computes with it.
+        reader: makes requests into what it runs.
+        info: what the replica says of itself.
+        report: what transformers' loader said of the checkpoint.
+    """
+
+    arguments: EngineArguments
+    decoder: BatchDecoder
+    reader: RequestReader
+    info: ReplicaInfo
+    report: Mapping[str, Any]
+
+
+def load(arguments: EngineArguments) -> Loaded:
+    """Load a model, and try it.
+
+    Raises:
+        ValueError: it cannot be served.
+        UnsupportedRouterError: its routes cannot be recorded exactly.
+        OSError: there is no such model, or no tokenizer beside it.
+    """
+    transformers.utils.logging.disable_progress_bar()  # no bars in a log
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    trust = {"trust_remote_code": arguments.trust_remote_code}
+    model, report = AutoModelForCausalLM.from_pretrained(
+        arguments.model,
+        dtype=arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype),
+        attn_implementation=arguments.attn_implementation,
+        output_loading_info=True,
+        **trust,
+    )
+    model = model.to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer or arguments.model, **trust)
+    words = Words(tokenizer, model.generation_config)
+    replay = _replay(model, arguments)
+    layout = None if replay is None else layout_of(replay)
+    decoder = _decoder(model, replay, Sampler(device, arguments.seed))
+    longest = _longest(model, arguments)
+    why_live = NO_ROUTES if layout is None else ""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    reader = RequestReader(
+        arguments=arguments,
+        max_model_len=longest,
+        vocabulary=vocabulary,
+        token_bytes=decoder.token_bytes,
+        words=words,
+        layout=layout,
+        routes=RequestRoutes(layout, why_live, vocabulary=vocabulary),
+        device=device,
+    )
+    info = ReplicaInfo(
+        model=arguments.model,
+        layout=layout,
+        max_model_len=longest,
+        engine_version=f"transformers {transformers.__version__}",
+        dtype=str(model.dtype).removeprefix("torch."),
+        why_live=why_live,
+    )
+    return Loaded(arguments=arguments, decoder=decoder, reader=reader, info=info, report=report)
+
+
+def _decoder(model: Any, replay: RouterReplay | None, sampler: Sampler) -> BatchDecoder:
+    """Return what decodes, or say that the model cannot: its forward pass wants a cache of another kind, perhaps."""
+    try:
+        return BatchDecoder(model, replay, sampler)
+    except (AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"engine='transformers' cannot serve {type(model).__name__}: its forward pass with a DynamicCache failed, "
+            f"{type(error).__name__}: {error}; vLLM may"
+        ) from error
+
+
+def _replay(model: Any, arguments: EngineArguments) -> RouterReplay | None:
+    """Return what records the model's routes; ``None`` if none are to be recorded."""
+    wanted, moe = arguments.enable_return_routed_experts, has_experts(model)
+    if wanted and not moe:
+        raise ValueError(f"enable_return_routed_experts=True, but {arguments.model!r} has no experts: a dense model")
+    if wanted is False or not moe:
+        return None
+    try:
+        return RouterReplay(model)
+    except UnsupportedRouterError as error:
+        raise UnsupportedRouterError(f"{error}. enable_return_routed_experts=False serves it without routes") from error
+
+
+def layout_of(replay: RouterReplay) -> RoutingLayout:
+    """Return a model's routers as plain data.
+
+    Raises:
+        UnsupportedRouterError: its layers have routers of different sizes, which no engine's rows can hold.
+    """
+    if len({(site.top_k, site.num_experts) for site in replay.sites}) > 1:
+        raise UnsupportedRouterError(
+            f"{type(replay.model).__name__} has routers of different sizes: enable_return_routed_experts=False serves "
+            "it without routes"
+        )
+    return RoutingLayout(
+        num_layers=replay.num_layers, moe_layers=replay.layers, top_k=replay.top_k, num_experts=replay.num_experts
+    )
+
+
+def _longest(model: Any, arguments: EngineArguments) -> int:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if arguments.max_model_len is None:
+        return int(limit or MAX_MODEL_LEN)
+    if limit is not None and arguments.max_model_len > limit:
+        raise ValueError(f"max_model_len={arguments.max_model_len}, but the model has max_position_embeddings={limit}")
+    return arguments.max_model_len

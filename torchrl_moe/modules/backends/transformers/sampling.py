@@ -1,0 +1,147 @@
+"""From what users pass as vLLM's ``SamplingParams`` to what this engine samples by; the rest is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Sampling", "read_sampling"]
+
+GREEDY_BELOW, LEAST_TEMPERATURE = 1e-5, 1e-2  # vLLM's: below the first it is 0, from there to the second the second
+
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "prompt_logprobs": (None,),
+    "logprob_token_ids": (None, []),
+    "structured_outputs": (None,),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "extra_args": (None, {}),
+    "thinking_token_budget": (None,),
+    "repetition_detection": (None,),
+    "routed_experts_prompt_start": (None, 0),
+    "trace_decode_token_ids": (None, []),
+}
+"""Fields of vLLM's that this engine does not serve -> values that ask for nothing."""
+WITHOUT_EFFECT = {
+    "flat_logprobs",
+    "output_kind",
+    "output_text_buffer_length",
+    "skip_clone",
+    "skip_reading_prefix_cache",
+    "spaces_between_special_tokens",
+    "stream_interval",
+    "watermarking",
+}
+"""Fields that say how vLLM hands answers out, or of what it has and this engine has not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How an answer is sampled: the fields of vLLM's ``SamplingParams``, with its names, defaults and limits.
+
+    ``logprobs`` says whether log-probs are wanted, ``stop`` and ``stop_token_ids`` are tuples.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = field(default=None, compare=False)  # answers that differ in nothing else are drawn together
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest word is taken."""
+        return self.temperature == 0.0
+
+    @property
+    def leaves_words_out(self) -> bool:
+        """Whether a token may be drawn from less than all words."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.min_tokens > 0
+
+    def __post_init__(self) -> None:
+        checks = {
+            "n": self.n >= 1,
+            "temperature": math.isfinite(self.temperature) and self.temperature >= 0,
+            "top_k": isinstance(self.top_k, int) and self.top_k >= -1,
+            "top_p": 0 < self.top_p <= 1,
+            "min_p": 0 <= self.min_p <= 1,
+            "repetition_penalty": math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "presence_penalty": -2 <= self.presence_penalty <= 2,
+            "frequency_penalty": -2 <= self.frequency_penalty <= 2,
+            "max_tokens": self.max_tokens is None or self.max_tokens >= 1,
+            "min_tokens": self.min_tokens >= 0 and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
+            "stop": all(self.stop),
+            "stop_token_ids": all(isinstance(token, int) for token in self.stop_token_ids),
+        }
+        for name, fine in checks.items():
+            if not fine:
+                raise ValueError(f"sampling_params: {name}={getattr(self, name)!r} is out of range")
+        if self.stop and not self.detokenize:
+            raise ValueError("sampling_params: stop strings need detokenize=True")
+        if self.is_greedy and self.n > 1:
+            raise ValueError(f"sampling_params: n={self.n} with temperature=0 would give one answer several times")
+
+
+KNOWN = {field.name for field in dataclasses.fields(Sampling)}
+
+
+def read_sampling(spec: Any, guided_options: Any = None) -> Sampling:
+    """Return the sampling that a mapping of ``SamplingParams`` fields asks for; ``None`` is vLLM's default.
+
+    Raises:
+        ValueError: a value out of range, a field that this engine does not serve, or one that nobody knows.
+    """
+    if not isinstance(spec, Mapping | None):
+        raise ValueError(f"sampling_params must be a mapping, got {type(spec).__name__}")
+    if guided_options is not None:
+        raise ValueError("guided_options_request: engine='transformers' has no structured outputs; vLLM has")
+    given = {name: value for name, value in (spec or {}).items() if name not in WITHOUT_EFFECT}
+    for name, neutral in REFUSED.items():
+        if (value := given.pop(name, None)) not in neutral:
+            raise ValueError(f"sampling_params: engine='transformers' does not serve {name}={value!r}; vLLM does")
+    if unknown := sorted(given.keys() - KNOWN):
+        raise ValueError(f"sampling_params: unknown {', '.join(unknown)}; known: {', '.join(sorted(KNOWN))}")
+    if given.get("logprobs") not in (None, 0):
+        raise ValueError(
+            f"sampling_params: logprobs={given['logprobs']!r}: a completion has the log-probs of its sampled tokens "
+            "only, logprobs=0"
+        )
+    if "logprobs" in given:
+        given["logprobs"] = given["logprobs"] is not None
+    stop, stop_ids = given.get("stop"), given.get("stop_token_ids")
+    given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    given["stop_token_ids"] = tuple(stop_ids or ())
+    given["seed"] = None if given.get("seed") == -1 else given.get("seed")
+    try:
+        return Sampling(**_as_vllm_reads(given))
+    except TypeError as error:
+        raise ValueError(f"sampling_params: {error}") from error
+
+
+def _as_vllm_reads(given: dict[str, Any]) -> dict[str, Any]:
+    """Bring what means the same to one value, as vLLM does."""
+    temperature = given.get("temperature", 1.0)
+    if 0 <= temperature < GREEDY_BELOW:
+        return {**given, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    if 0 < temperature < LEAST_TEMPERATURE:
+        given["temperature"] = LEAST_TEMPERATURE
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
+    return given

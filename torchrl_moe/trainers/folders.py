@@ -1,0 +1,24 @@
+"""Putting a folder that is whole in the place of another."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+__all__ = ["exchange"]
+
+
+def exchange(draft: Path, folder: Path) -> None:
+    """Put a folder in the place of an older one, which is back there if that fails."""
+    older = folder.with_name(f".{folder.name}.older")
+    shutil.rmtree(older, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, older)  # a folder that is not empty cannot be replaced
+    try:
+        os.replace(draft, folder)
+    except BaseException:
+        if older.exists():
+            os.replace(older, folder)
+        raise
+    shutil.rmtree(older, ignore_errors=True)

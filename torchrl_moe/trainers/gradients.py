@@ -1,0 +1,48 @@
+"""The norm of a gradient, and scaling it down, where its parts lie on one device or are shared by ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_moe.trainers.rank_group import Ranks
+
+__all__ = ["by_mesh", "clip_gradients"]
+
+
+def by_mesh(weights: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return weights by the mesh of ranks that share them, and how: what one operation may have together."""
+    groups: dict[Any, list[Tensor]] = {}
+    for weight in weights:
+        groups.setdefault((getattr(weight, "device_mesh", None), getattr(weight, "placements", None)), []).append(
+            weight
+        )
+    return list(groups.values())
+
+
+def clip_gradients(weights: Iterable[Tensor], limit: float | None, ranks: Ranks) -> float:
+    """Scale the gradient down to a greatest norm; return the norm before.
+
+    Args:
+        weights: of which those without a gradient are passed over.
+        limit: of the norm; ``None`` for none.
+        ranks: that share them, all of which must ask; they return the same, so all skip a step or none does.
+
+    Returns:
+        The 2-norm over all weights, whole; not finite if that of any rank is not.
+    """
+    groups = by_mesh(weight for weight in weights if weight.grad is not None)
+    squares = 0.0
+    for group in groups:
+        norm: Any = nn.utils.get_total_norm([weight.grad for weight in group if weight.grad is not None])
+        squares += float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) ** 2
+    norms = ranks.gather(math.sqrt(squares) if math.isfinite(squares) else math.nan)
+    total = max(norms) if all(map(math.isfinite, norms)) else math.nan
+    if limit is not None and math.isfinite(total):
+        for group in groups:
+            nn.utils.clip_grads_with_norm_(group, limit, torch.tensor(total))
+    return total

@@ -1,0 +1,94 @@
+"""``Leader``: makes what rank 0 of a run has alone: answers come from there, and figures go there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from torchrl.record.loggers.utils import get_logger
+
+from torchrl_moe.collectors.async_collector import AsyncLLMCollector
+from torchrl_moe.trainers.checkpoints import Checkpoints
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_yaml
+from torchrl_moe.trainers.policy_model import PolicyModel
+from torchrl_moe.trainers.rollout_engine import RolloutEngine
+from torchrl_moe.trainers.rollout_source import RolloutSource
+from torchrl_moe.trainers.run_lock import RunLock
+from torchrl_moe.trainers.run_record import RunRecord
+from torchrl_moe.trainers.signal_filter import SignalFilter
+
+__all__ = ["Leader"]
+
+
+class Leader:
+    """The engine, the collector, and the run's folder; :class:`~torchrl_moe.trainers.follower.Follower` has none.
+
+    Args:
+        config: of the run.
+    """
+
+    def __init__(self, config: GRPOConfig) -> None:
+        self.config, self._folder = config, Path(config.out)
+
+    def source(self, tokenizer: Any, given: dict[str, Any]) -> RolloutSource:
+        """Return where samples come from, see :meth:`RolloutSource.of`."""
+        return RolloutSource.of(self.config, tokenizer, **given)
+
+    def lock(self) -> Callable[[], None]:
+        """Take the run's folder; return what lets it go."""
+        return RunLock(self._folder).close
+
+    def engine(self, policy_model: PolicyModel, engine: Any) -> RolloutEngine:
+        """Return the engine of the policy's weights, which is started if none is given."""
+        return RolloutEngine(policy_model, self.config, self._folder, engine)
+
+    def collector(self, source: RolloutSource, rollout_engine: RolloutEngine) -> AsyncLLMCollector:
+        """Return what collects samples."""
+        rollout = self.config.rollout
+        groups = self.config.steps * rollout.prompts_per_step
+        failures = max(rollout.prompts_per_step, groups // 10) if rollout.max_failures is None else rollout.max_failures
+        try:
+            collector = AsyncLLMCollector(
+                source.env,
+                policy=rollout_engine.policy,
+                dataloader=source.dataloader,
+                group_size=rollout.group_size,
+                groups_per_batch=rollout.prompts_per_step,
+                max_staleness=rollout.max_staleness,
+                order=rollout.order,  # type: ignore[arg-type]
+                window=rollout.window,
+                on_stale=rollout.on_stale,  # type: ignore[arg-type]
+                over_sample=rollout.over_sample,
+                group_filter=SignalFilter(rollout.prompts_per_step) if rollout.drop_uniform_groups else None,
+                max_failures=failures,
+                reward_timeout=rollout.reward_timeout,
+            )
+        except (ImportError, TypeError, ValueError) as error:
+            raise ConfigError.of("rollout", error) from error
+        rollout_engine.sender.register_collector(collector)
+        return collector
+
+    def loggers(self) -> list[Any]:
+        """Return TorchRL's loggers."""
+        try:
+            return [self._logger(name) for name in self.config.log.loggers]
+        except (ImportError, TypeError, ValueError) as error:
+            raise ConfigError.of("log", error) from error
+
+    def _logger(self, name: str) -> Any:
+        # one name for each start: a run that goes on would show the steps after its checkpoint twice
+        experiment = f"events/{datetime.now(UTC):%Y-%m-%d-%H-%M-%S}"
+        arguments = self.config.log.arguments.get(name, {})
+        return get_logger(name, str(self._folder), experiment, **({f"{name}_kwargs": arguments} if arguments else {}))
+
+    def forget_older_run(self, start: Path | None) -> None:
+        """Remove what another run has left in the folder; ``start`` is this one's."""
+        Checkpoints.forget(self._folder / "checkpoints")
+        for other in set(self._folder.glob("start-*")) - {start}:
+            Checkpoints.forget(other)
+
+    def record(self, steps_done: int) -> RunRecord:
+        """Return the run's files, as they were after so many steps."""
+        return RunRecord(self._folder, as_yaml(self.config), steps_done)

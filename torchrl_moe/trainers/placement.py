@@ -1,0 +1,133 @@
+"""``Placement``: which rank holds what of the model, and which samples it sees."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no public way
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from torchrl_moe.modules.policies.adapters import base_model
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig
+from torchrl_moe.trainers.placement_config import PlacementConfig
+from torchrl_moe.trainers.placement_rules import check_placement
+from torchrl_moe.trainers.rank_group import Ranks
+
+__all__ = ["Placement"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How the ranks of a run share its model: ``replicate * shards * tensor_parallel`` of them.
+
+    By default a single process has the whole.
+
+    Attributes:
+        ranks: all of them.
+        config: how.
+    """
+
+    ranks: Ranks = field(default_factory=Ranks)
+    config: PlacementConfig = field(default_factory=PlacementConfig)
+
+    @classmethod
+    def of(cls, ranks: Ranks, config: GRPOConfig) -> Placement:
+        """Return the placement of a run.
+
+        Raises:
+            ConfigError: these ranks cannot share it so.
+        """
+        check_placement(ranks.size, config)
+        return cls(ranks, config.placement)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are several ranks."""
+        return self.ranks.size > 1
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks see samples of their own; those of a tensor-parallel group see the same."""
+        return self.ranks.size // self.config.tensor_parallel
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these shares this rank sees."""
+        return self.ranks.rank // self.config.tensor_parallel
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks FSDP2 shards."""
+        return self.data_size // self.config.replicate
+
+    def to_ranks(self, shares: Sequence[T]) -> list[T]:
+        """Return what each rank gets of ``data_size`` shares."""
+        return [shares[rank // self.config.tensor_parallel] for rank in range(self.ranks.size)]
+
+    def gather(self, value: T) -> list[T]:
+        """Return a small value of each share's ranks, once; all ranks must ask."""
+        return self.ranks.gather(value)[:: self.config.tensor_parallel]
+
+    # -- the model --------------------------------------------------------------------------------------------------
+
+    def load(self, pretrained: Callable[..., Any], dtype: torch.dtype) -> Any:
+        """Load a model of which each rank reads its part only.
+
+        Args:
+            pretrained: ``from_pretrained`` of a model, but for how it is distributed.
+            dtype: of forward passes; weights and gradients keep theirs.
+        """
+        from transformers.distributed import DistributedConfig
+
+        config = self.config
+        distributed_config = DistributedConfig(
+            tp_size=config.tensor_parallel,
+            ep_size=config.expert_parallel,
+            fsdp_size=self.shards,
+            dp_replicate_size=config.replicate,
+            fsdp_cpu_offload=config.cpu_offload,
+            fsdp_mixed_precision=dtype == torch.bfloat16,
+        )
+        model = pretrained(distributed_config=distributed_config)
+        self._settle(model)
+        return model
+
+    def shard(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Shard a model that each rank has the whole of, layer by layer: one with an adapter, rank 0's."""
+        # each rank has drawn the adapter by itself
+        self.ranks.copy_first(weight.data for weight in model.parameters() if weight.requires_grad)
+        cast = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        policy: dict[str, Any] = {
+            "mp_policy": cast if dtype == torch.bfloat16 else MixedPrecisionPolicy(),
+            "offload_policy": CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy(),
+        }
+        for layer in _decoder_layers(model):
+            fully_shard(layer, **policy)
+        fully_shard(model, **policy)
+        self._settle(model)
+
+    def _settle(self, model: nn.Module) -> None:
+        if not self.config.reshard_after_forward and isinstance(model, FSDPModule):
+            model.set_reshard_after_forward(False)
+        seconds = timedelta(seconds=self.config.timeout)
+        meshes = {id(mesh): mesh for weight in model.parameters() if (mesh := getattr(weight, "device_mesh", None))}
+        for mesh in meshes.values():
+            for axis in range(mesh.ndim):
+                _set_pg_timeout(seconds, mesh.get_group(axis))
+
+
+def _decoder_layers(model: nn.Module) -> list[nn.Module]:
+    base: Any = base_model(model)
+    stacks = [re.escape(name).replace(r"\*", r"\d+") for name in base.fsdp_plan if name.endswith("*")]
+    layers = [module for name, module in base.named_modules() if any(re.fullmatch(stack, name) for stack in stacks)]
+    if not layers:
+        raise ConfigError(f"{type(base).__name__} has no fsdp_plan, which says what its layers are: train one rank")
+    return layers

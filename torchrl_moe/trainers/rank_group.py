@@ -1,0 +1,172 @@
+"""``Ranks``: the processes that train one model, and what they say to one another beside its own collectives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from torchrl_moe._errors import RankError
+from torchrl_moe.objectives.normalisation import Key, Number, sum_over_ranks
+from torchrl_moe.trainers import torchrun
+from torchrl_moe.trainers.rendezvous import Rendezvous
+
+__all__ = ["RankGroup", "Ranks", "join_ranks"]
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """A single process; :class:`RankGroup` is several.
+
+    Attributes:
+        rank: this one.
+        size: how many there are.
+        files: a group of its own for what is written behind a step; ``None`` where there is no group.
+    """
+
+    rank, size = 0, 1
+    files: distributed.ProcessGroup | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which has the engine, the collector and the run's folder."""
+        return self.rank == 0
+
+    def meet(self, phase: str, patient: bool = False) -> None:
+        """Wait until all ranks are here, see :meth:`Rendezvous.meet`."""
+
+    def gather(self, value: T) -> list[T]:
+        """Return the value of each rank; all must ask. It is pickled: for what is small."""
+        return [value]
+
+    def from_first(self, value: T, phase: str) -> T:
+        """Return rank 0's value, however long that takes; all must ask."""
+        del phase
+        return value
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """Return this rank's part of what rank 0 has, one for each rank; all must ask."""
+        assert values is not None
+        return values[0]
+
+    def sum(self, denominators: Mapping[Key, Number]) -> dict[Key, Number]:
+        """Add up what losses divide by, as gradients that are averaged over ranks need it."""
+        return dict(denominators)
+
+    def copy_first(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Write rank 0's tensors, which lie on the CPU, into those of the others; all must ask."""
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Let the other ranks hear of an error inside, and say of one that comes from another rank which it is.
+
+        Raises:
+            RankError: another rank has failed or is gone.
+        """
+        yield
+
+    def close(self) -> None:
+        """End the process group, if it was made here. Idempotent."""
+
+
+class RankGroup(Ranks):
+    """The ranks of the default process group.
+
+    Args:
+        seconds: how long one waits for another.
+        owns_group: whether to end the default group with this.
+    """
+
+    def __init__(self, seconds: float, owns_group: bool) -> None:
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        self._owns_group, self._closed = owns_group, False
+        timeout = timedelta(seconds=seconds)
+        # groups of their own: nothing here ever meets the model's collectives, nor a file's a step's
+        self._group = distributed.new_group(backend="gloo", timeout=timeout)
+        self.files = distributed.new_group(backend="gloo", timeout=timeout)
+        host = os.environ.get("MASTER_ADDR", "localhost")
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.is_first else None
+        box = [store.port if store is not None else 0]
+        distributed.broadcast_object_list(box, group=self._group)
+        store = store or TCPStore(host, box[0], is_master=False, timeout=timeout)
+        self._rendezvous = Rendezvous(store, self.rank, self.size, seconds)
+
+    def meet(self, phase: str, patient: bool = False) -> None:
+        self._rendezvous.meet(phase, patient)
+
+    def gather(self, value: T) -> list[T]:
+        boxes: list[Any] = [None] * self.size
+        distributed.all_gather_object(boxes, value, group=self._group)
+        return boxes
+
+    def from_first(self, value: T, phase: str) -> T:
+        self.meet(phase, patient=True)
+        box = [value]
+        distributed.broadcast_object_list(box, group=self._group)
+        return box[0]
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        box: list[Any] = [None]
+        distributed.scatter_object_list(box, None if values is None else list(values), group=self._group)
+        found: T = box[0]
+        return found
+
+    def sum(self, denominators: Mapping[Key, Number]) -> dict[Key, Number]:
+        return sum_over_ranks(denominators, self._group)
+
+    def copy_first(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            distributed.broadcast(tensor, 0, group=self._group)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        try:
+            yield
+        except RankError:
+            raise
+        except BaseException as error:
+            cause = self._rendezvous.cause(error)
+            if cause:
+                raise RankError(cause) from error
+            raise
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._rendezvous.leave()
+        if not self._owns_group:
+            distributed.destroy_process_group(self._group)
+            distributed.destroy_process_group(self.files)
+        elif distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def join_ranks(seconds: float) -> Ranks:
+    """Return the ranks of this run: those of the process group that there is, or that a launcher has asked for.
+
+    Args:
+        seconds: how long one waits for another; of a group that there is already, its collectives keep their own.
+    """
+    owns_group = not distributed.is_initialized() and torchrun.is_launched()
+    if owns_group:
+        with_cuda = torch.cuda.is_available()
+        if with_cuda:
+            torch.cuda.set_device(torchrun.local_rank())
+        backend = "cpu:gloo,cuda:nccl" if with_cuda else "gloo"
+        timeout = timedelta(seconds=seconds)
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        # torchrun keeps the store when it starts ranks again: addresses of those that are gone are in it (torch 2.13)
+        store = PrefixStore(f"attempt-{torchrun.restarts()}", store)
+        distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return Ranks()
+    return RankGroup(seconds, owns_group)

@@ -1,0 +1,140 @@
+"""``Rendezvous``: where ranks wait for one another, on a key-value store instead of inside a collective."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from torchrl_moe._errors import RankError
+
+__all__ = ["Rendezvous"]
+
+FAILED, LEFT = "failed", "left"
+SHORTEST, LONGEST = 0.001, 0.25
+"""Seconds between two looks at the store; a twentieth of what was waited so far, between these."""
+FAREWELL = 5.0
+"""Seconds that rank 0, which has the store, stays for the others to read why it ends."""
+
+
+class Rendezvous:
+    """Lets ranks begin a phase together, and says which of them is missing, or why one has failed.
+
+    A collective that one rank never enters hangs the others inside, where nothing names it. So ranks meet before each
+    phase with collectives: none is in one while another does something else, such as sending weights to an engine.
+
+    Args:
+        store: that all ranks reach; rank 0's process holds it.
+        rank: this one.
+        size: how many there are.
+        seconds: how long one waits for another.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
+        self._store, self.rank, self.size, self.seconds = store, rank, size, seconds
+        self.phase = "start"
+        self._number = 0
+
+    def meet(self, phase: str, patient: bool = False) -> None:
+        """Wait until all ranks begin a phase.
+
+        Args:
+            phase: its name, for messages.
+            patient: whether the others wait for rank 0 as long as it takes: it asks the engine.
+
+        Raises:
+            RankError: a rank did not come in time, is gone, or has failed.
+        """
+        self.phase, number = phase, self._number
+        self._number += 1
+        try:
+            self._store.set(f"{number}/{self.rank}", phase)
+            if self._store.add(f"{number}/count", 1) == self.size:
+                self._store.set(f"{number}/all", phase)
+            began = time.monotonic()
+            while not self._wait(lambda: self._has(f"{number}/all"), began, self.seconds):
+                missing = self._missing(f"{number}/")
+                if patient and 0 in missing:
+                    began = time.monotonic()
+                elif missing:
+                    raise RankError(self._tell(f"{phase}: {_names(missing)} did not come within {self.seconds:g} s"))
+            self._forget(number - 1)  # whoever is here has left the one before
+        except RuntimeError as error:
+            raise RankError(f"{phase}: rank 0 is gone, or cannot be reached: {_line(error)}") from error
+
+    def _wait(self, is_there: Callable[[], bool], began: float, seconds: float) -> bool:
+        """Return whether something came in time; raise what another rank has raised meanwhile."""
+        while True:
+            if self._has(FAILED):  # looked at first: who comes late would complete the others that have gone
+                raise RankError(self._store.get(FAILED).decode())
+            if is_there():
+                return True
+            waited = time.monotonic() - began
+            if waited > seconds:
+                return False
+            time.sleep(min(max(waited / 20, SHORTEST), LONGEST))
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def _missing(self, prefix: str) -> list[int]:
+        return [rank for rank in range(self.size) if not self._has(f"{prefix}{rank}")]
+
+    def _forget(self, number: int) -> None:
+        keys = [f"{number}/{self.rank}"] + ([f"{number}/count", f"{number}/all"] if self.rank == 0 else [])
+        for key in keys if number >= 0 else ():
+            self._store.delete_key(key)
+
+    def cause(self, error: BaseException) -> str:
+        """Tell the others of an error here; return what it comes from, if that is another rank, else ``""``.
+
+        The error of a collective names nobody: then another rank has failed, and says so, or is gone, which a roll call
+        finds out.
+        """
+        try:
+            if isinstance(error, RuntimeError) and _is_of_collective(error):
+                return self._cause_of_collective(error)
+            own = f"rank {self.rank} failed (last met: {self.phase}): {type(error).__name__}: {_line(error)}"
+            told = self._tell(own)
+        except RuntimeError:  # the store is gone, and rank 0 with it
+            return f"{self.phase}: rank 0 is gone" if self.rank else ""
+        except RankError as other:
+            return str(other)
+        return "" if told == own else told
+
+    def _cause_of_collective(self, error: RuntimeError) -> str:
+        self._store.set(f"here/{self.rank}", "")
+        began, wanted = time.monotonic(), [f"here/{rank}" for rank in range(self.size)]
+        self._wait(lambda: all(map(self._has, wanted)), began, min(self.seconds, FAREWELL))
+        missing = self._missing("here/")
+        who = f"{_names(missing)} gone" if missing else "a collective failed"
+        return self._tell(f"{self.phase}: {who}: {_line(error)}")
+
+    def _tell(self, message: str) -> str:
+        """Leave a message for all ranks; return the first that any of them left."""
+        return str(self._store.compare_set(FAILED, "", message).decode())
+
+    def leave(self) -> None:
+        """Say goodbye. Rank 0 stays until the others have, because the store goes with it; not for long."""
+        try:
+            self._store.add(LEFT, 1)
+            began = time.monotonic()
+            while self.rank == 0 and self._store.add(LEFT, 0) < self.size and time.monotonic() - began < FAREWELL:
+                time.sleep(10 * SHORTEST)
+        except RuntimeError:  # rank 0 is gone already
+            return
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+def _is_of_collective(error: RuntimeError) -> bool:
+    """Whether a process group has raised: gloo knows no class of its own for it."""
+    text = str(error).lower()
+    return type(error).__name__.startswith("Dist") or any(word in text for word in ("gloo", "nccl", "pair closure"))
