@@ -187,7 +187,7 @@ def without_vllm(set_attribute: Any = setattr) -> None:
     """Put toys in the place of what imports vLLM."""
     set_attribute(_compat, "vllm_client_errors", lambda: (ValueError, TypeError))
     set_attribute(
-        engine_requests, "SamplingParamsBuilder", lambda names_words: lambda spec, guided_options: ToyParams(spec or {})
+        engine_requests, "SamplingParamsBuilder", lambda *how: lambda spec, guided_options: ToyParams(spec or {})
     )
 
 

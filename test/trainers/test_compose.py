@@ -19,6 +19,22 @@ def test_each_configuration_of_the_package_can_be_meant(name: str) -> None:
     assert isinstance(config, GRPOConfig) and config.model.source is not None and config.data.source is not None
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_vllms_own_parser_takes_the_arguments_of_the_engine(name: str) -> None:
+    """As ``vllm serve`` would: types and choices included."""
+    from vllm import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    given = load_config(name).engine.arguments
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    line: list[str] = []
+    for key, value in given.items():
+        flag = "--" + key.replace("_", "-")
+        line += [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, str(value)]
+    parsed = AsyncEngineArgs.from_cli_args(parser.parse_args(line))
+    assert {key: getattr(parsed, key) for key in given} == given
+
+
 def test_values_are_changed_by_dotted_keys() -> None:
     config = load_config("tiny_cpu", ["optim.lr=2e-5", "rollout.sampling={min_p: 0.1}", "model.lora.rank=4", "seed=3"])
     assert (config.optim.lr, config.rollout.sampling, config.model.lora) == (2e-5, {"min_p": 0.1}, LoRAConfig(rank=4))

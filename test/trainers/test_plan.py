@@ -73,6 +73,33 @@ def test_olmoe_with_an_adapter_by_hand() -> None:
     assert how.startswith("131,072 B a token")  # 16 layers x 2 x 2048 numbers x 2 B
 
 
+def test_the_packaged_plan_of_qwen3_30b_a3b_fits_and_is_that_by_hand() -> None:
+    """Four ranks with experts in parallel, weights and optimizer in the host's memory."""
+    plan = RunPlan.of(load_config("qwen3_30b_a3b"))
+    host, trainer = items(plan, HOST), items(plan, TRAINER)
+    assert (host["weights"], host["gradients"], host["AdamW's moments"]) == (4 * QWEN, 4 * QWEN, 8 * QWEN)
+    experts, layer, outside = 48 * 128 * 3 * 2048 * 768 // 48, 623_120_640, 622_331_904
+    assert trainer["gathered layers"] == 2 * (2 * (layer - experts + experts // 4) + outside)
+    assert not {"weights", "gradients", "an optimizer step"} & trainer.keys()
+    assert not any("are needed" in note for note in plan.notes)
+
+
+def test_sixteen_ranks_of_two_hosts_by_hand() -> None:
+    plan = RunPlan.of(load_config("multi_node"))
+    assert items(plan, TRAINER)["weights"] == 4 * QWEN // 16
+    assert not any("are needed" in note for note in plan.notes)
+    copies = RunPlan.of(load_config("multi_node", ["placement.replicate=2"]))
+    assert items(copies, TRAINER)["weights"] == 4 * QWEN // 8
+    whole = RunPlan.of(load_config("multi_node", ["placement.reshard_after_forward=false"]))
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert items(whole, TRAINER)["gathered layers"] == 2 * (QWEN - experts + experts // 8)
+
+
+def test_ranks_that_cannot_share_the_model_have_no_plan() -> None:
+    with pytest.raises(ConfigError, match=r"placement\.expert_parallel=3 must be"):
+        RunPlan.of(load_config("qwen3_30b_a3b", ["placement.expert_parallel=3"]))
+
+
 def test_an_adapter_alone_is_a_small_update_and_kept_words_are_counted() -> None:
     plan = RunPlan.of(load_config("olmoe_1b_7b", ["+engine.sync.lora=adapter", "rollout.top_k=20"]))
     adapter = 16 * 4 * 2 * 32 * 2048

@@ -19,7 +19,7 @@ from torchrl_moe.trainers.placement_config import PlacementConfig
 from torchrl_moe.trainers.placement_rules import check_placement
 from torchrl_moe.trainers.rank_group import Ranks
 
-__all__ = ["Placement"]
+__all__ = ["Placement", "decoder_layers"]
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ class Placement:
             "mp_policy": cast if dtype == torch.bfloat16 else MixedPrecisionPolicy(),
             "offload_policy": CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy(),
         }
-        for layer in _decoder_layers(model):
+        for layer in decoder_layers(model):
             fully_shard(layer, **policy)
         fully_shard(model, **policy)
         self._settle(model)
@@ -124,7 +124,12 @@ class Placement:
                 _set_pg_timeout(seconds, mesh.get_group(axis))
 
 
-def _decoder_layers(model: nn.Module) -> list[nn.Module]:
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that FSDP2 shards one by one, as the model's own plan names them.
+
+    Raises:
+        ConfigError: it has no plan.
+    """
     base: Any = base_model(model)
     stacks = [re.escape(name).replace(r"\*", r"\d+") for name in base.fsdp_plan if name.endswith("*")]
     layers = [module for name, module in base.named_modules() if any(re.fullmatch(stack, name) for stack in stacks)]

@@ -6,7 +6,7 @@ import torch
 
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 
-__all__ = ["check_placement"]
+__all__ = ["check_axes", "check_placement"]
 
 
 def check_placement(size: int, config: GRPOConfig) -> None:
@@ -22,7 +22,7 @@ def check_placement(size: int, config: GRPOConfig) -> None:
     if size == 1:
         _check_single(config)
         return
-    _check_axes(size, config)
+    check_axes(size, config)
     _check_model(size, config)
     _check_shares(size // config.placement.tensor_parallel, config)
 
@@ -40,7 +40,8 @@ def _check_single(config: GRPOConfig) -> None:
     _require(not own.cpu_offload, "placement.cpu_offload=True is FSDP2's, which needs several ranks")
 
 
-def _check_axes(size: int, config: GRPOConfig) -> None:
+def check_axes(size: int, config: GRPOConfig) -> None:
+    """Refuse axes that so many ranks do not have; ``ConfigError`` as in :func:`check_placement`."""
     own = config.placement
     tensor, expert, copies = own.tensor_parallel, own.expert_parallel, own.replicate
     _require(

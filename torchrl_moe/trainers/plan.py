@@ -11,6 +11,7 @@ from rich.table import Table
 
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.model_sizes import ModelSizes, activation_bytes, model_config_of
+from torchrl_moe.trainers.placement_rules import check_axes
 
 __all__ = ["PlanRow", "RunPlan"]
 
@@ -19,8 +20,9 @@ FLOAT32 = 4
 ADAM = 8
 """Bytes of a trained number's two moments."""
 UTILISATION = 0.9
-ANSWERS_AT_A_TIME = 128  # of engine.kind=transformers
 """Of a GPU's memory, that vLLM takes unless it is told otherwise."""
+ANSWERS_AT_A_TIME = 128
+"""Of ``engine.kind=transformers``."""
 TOKEN_BYTES = 8 + 4 + 4 + 2
 """Of a token in a batch, besides its experts: id, log-prob, version, two masks."""
 REPLICA_BYTES = int(1.9e9)
@@ -66,7 +68,8 @@ class RunPlan:
         """Work out the plan of a run.
 
         Raises:
-            ConfigError: the model's configuration cannot be found, or is no name or folder.
+            ConfigError: the model's configuration cannot be found, or is no name or folder; so many ranks cannot share
+                the model so.
         """
         source = config.model.source
         if source is None or ":" in source:
@@ -78,6 +81,7 @@ class RunPlan:
     @classmethod
     def of_model(cls, config: GRPOConfig, hf_config: Any) -> RunPlan:
         """Work out the plan of a run of a model with that transformers configuration."""
+        check_axes(config.hardware.trainer_gpus, config)
         sizes = ModelSizes.of(hf_config, config.model)
         rows = [
             *_trainer(config, hf_config, sizes),
@@ -108,7 +112,7 @@ class RunPlan:
         table.add_column("what")
         table.add_column("GB", justify="right")
         table.add_column("how it is worked out")
-        for part in dict.fromkeys(row.part for row in self.rows):
+        for part in (TRAINER, ENGINE, HOST, UPDATE):
             table.add_section()
             table.add_row(f"[bold]{part}[/]", f"[bold]{self.total(part) / 1e9:.2f}[/]", "")
             for row in self.rows:
@@ -132,29 +136,66 @@ def compute_dtype(config: GRPOConfig) -> torch.dtype:
 def _trainer(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[PlanRow]:
     """Yield what each rank of the trainer holds."""
     ranks, dtype = config.hardware.trainer_gpus, compute_dtype(config)
-    frozen, width = sizes.parameters - sizes.trained, dtype.itemsize
-    weights = _bytes(sizes.trained, ranks, FLOAT32) + _bytes(frozen, ranks, width)
-    over = f" / {ranks} ranks" if ranks > 1 else ""
-    what = f"{sizes.trained:,} x 4 B" + (f" + {frozen:,} x {width} B" if frozen else "")
-    yield PlanRow(TRAINER, "weights", weights, f"{what}{over}")
-    yield PlanRow(TRAINER, "gradients", _bytes(sizes.trained, ranks, FLOAT32), f"{sizes.trained:,} x 4 B{over}")
-    yield PlanRow(TRAINER, "AdamW's moments", _bytes(sizes.trained, ranks, ADAM), f"{sizes.trained:,} x 8 B{over}")
+    yield from _states(config, sizes)
     if ranks > 1:
-        gathered = (2 * sizes.layer + sizes.outside) * width
-        yield PlanRow(
-            TRAINER, "gathered layers", gathered, f"2 layers of {sizes.layer:,}, and what is in none, x {width} B"
-        )
-        reduced = sizes.layer * FLOAT32 if not frozen else 0
-        yield PlanRow(TRAINER, "gradients that are being reduced", reduced, "1 layer x 4 B")
+        yield from _gathered(config, sizes)
     if _has_reference_model(config, sizes):
-        yield PlanRow(TRAINER, "reference model", _bytes(sizes.parameters, ranks, width), f"a second model{over}")
+        copy = _bytes(sizes.parameters, _shards(config), dtype.itemsize)
+        yield PlanRow(TRAINER, "reference model", copy, f"a second model{_over(config)}")
     sequences, tokens = _micro_batch(config, hf_config)
     used = activation_bytes(hf_config, config.model, sequences, tokens, dtype, sharded=ranks > 1)
     shape = f"{sequences} sequences of {tokens:,} tokens"
     checkpointed = ", layers computed again" if config.model.activation_checkpointing else ""
     yield PlanRow(TRAINER, "a micro-batch", used, f"forward and backward of {shape}{checkpointed}", at_once=False)
-    step = _bytes(sizes.trained, ranks, FLOAT32)
-    yield PlanRow(TRAINER, "an optimizer step", step, "a number beside each trained one", at_once=False)
+    if not config.placement.cpu_offload:
+        step = _bytes(sizes.trained, _shards(config), FLOAT32)
+        yield PlanRow(TRAINER, "an optimizer step", step, "a number beside each trained one", at_once=False)
+
+
+def _shards(config: GRPOConfig) -> int:
+    """Return over how many ranks a weight is split."""
+    return config.hardware.trainer_gpus // config.placement.replicate
+
+
+def _over(config: GRPOConfig) -> str:
+    return f" / {_shards(config)} ranks" if _shards(config) > 1 else ""
+
+
+def _states(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
+    """Yield weights, gradients and moments: of each rank, or of all ranks of a host that has them instead."""
+    shards, width = _shards(config), compute_dtype(config).itemsize
+    frozen = sizes.parameters - sizes.trained
+    part, times = TRAINER, 1
+    over = _over(config)
+    if config.placement.cpu_offload:
+        part, times = HOST, min(config.hardware.trainer_gpus, config.hardware.gpus_per_host)
+        over += f" x {times} of this host (placement.cpu_offload)"
+    weights = _bytes(sizes.trained, shards, FLOAT32) + _bytes(frozen, shards, width)
+    what = f"{sizes.trained:,} x 4 B" + (f" + {frozen:,} x {width} B" if frozen else "")
+    yield PlanRow(part, "weights", times * weights, f"{what}{over}")
+    gradients = times * _bytes(sizes.trained, shards, FLOAT32)
+    yield PlanRow(part, "gradients", gradients, f"{sizes.trained:,} x 4 B{over}")
+    yield PlanRow(part, "AdamW's moments", 2 * gradients, f"{sizes.trained:,} x 8 B{over}")
+
+
+def _gathered(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
+    """Yield what FSDP2 has whole for a moment: a layer, the next one, and what is in none."""
+    own, width = config.placement, compute_dtype(config).itemsize
+
+    def of_rank(numbers: int, experts: int) -> int:
+        return -(-(numbers - experts) // own.tensor_parallel) + -(-experts // own.expert_parallel)
+
+    layer = of_rank(sizes.layer, min(sizes.layer, sizes.experts // sizes.layers))
+    if own.reshard_after_forward:
+        numbers = 2 * layer + of_rank(sizes.outside, 0)
+        how = f"2 layers of {layer:,}, and what is in none, x {width} B"
+    else:
+        numbers, how = of_rank(sizes.parameters, sizes.experts), f"all layers x {width} B (placement)"
+    if own.expert_parallel > 1:
+        how += f"; experts / {own.expert_parallel}"
+    yield PlanRow(TRAINER, "gathered layers", numbers * width, how)
+    if sizes.trained == sizes.parameters:
+        yield PlanRow(TRAINER, "gradients that are being reduced", layer * FLOAT32, "1 layer x 4 B")
 
 
 def _has_reference_model(config: GRPOConfig, sizes: ModelSizes) -> bool:
@@ -167,7 +208,7 @@ def _micro_batch(config: GRPOConfig, hf_config: Any) -> tuple[int, int]:
     """Return the sequences of a micro-batch, and the tokens of each: all as long as they can be."""
     longest = _longest(config, hf_config)
     answers = config.rollout.prompts_per_step * config.rollout.group_size // config.optim.minibatches
-    answers = max(1, answers // config.hardware.trainer_gpus)
+    answers = max(1, answers * config.placement.tensor_parallel // config.hardware.trainer_gpus)
     if config.optim.max_tokens is None:
         return answers, longest
     return max(1, min(answers, config.optim.max_tokens // longest)), longest
@@ -235,9 +276,9 @@ def _host(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[Pla
         yield PlanRow(HOST, "weight store", 2 * sizes.adapter * FLOAT32, "2 versions of the adapter")
     else:
         versions = 1 if sync.get("transport") == "nccl" else int(sync.get("keep_versions", 2))
-        yield PlanRow(
-            HOST, "weight store", versions * base, f"{versions} version{'s' if versions > 1 else ''} in /dev/shm"
-        )
+        where = "in engine.sync.folder" if sync.get("folder") else "in /dev/shm"
+        how = f"{versions} version{'s' if versions > 1 else ''} {where}"
+        yield PlanRow(HOST, "weight store", versions * base, how)
     if config.engine.backend == "local":
         count = config.engine.num_replicas
         yield PlanRow(HOST, "processes of replicas", count * REPLICA_BYTES, f"{count} x 1.9 GB")

@@ -65,6 +65,25 @@ def test_callers_share_a_batch_and_get_their_own_results() -> None:
     assert (state["queue_size"], state["pending_futures"], state["lock_state"]) == (0, 0, "unlocked")
 
 
+def test_callers_with_and_without_gradients_get_what_each_wants() -> None:
+    wrapper = Doubler(least=3)
+    weight = torch.ones(1, requires_grad=True)
+
+    def call(*values: float, mode: Any) -> bool:
+        with mode:
+            one = TensorDict({"x": torch.tensor(values) * weight}, [len(values)])
+            return bool(wrapper(one).get("y").requires_grad)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(call, 1.0, mode=torch.enable_grad())
+        waiting(wrapper, 1)
+        second = pool.submit(call, 2.0, mode=torch.no_grad())
+        waiting(wrapper, 2)
+        third = call(3.0, mode=torch.inference_mode())  # fills the batch, and runs it
+        assert (first.result(), second.result(), third) == (True, False, False)
+    assert wrapper.sizes == [1, 1, 1]
+
+
 def test_a_single_sample_comes_back_as_one() -> None:
     wrapper = Doubler(least=1)
     out = wrapper(TensorDict({"x": torch.tensor(3)}))

@@ -92,6 +92,7 @@ def test_all_words_are_sampled_from_unless_somebody_says_otherwise() -> None:
     assert not leaves_words_out(config)
     assert temperature_of(config) == 1
     assert GenerationSettings.of({"do_sample": True}).config(object()).top_k == 0
+    assert GenerationSettings.of({"do_sample": False}).config(object()).top_k is None  # of which transformers warns
 
 
 def test_another_search_is_refused_wherever_it_comes_from() -> None:

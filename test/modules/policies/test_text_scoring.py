@@ -46,6 +46,12 @@ def chats() -> TensorDict:
     return TensorDict(history=ChatHistory(full=History.from_chats([CHAT, [*CHAT, *CHAT]][:1])), batch_size=[1])
 
 
+def one_chat(*turns: str) -> TensorDict:
+    roles = ["user", "assistant"] * len(turns)
+    chat = [{"role": role, "content": content} for role, content in zip(roles, turns, strict=False)]
+    return TensorDict(history=ChatHistory(full=History.from_chats([chat])), batch_size=[1])
+
+
 def test_text() -> None:
     found = encode(TensorDict(text=Text(full=["hi", "é"]), batch_size=[2]), SOURCE)
     assert [ids.tolist() for ids in found.ids] == [[104, 105], [195, 169]]
@@ -57,7 +63,6 @@ def test_text() -> None:
     ("template", "said"),
     [
         (None, "yo<|im_end|>"),  # the tokenizer's own: the end of a turn is the assistant's to say
-        ("{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}", "yo"),  # marks nobody's words
     ],
 )
 def test_chats_and_what_the_assistant_said(template: str | None, said: str) -> None:
@@ -66,6 +71,43 @@ def test_chats_and_what_the_assistant_said(template: str | None, said: str) -> N
     assert TOKENIZER.decode(ids) == found.texts[0]
     assert TOKENIZER.decode(ids[mask]) == said
     assert not found.texts[0].endswith("assistant\n")  # no prompt to go on
+
+
+PLAIN = "{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}"
+TRIMMED = PLAIN.replace("m.content", "(m.content | trim)")
+ANSWERS = PLAIN.replace("m.content", "m.content.split('</think>')[-1]")
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "said"),
+    [
+        (PLAIN, ["yes or no?", "no"], "no"),  # not the question's "no"
+        (PLAIN, ["assistant:user", "user", "a", "r:a"], "userr:a"),
+        (TRIMMED, ["no? ", " no\n"], "no"),
+        (ANSWERS, ["hi", "yo"], "yo"),
+        (PLAIN, ["hi", ""], ""),
+    ],
+)
+def test_a_template_without_marks_says_where_it_puts_the_assistants_words(
+    template: str, turns: list[str], said: str
+) -> None:
+    found = encode(one_chat(*turns), replace(CHATS, chat_template=template))
+    (ids,), (mask,) = found.ids, found.assistant or []
+    assert TOKENIZER.decode(ids[mask]) == said
+    after = found.texts[0].index(";") + len(";assistant:")  # the first question ends before
+    assert not mask[:after].any()
+
+
+def test_words_that_a_template_changes_are_not_guessed_at() -> None:
+    thoughts = one_chat("hi", "<think>no</think>yo")
+    found = encode(thoughts, replace(CHATS, chat_template=ANSWERS))
+    assert (found.texts, found.assistant) == (["user:hi;assistant:yo;"], None)
+
+
+def test_one_of_a_tokenizers_templates_is_for_chats() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = {"default": PLAIN, "tool_use": "{{ tools }}"}
+    assert encode(chats(), replace(CHATS, tokenizer=tokenizer)).texts == ["user:hi;assistant:yo;"]
 
 
 def test_a_named_template() -> None:

@@ -23,7 +23,14 @@ from torchrl_moe.modules.policies.transformers_arguments import (
 )
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 
-OPEN: dict[str, Any] = {"input_mode": None, "generate": None, "chat_template": None, "chat_template_name": None}
+OPEN: dict[str, Any] = {
+    "input_mode": None,
+    "generate": None,
+    "chat_template": None,
+    "chat_template_name": None,
+    "num_samples": None,
+    "generate_kwargs": None,
+}
 
 
 @pytest.mark.parametrize(
@@ -101,3 +108,11 @@ def test_a_model_is_loaded_where_it_is_wanted(tmp_path: Path) -> None:
     assert model_of(model, "cpu") is model
     with pytest.raises(ValueError, match="device='cuda:1', and the model is on 'cpu'"):
         model_of(model, "cuda:1")
+
+
+@pytest.mark.parametrize("given", [{"num_samples": 4}, {"generate_kwargs": {"max_new_tokens": 3}}])
+def test_arguments_of_generating_are_not_lost_on_a_wrapper_that_would_score(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="is of generating, and tokens are scored by default"):
+        complete({**OPEN, **given})
+    assert complete({**OPEN, **given, "generate": True})["generate"]
+    assert not complete({**OPEN, **given, "generate": False})["generate"]

@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError, Future, wait
 from functools import wraps
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase, lazy_stack
 
 __all__ = ["batched", "set_batching"]
@@ -21,6 +22,14 @@ Forward = Callable[..., TensorDictBase]
 
 _QUEUES = threading.Lock()
 """Held while a queue and its futures change: both as one. Of no wrapper, since wrappers are copied and pickled."""
+
+
+class _Result(Future[TensorDictBase]):
+    """What will come of a sample, in the mode in which its caller runs: of a gradient, PyTorch asks the thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
 def set_batching(wrapper: Any, batching: bool | None, least: int | None, most: int | None, timeout: float) -> None:
@@ -53,8 +62,8 @@ def batched(forward: Forward) -> Forward:
     """Decorate a wrapper's ``forward(self, tensordict, **kwargs)``.
 
     With batching a caller's samples join those that wait. The first caller to get hold of the wrapper runs as many as
-    there are, once there are enough, or when its time is up; the others find their results. An error reaches every
-    caller with a sample in the batch that failed, and no other.
+    there are, once there are enough, or when its time is up; the others find their results. Callers with and without
+    gradients have a pass each. An error reaches every caller with a sample in the batch that failed, and no other.
 
     Raises:
         ValueError: with batching, a batch of several dimensions, or arguments of one call: a batch has many callers.
@@ -70,7 +79,7 @@ def batched(forward: Forward) -> Forward:
         if tensordict.ndim > 1:
             raise ValueError(f"a wrapper that batches takes batch size [] or [B], got {list(tensordict.batch_size)}")
         samples = list(tensordict.unbind(0)) if tensordict.ndim else [tensordict]
-        futures: list[Future[TensorDictBase]] = [Future() for _ in samples]
+        futures = [_Result() for _ in samples]
         with _QUEUES:
             self._batch_queue.extend(samples)
             self._futures.extend(futures)
@@ -86,7 +95,7 @@ def batched(forward: Forward) -> Forward:
     return forward_batched
 
 
-def _drain(wrapper: Any, forward: Forward, own: list[Future[TensorDictBase]], least: int) -> None:
+def _drain(wrapper: Any, forward: Forward, own: list[_Result], least: int) -> None:
     """Run what waits, batch by batch, while it is ``least`` samples or more and some of the caller's are among them."""
     with wrapper._batching_lock:
         while not all(future.done() for future in own):
@@ -97,13 +106,17 @@ def _drain(wrapper: Any, forward: Forward, own: list[Future[TensorDictBase]], le
                 count = min(waiting, wrapper._max_batch_size or waiting)
                 samples, futures = wrapper._batch_queue[:count], wrapper._futures[:count]
                 del wrapper._batch_queue[:count], wrapper._futures[:count]
-            _run(wrapper, forward, samples, futures)
+            for mode in dict.fromkeys(future.mode for future in futures):
+                alike = [pair for pair in zip(samples, futures, strict=True) if pair[1].mode == mode]
+                _run(wrapper, forward, [sample for sample, _ in alike], [future for _, future in alike])
 
 
-def _run(wrapper: Any, forward: Forward, samples: list[TensorDictBase], futures: list[Future[TensorDictBase]]) -> None:
-    """Run one batch, and tell whoever waits for it what came of it."""
+def _run(wrapper: Any, forward: Forward, samples: list[TensorDictBase], futures: list[_Result]) -> None:
+    """Run one batch, whose callers run in one mode, and tell them what came of it."""
+    has_gradients, is_inference = futures[0].mode
     try:
-        results = forward(wrapper, lazy_stack(samples)).unbind(0)
+        with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
+            results = forward(wrapper, lazy_stack(samples)).unbind(0)
         if len(results) != len(futures):
             raise RuntimeError(f"a batch of {len(futures)} samples came back as {len(results)}")
     except BaseException as error:

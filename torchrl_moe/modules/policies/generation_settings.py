@@ -134,7 +134,7 @@ class GenerationSettings:
         own = getattr(model, "generation_config", None)
         if own is not None:
             config.update(**own.to_dict(), defaults_only=True, allow_custom_entries=True)
-        if config.top_k is None:
+        if config.top_k is None and config.do_sample:  # of a greedy one transformers would warn
             config.top_k = 0
         mode = str(config.get_generation_mode().value)
         if mode not in MODES:

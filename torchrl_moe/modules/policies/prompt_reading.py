@@ -35,11 +35,13 @@ class Source:
     def own_template(self) -> str | None:
         """The template to render with; ``None`` for the one that ``chat_template_name`` names, or TorchRL's guess.
 
-        A tokenizer's own comes before the guess, which goes by words in the path that it was loaded from.
+        A tokenizer's own comes before the guess, which goes by words in the path that it was loaded from. Of several,
+        its ``"default"`` is for chats.
         """
         if self.chat_template is not None or self.chat_template_name is not None:
             return self.chat_template
-        return getattr(self.tokenizer, "chat_template", None)
+        own = getattr(self.tokenizer, "chat_template", None)
+        return own.get("default") if isinstance(own, dict) else own
 
     def prompts(self, samples: Sequence[TensorDictBase]) -> Prompts:
         """Read a prompt from each sample, batch size ``[]``.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,11 @@ from torchrl_moe.modules.policies.sampling_entry import SAMPLING
 from torchrl_moe.modules.policies.scoring import ScoringBatch, pad_left
 
 __all__ = ["Encoded", "encode", "log_prob_entry", "mask_entry", "refuse_other_tokens", "token_entry", "without_pads"]
+
+
+MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
+"""What surrounds an assistant's words in a template that says which they are."""
+STAND_IN = "\u241ftorchrl_moe\u241f"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +75,55 @@ def _rendered(
         "add_generation_prompt": False,
     }
     texts = history.apply_chat_template(**how)
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    marked = template is None or MARKS.search(template) is not None
+    # without marks TorchRL takes the first place where the words stand, which may be in a question
     tokens = history.apply_chat_template(
-        **how, tokenize=True, padding=False, return_dict=True, return_assistant_tokens_mask=True
+        **how, tokenize=True, padding=False, return_dict=True, return_assistant_tokens_mask=marked
     )
+    ids = [row.long() for row in tokens.get("input_ids", as_list=True)]
+    if not marked:
+        spoken = [
+            _spoken(chat.tolist(tolist_first=True), source.tokenizer, template, *rest)
+            for chat, *rest in zip(history.unbind(0), texts, ids, strict=True)
+        ]
+        known = [mask for mask in spoken if mask is not None]
+        return ids, known if len(known) == len(ids) else None, texts
     masks = tokens.get("assistant_masks", None, as_list=True)
-    return (
-        [row.long() for row in tokens.get("input_ids", as_list=True)],
-        None if masks is None else [row.bool() for row in masks],
-        [texts] if isinstance(texts, str) else list(texts),
-    )
+    return ids, None if masks is None else [row.bool() for row in masks], texts
+
+
+def _spoken(
+    chat: Sequence[Mapping[str, Any]], tokenizer: Any, template: str | None, text: str, ids: Tensor
+) -> Tensor | None:
+    """Return which tokens are the assistant's words, bool ``[T]``; ``None`` if the template writes others.
+
+    Where they stand is seen by a stand-in that is rendered in their place.
+    """
+    turns = [turn for turn in chat if turn["role"] != "<none>"]  # of a ragged batch
+    said = [turn["content"] or "" for turn in turns if turn["role"] == "assistant"]
+    if not all(isinstance(words, str) for words in said) or not getattr(tokenizer, "is_fast", False):
+        return None
+    blank = [{**turn, "content": STAND_IN} if turn["role"] == "assistant" else turn for turn in turns]
+    parts = tokenizer.apply_chat_template(
+        blank, chat_template=template, tokenize=False, add_generation_prompt=False
+    ).split(STAND_IN)
+    if len(parts) != len(said) + 1:
+        return None
+    spans, place = [], 0
+    for part, words in zip(parts, [*said, ""], strict=True):
+        begin = place + len(part)
+        if text[place:begin] != part:
+            return None
+        words = words if text.startswith(words, begin) else words.strip()  # as many templates do
+        if not text.startswith(words, begin):
+            return None
+        place = begin + len(words)
+        spans.append((begin, place))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    if place != len(text) or encoded["input_ids"] != ids.tolist():
+        return None
+    return torch.tensor([any(a < end and b > begin for begin, end in spans) for a, b in encoded["offset_mapping"]])
 
 
 # -- entries ----------------------------------------------------------------------------------------------------------

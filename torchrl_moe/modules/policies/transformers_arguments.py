@@ -28,11 +28,20 @@ def complete(arguments: dict[str, Any]) -> dict[str, Any]:
 
     A chat template, and ``generate=True`` without more, speak of chats. Else tokens are read: the ones that a rollout's
     routes belong to. Chats and text are generated from, tokens are scored.
+
+    Raises:
+        ValueError: arguments of generating, where nothing says that it is meant.
     """
     mode = arguments["input_mode"]
     if mode is None:
         chats = ("chat_template", "chat_template_name", "generate")
         mode = "history" if any(arguments[name] for name in chats) else "tokens"
+    if arguments["generate"] is None and mode == "tokens":
+        for name in ("num_samples", "generate_kwargs"):
+            if arguments[name]:
+                raise ValueError(
+                    f"{name} is of generating, and tokens are scored by default: say generate=True or False"
+                )
     generate = mode != "tokens" if arguments["generate"] is None else bool(arguments["generate"])
     return {**arguments, "input_mode": mode, "generate": generate}
 

@@ -246,7 +246,7 @@ class Bench:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Bench], Awaitable[None]]], Bench]:
-    monkeypatch.setattr(engine_requests, "SamplingParamsBuilder", lambda names_words: lambda spec, guided_options: spec)
+    monkeypatch.setattr(engine_requests, "SamplingParamsBuilder", lambda *how: lambda spec, guided_options: spec)
 
     async def ask(canary: Canary, seconds: float) -> str:
         engine: HandEngine = canary._engine

@@ -123,6 +123,27 @@ def test_all_words_need_no_names() -> None:
     assert SamplingParamsBuilder(names_words=False)(everything).temperature == 0.6
 
 
+@pytest.mark.parametrize(
+    ("mode", "temperature", "words"),
+    [
+        ("raw_logprobs", 0.7, r"^temperature=0\.7, and this engine's log-probs are of temperature 1"),
+        ("raw_logits", 1.0, r"^logprobs=0, and this engine gives logits in place of log-probs"),
+        ("processed_logits", 1.0, r"^logprobs=0, and this engine gives logits in place of log-probs"),
+    ],
+)
+def test_log_probs_are_of_the_distribution_that_is_sampled_from(mode: str, temperature: float, words: str) -> None:
+    builder = SamplingParamsBuilder(names_words=False, logprobs_mode=mode)
+    with pytest.raises(ValueError, match=f"{words}.*leave logprobs_mode out, or logprobs"):
+        builder({"temperature": temperature, "logprobs": 0})
+    assert builder({"temperature": temperature}).logprobs is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])  # greedy: nobody trains on it
+def test_raw_log_probs_are_right_where_temperature_changes_nothing(temperature: float) -> None:
+    builder = SamplingParamsBuilder(names_words=False, logprobs_mode="raw_logprobs")
+    assert builder({"temperature": temperature, "logprobs": 0}).logprobs == 0
+
+
 def test_prompt_logprobs_are_left_alone_since_they_switch_the_prefix_cache_off() -> None:
     assert build({"logprobs": 0}).prompt_logprobs is None
 

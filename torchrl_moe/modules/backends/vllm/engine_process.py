@@ -54,6 +54,7 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
             lambda completion: send(("completion", completion)),
             self._refuse,
             names_words=_compat_sampling.carries_masks(engine.vllm_config),
+            logprobs_mode=engine.model_config.logprobs_mode,
             routes=RequestRoutes(
                 info.layout,
                 info.why_live,

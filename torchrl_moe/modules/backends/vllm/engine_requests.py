@@ -68,6 +68,7 @@ class EngineRequests:
         send: takes a completion to the driver.
         refuse: takes the id of a request that failed, and the error.
         names_words: whether the engine says which words sampling kept.
+        logprobs_mode: the engine's.
         routes: decides which requests follow recorded experts, and which may have scores; default: none and all.
 
     Attributes:
@@ -81,6 +82,7 @@ class EngineRequests:
         send: Callable[[Completion], None],
         refuse: Callable[[str, BaseException], None],
         names_words: bool = True,
+        logprobs_mode: str = "processed_logprobs",
         routes: RequestRoutes | None = None,
     ) -> None:
         self.engine = engine
@@ -93,7 +95,7 @@ class EngineRequests:
         self._refuse = refuse
         self._open: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._sampling = SamplingParamsBuilder(names_words)
+        self._sampling = SamplingParamsBuilder(names_words, logprobs_mode)
         self._adapters = Adapters(engine)
         self._serial = itertools.count(1)
         self._routes = routes or RequestRoutes(None, "the engine captures no routes")

@@ -19,10 +19,12 @@ class SamplingParamsBuilder:
 
     Args:
         names_words: whether the engine says which words sampling kept.
+        logprobs_mode: the engine's, which says what its log-probs are of.
     """
 
-    def __init__(self, names_words: bool = True) -> None:
+    def __init__(self, names_words: bool = True, logprobs_mode: str = "processed_logprobs") -> None:
         self._names_words = names_words
+        self._mode = logprobs_mode
         self._key: tuple[int, int] | None = None
         self._held: tuple[Any, Any] | None = None
         self._last: Any = None
@@ -32,22 +34,35 @@ class SamplingParamsBuilder:
 
         Raises:
             ValueError: an unknown or bad parameter, one that asks for what no completion carries, a per-request seed on
-                CPU, or log-probs over less than all words of an engine that does not say which.
+                CPU, log-probs over less than all words of an engine that does not say which, or of another distribution
+                than is sampled from.
         """
         key = (id(spec), id(guided_options))
         if key != self._key:
             params = _build(spec, guided_options)
-            name = leaves_words_out(partial(getattr, params))
-            if name is not None and params.logprobs is not None and not self._names_words:
-                raise ValueError(
-                    f"{name}={getattr(params, name)!r} leaves words out, and this engine does not say which: it has "
-                    "speculative decoding, a scheduler or logits processors of your own, another logprobs_mode than "
-                    "'processed_logprobs', or vLLM's Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=0 turns it off). Leave "
-                    f"{name} out, or logprobs"
-                )
+            if params.logprobs is not None:
+                self._refuse_other_distributions(params)
             # holding the sources keeps their ids from being used again
             self._key, self._held, self._last = key, (spec, guided_options), params
         return self._last
+
+    def _refuse_other_distributions(self, params: Any) -> None:
+        """Refuse log-probs of another distribution than is sampled from, or of one that nobody can name."""
+        name = leaves_words_out(partial(getattr, params))
+        if name is not None and not self._names_words:
+            raise ValueError(
+                f"{name}={getattr(params, name)!r} leaves words out, and this engine does not say which: it has "
+                "speculative decoding, a scheduler or logits processors of your own, another logprobs_mode than "
+                "'processed_logprobs', or vLLM's Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=0 turns it off). Leave "
+                f"{name} out, or logprobs"
+            )
+        wrong = ""
+        if not self._mode.endswith("logprobs"):
+            wrong = f"logprobs={params.logprobs}, and this engine gives logits in place of log-probs"
+        elif self._mode.startswith("raw") and params.temperature not in (0, 1):
+            wrong = f"temperature={params.temperature:g}, and this engine's log-probs are of temperature 1"
+        if wrong:
+            raise ValueError(f"{wrong}, by logprobs_mode={self._mode!r}: leave logprobs_mode out, or logprobs")
 
 
 def default_of(name: str) -> Any:
