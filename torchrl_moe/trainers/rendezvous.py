@@ -59,7 +59,7 @@ class Rendezvous:
                     began = time.monotonic()
                 elif missing:
                     raise RankError(self._tell(f"{phase}: {_names(missing)} did not come within {self.seconds:g} s"))
-            self._forget(number - 1)  # whoever is here has left the one before
+            self._forget(number - 1)  # all who are here have left the one before
         except RuntimeError as error:
             raise RankError(f"{phase}: rank 0 is gone, or cannot be reached: {_line(error)}") from error
 
