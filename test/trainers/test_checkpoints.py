@@ -14,13 +14,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from support.ranks import run_as_ranks
 from support.waiting import until
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.trainers import checkpoints as checkpoints_module
-from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept
+from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept, RandomNumbers
 from torchrl_moe.trainers.config import ConfigError, LoRAConfig, ModelConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.rank_group import Ranks
+from torchrl_moe.trainers.rank_group import Ranks, join_ranks
 from torchrl_moe.trainers.trained_state import TrainedState
 
 
@@ -120,6 +121,16 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
         torch.manual_seed(5)
         checkpoints.load()
         assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("there", [0, 1, 4])
+def test_random_numbers_of_gpus_go_on_on_another_number_of_them(monkeypatch: pytest.MonkeyPatch, there: int) -> None:
+    state, taken = RandomNumbers().state_dict(), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", taken.extend)
+    RandomNumbers().load_state_dict(state | {"torch_cuda": [torch.tensor([1]), torch.tensor([2])]})
+    assert [int(one) for one in taken] == [1, 2][:there]
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -289,3 +300,22 @@ def test_the_end_of_a_single_process_waits(tmp_path: Path, monkeypatch: pytest.M
     checkpoints.save(1, 0.0)
     checkpoints.close()
     assert names(checkpoints) == [1]
+
+
+def see(folder: Path, shared: bool) -> str:
+    ranks = join_ranks(60.0)
+    own = folder if shared else folder / f"host-{ranks.rank}"
+    try:
+        Checkpoints(own / "checkpoints", TrainedState(nn.Linear(2, 2)), {}, 1, ranks).check_folder()
+    except ConfigError as error:
+        return str(error).replace(str(own), "HERE")
+    finally:
+        ranks.close()
+    return "seen"
+
+
+def test_a_folder_that_other_hosts_do_not_see_is_refused(tmp_path: Path) -> None:
+    assert run_as_ranks(see, tmp_path, True) == ["seen", "seen"]
+    assert not list((tmp_path / "checkpoints").iterdir())
+    told = "out=HERE: rank(s) 1 do not see rank 0's: name a folder that all share"
+    assert run_as_ranks(see, tmp_path, False) == [told, told]

@@ -8,8 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from support.ranks import run_as_ranks
 from support.sharded import whole
@@ -186,3 +190,30 @@ def test_a_restored_state_is_the_saved_one_to_the_last_bit(tmp_path: Path) -> No
         assert np.array_equal(weight.detach().numpy(), saved[0][0][name])
         for key, value in learner.optimizer.state[weight].items():
             assert np.array_equal(value.numpy(), saved[1][0][f"{name} {key}"])
+
+
+class OnGpus(nn.Module):
+    """Half of a weight, as ranks with GPUs have it whose weights are offloaded; there are none here."""
+
+    part: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+        shape = DTensor.from_local(torch.empty(2, 3, device="meta"), mesh, [Shard(0)])
+        self.register_buffer("part", torch.full_like(shape, 3.0, device="cpu"))
+
+
+def copy_of_gpus(folder: Path) -> tuple[str, str, list[float]]:
+    ranks = join_ranks(60.0)
+    copy = TrainedState(OnGpus()).copy(ranks)
+    TrainedState.write(copy, folder, ranks)
+    part: Any = copy["policy"]["part"]
+    return part.device_mesh.device_type, part.to_local().device.type, part.to_local().flatten().tolist()
+
+
+def test_a_copy_of_what_gpus_share_stays_in_the_hosts_memory(tmp_path: Path) -> None:
+    """torch brings a part that is made of a tensor on the CPU back to its mesh's GPU."""
+    assert run_as_ranks(copy_of_gpus, tmp_path) == [("cuda", "cpu", [3.0] * 6)] * 2
+    whole = FileSystemReader(tmp_path).read_metadata().state_dict_metadata["policy.part"]
+    assert tuple(whole.size) == (4, 3)  # type: ignore[union-attr]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torchrl.checkpoint import (
     Checkpoint,
@@ -26,7 +28,7 @@ from torchrl_moe.trainers.folders import exchange
 from torchrl_moe.trainers.rank_group import Ranks
 from torchrl_moe.trainers.trained_state import TrainedState
 
-__all__ = ["Checkpoints", "NothingKept"]
+__all__ = ["Checkpoints", "NothingKept", "RandomNumbers"]
 
 LOG = logging.getLogger(__name__)
 
@@ -45,6 +47,16 @@ class NothingKept:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take nothing."""
         del state_dict
+
+
+class RandomNumbers(GlobalRNGState):
+    """Where Python's, NumPy's and torch's generators are; a run may go on with another number of GPUs."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from there; a GPU that was not there goes on as it is."""
+        found = dict(state_dict)
+        of_gpus = found.pop("torch_cuda", [])[: torch.cuda.device_count()]
+        super().load_state_dict(found | ({"torch_cuda": of_gpus} if of_gpus else {}))
 
 
 class Checkpoints:
@@ -73,12 +85,31 @@ class Checkpoints:
         self.checkpoint = Checkpoint()
         # a collector's state is no mere tensors
         self.checkpoint.register_adapter(object, StateDictCheckpointAdapter(payload_format="torch"))
-        for name, component in {**components, "rng": GlobalRNGState()}.items():
+        for name, component in {**components, "rng": RandomNumbers()}.items():
             self.checkpoint.register(name, component)
         self.rotation = CheckpointRotation(folder, keep_last=keep, keep_best=(SCORE, "max"), prefix="step")
         self._pending: Future[bool] | None = None
         for left in folder.glob(".*") if self._ranks.is_first else ():  # by a kill, half written
             shutil.rmtree(left, ignore_errors=True)
+
+    def check_folder(self) -> None:
+        """Refuse a folder that some ranks do not see: a checkpoint would lack their parts, and look whole.
+
+        Raises:
+            ConfigError: which ranks do not see it.
+        """
+        if self._ranks.size == 1:
+            return
+        folder, mark = self.rotation.directory, f".seen-{uuid.uuid4().hex}"
+        if self._ranks.is_first:
+            (folder / mark).mkdir(parents=True)
+        mark = self._ranks.from_first(mark, "looking for the folder")
+        seen = self._ranks.gather((folder / mark).exists())
+        if self._ranks.is_first:
+            (folder / mark).rmdir()
+        if not all(seen):
+            blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
+            raise ConfigError(f"out={folder.parent}: rank(s) {blind} do not see rank 0's: name a folder that all share")
 
     def save(self, step: int, score: float) -> None:
         """Begin to write a checkpoint, when the one before is written.

@@ -120,9 +120,8 @@ def _copied(value: Any) -> Any:
     if _is_packed(value):
         return value.full_tensor().detach().to("cpu", copy=True)
     # torch's own stagers fail on a part whose memory does not begin with it: torch 2.13, where transformers has read it
-    own = value.to_local().detach().to("cpu", copy=True).contiguous()
-    mesh, shape, stride = value.device_mesh, value.shape, value.stride()
-    return DTensor.from_local(own, mesh, value.placements, run_check=False, shape=shape, stride=stride)
+    # and DTensor.from_local brings it back to the mesh's GPU
+    return value.detach().to("cpu", copy=True).contiguous()
 
 
 # -- packed weights: tensor parallelism gives each rank a part of gate and a part of up, which lie in one tensor. A
