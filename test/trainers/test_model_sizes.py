@@ -54,6 +54,7 @@ def test_more_than_128_experts_take_two_bytes_and_latent_attention_caches_one_ve
     config = make_tiny_moe("deepseek_v3").config
     sizes = ModelSizes.of(config, ModelConfig())
     assert sizes.kv == config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
+    assert sizes.kv_heads == 1  # each GPU of a replica has all of it
     wide = make_tiny_moe("qwen3_moe", num_experts=160).config
     assert ModelSizes.of(wide, ModelConfig()).route_bytes == wide.num_hidden_layers * wide.num_experts_per_tok * 2
 

@@ -78,10 +78,38 @@ def test_the_packaged_plan_of_qwen3_30b_a3b_fits_and_is_that_by_hand() -> None:
     plan = RunPlan.of(load_config("qwen3_30b_a3b"))
     host, trainer = items(plan, HOST), items(plan, TRAINER)
     assert (host["weights"], host["gradients"], host["AdamW's moments"]) == (4 * QWEN, 4 * QWEN, 8 * QWEN)
+    assert host["a checkpoint that is written"] == 12 * QWEN  # a copy of weights and moments
+    assert plan.total(HOST) == 16 * QWEN + 12 * QWEN + sum(
+        host[item] for item in ("rollouts", "recorded experts", "weight store", "processes of replicas")
+    )
     experts, layer, outside = 48 * 128 * 3 * 2048 * 768 // 48, 623_120_640, 622_331_904
     assert trainer["gathered layers"] == 2 * (2 * (layer - experts + experts // 4) + outside)
     assert not {"weights", "gradients", "an optimizer step"} & trainer.keys()
     assert not any("are needed" in note for note in plan.notes)
+
+
+def kv_how(*changes: str) -> str:
+    (how,) = [row.how for row in RunPlan.of(load_config("qwen3_30b_a3b", changes)).rows if row.item == "KV cache"]
+    return how
+
+
+def test_a_token_in_the_cache_of_each_gpu_by_hand() -> None:
+    """48 layers, keys and values, 4 heads of 128 numbers, which more than 4 GPUs cannot split."""
+    whole = 48 * 2 * 4 * 128
+    assert kv_how().startswith(f"{whole // 2 * 2:,} B a token")  # two GPUs, two bytes
+    assert kv_how("engine.arguments.tensor_parallel_size=8").startswith(f"{whole // 4 * 2:,} B a token")
+    assert kv_how("engine.arguments.dtype=float32").startswith(f"{whole // 2 * 4:,} B a token")
+    assert kv_how("engine.arguments.kv_cache_dtype=fp8").startswith(f"{whole // 2:,} B a token")
+
+
+def test_ranks_with_an_adapter_load_the_whole_model_each() -> None:
+    ranks = ["hardware.trainer_gpus=16", "engine.sleep=false"]
+    host = items(RunPlan.of(load_config("olmoe_1b_7b", ranks)), HOST)
+    adapter = 16 * 4 * 2 * 32 * 2048
+    assert host["the model that is loaded"] == 8 * 2 * (OLMOE + adapter)
+    assert host["a checkpoint that is written"] == 8 * 12 * adapter // 16
+    none = items(RunPlan.of(load_config("olmoe_1b_7b", ["checkpoint.every=0"])), HOST)
+    assert not {"the model that is loaded", "a checkpoint that is written"} & none.keys()
 
 
 def test_sixteen_ranks_of_two_hosts_by_hand() -> None:

@@ -64,6 +64,7 @@ class ModelSizes:
         top_k: experts of a token; 0 for a dense model.
         num_experts: to choose from.
         kv: of a token in the engine's cache, all layers.
+        kv_heads: among how many GPUs of a replica that is split at most; latent attention has 1.
     """
 
     parameters: int
@@ -76,6 +77,7 @@ class ModelSizes:
     top_k: int
     num_experts: int
     kv: int
+    kv_heads: int
 
     @classmethod
     def of(cls, hf_config: Any, model_config: ModelConfig) -> ModelSizes:
@@ -103,6 +105,7 @@ class ModelSizes:
             top_k=_first(text, TOP_KS),
             num_experts=_first(text, EXPERT_COUNTS),
             kv=layers * _kv_per_layer(text),
+            kv_heads=_kv_heads(text),
         )
 
     @property
@@ -195,12 +198,18 @@ def _without_checkpointing(config: ModelConfig) -> ModelConfig:
     return plain
 
 
+def _kv_heads(text: Any) -> int:
+    if getattr(text, "kv_lora_rank", None):
+        return 1
+    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+
+
 def _kv_per_layer(text: Any) -> int:
     """Return the numbers that a layer's cache holds of a token."""
     latent = getattr(text, "kv_lora_rank", None)
     if latent:  # DeepSeek's latent attention: one vector, and the rotated part of the keys
         return int(latent) + int(text.qk_rope_head_dim)
-    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    heads = _kv_heads(text)
     width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     return 2 * heads * width
 

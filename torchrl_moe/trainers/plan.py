@@ -157,6 +157,10 @@ def _shards(config: GRPOConfig) -> int:
     return config.hardware.trainer_gpus // config.placement.replicate
 
 
+def _ranks_of_host(config: GRPOConfig) -> int:
+    return min(config.hardware.trainer_gpus, config.hardware.gpus_per_host)
+
+
 def _over(config: GRPOConfig) -> str:
     return f" / {_shards(config)} ranks" if _shards(config) > 1 else ""
 
@@ -168,7 +172,7 @@ def _states(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
     part, times = TRAINER, 1
     over = _over(config)
     if config.placement.cpu_offload:
-        part, times = HOST, min(config.hardware.trainer_gpus, config.hardware.gpus_per_host)
+        part, times = HOST, _ranks_of_host(config)
         over += f" x {times} of this host (placement.cpu_offload)"
     weights = _bytes(sizes.trained, shards, FLOAT32) + _bytes(frozen, shards, width)
     what = f"{sizes.trained:,} x 4 B" + (f" + {frozen:,} x {width} B" if frozen else "")
@@ -243,15 +247,23 @@ def _engine(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[P
         )
     if budget is None and plain:
         answers = int(arguments.get("max_num_seqs", ANSWERS_AT_A_TIME))
-        budget = answers * _longest(config, hf_config) * _bytes(sizes.kv, 1, 2)
+        budget = answers * _longest(config, hf_config) * sizes.kv * width
     if budget is None:
         utilisation = float(arguments.get("gpu_memory_utilization", UTILISATION))
         budget = max(0, int(utilisation * config.hardware.gpu_gb * 1e9) - weights)
     yield PlanRow(ENGINE, "KV cache", int(budget), _kv_how(config, hf_config, sizes, int(budget), share))
 
 
+def _kv_width(config: GRPOConfig, hf_config: Any) -> int:
+    name = str(config.engine.arguments.get("kv_cache_dtype", "auto"))
+    if name.startswith("fp8"):
+        return 1
+    dtype = getattr(torch, name, None)
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else _engine_width(config, hf_config)
+
+
 def _kv_how(config: GRPOConfig, hf_config: Any, sizes: ModelSizes, budget: int, share: int) -> str:
-    each = _bytes(sizes.kv, share, 2)
+    each = _bytes(sizes.kv, min(share, sizes.kv_heads), _kv_width(config, hf_config))
     tokens = budget // each if each else 0
     return f"{each:,} B a token: {tokens:,} tokens, {tokens // _longest(config, hf_config):,} of the longest sequences"
 
@@ -279,9 +291,23 @@ def _host(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[Pla
         where = "in engine.sync.folder" if sync.get("folder") else "in /dev/shm"
         how = f"{versions} version{'s' if versions > 1 else ''} {where}"
         yield PlanRow(HOST, "weight store", versions * base, how)
+    yield from _copies(config, sizes)
     if config.engine.backend == "local":
         count = config.engine.num_replicas
         yield PlanRow(HOST, "processes of replicas", count * REPLICA_BYTES, f"{count} x 1.9 GB")
+
+
+def _copies(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
+    """Yield what the host holds of the model for a moment: to write it, and to load it."""
+    ranks = _ranks_of_host(config)
+    if config.checkpoint.every:
+        size = ranks * _bytes(sizes.trained, _shards(config), FLOAT32 + ADAM)
+        how = f"{sizes.trained:,} x 12 B{_over(config)} x {ranks} of this host: weights and moments"
+        yield PlanRow(HOST, "a checkpoint that is written", size, how, at_once=False)
+    if sizes.adapter and ranks > 1:
+        size, width = ranks * sizes.parameters * compute_dtype(config).itemsize, compute_dtype(config).itemsize
+        how = f"{sizes.parameters:,} x {width} B x {ranks} ranks, which add an adapter to the whole"
+        yield PlanRow(HOST, "the model that is loaded", size, how, at_once=False)
 
 
 def _update_bytes(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> int:
