@@ -14,9 +14,10 @@ from support.collecting import TOKENIZER, chat, policy_of
 from support.data_sets import FakeDataset, FakeDatasetDict
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.testing import FakeAsyncVLLM
+from torchrl_moe.trainers.compose import CONFIGS, load_config
 from torchrl_moe.trainers.config import ConfigError, DataConfig, EvalConfig, GRPOConfig, RolloutConfig
 from torchrl_moe.trainers.episode import PromptEpisode
-from torchrl_moe.trainers.rollout_source import RolloutSource
+from torchrl_moe.trainers.rollout_source import TASKS, RolloutSource
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(10)]
 
@@ -149,6 +150,19 @@ def test_an_environment_and_another_to_evaluate_on(engine: FakeAsyncVLLM) -> Non
     assert of(env=lambda: chat(3)).dataloader is None
     other = chat(1)
     assert of(None, EvalConfig(prompts=7), env=env, held_out=other).held_out == 7
+
+
+def test_an_environment_holds_nothing_out() -> None:
+    with pytest.raises(ConfigError, match=r"data\.held_out=5: an environment, .* set it to 0, or give the trainer"):
+        of(DataConfig(held_out=5), env=chat(3))
+    assert of(DataConfig(held_out=5), EvalConfig(every=0), env=chat(3)).held_out == 0  # nobody asks for them
+    assert of(DataConfig(held_out=5), EvalConfig(prompts=7), env=chat(3), held_out=chat(1)).held_out == 7
+
+
+@pytest.mark.parametrize("name", [path.stem for path in CONFIGS.glob("*.yaml")])
+def test_configurations_of_the_package_hold_out_what_their_task_can(name: str) -> None:
+    data = load_config(name).data
+    assert data.source not in TASKS or data.held_out == 0
 
 
 def test_an_async_function_that_plays_a_sample(engine: FakeAsyncVLLM) -> None:

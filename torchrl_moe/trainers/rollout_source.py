@@ -104,6 +104,12 @@ class RolloutSource:
     def _with_env(cls, config: GRPOConfig, env: Any, held_out: Any) -> RolloutSource:
         if held_out is not None and not (isinstance(held_out, EnvBase) or callable(held_out)):
             raise ConfigError(f"held_out must be an environment, as env is, got {type(held_out).__name__}")
+        count = config.data.held_out
+        if held_out is None and count and config.eval.every:
+            raise ConfigError(
+                f"data.held_out={count}: an environment, or a task of TorchRL's, holds none of its prompts out: set it "
+                "to 0, or give the trainer another one, held_out=..."
+            )
         return cls(env, None, held_out, None, 0 if held_out is None else config.eval.prompts)
 
     @classmethod
