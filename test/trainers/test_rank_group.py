@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -54,6 +55,36 @@ def test_a_single_process_talks_to_itself() -> None:
     ranks.close()
 
 
+def launched(rank: int, port: int, restarts: int, answers: Any) -> None:
+    """As torchrun starts a rank; its store is the agent's."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+    ranks = join_ranks(10.0)
+    answers.put((rank, ranks.gather(rank)))
+    ranks.close()
+    answers.close()
+    answers.join_thread()
+    os._exit(0)  # gloo's threads may outlive the interpreter
+
+
+def test_ranks_of_hosts_that_have_counted_other_restarts_meet() -> None:
+    """A host counts the failures of its own ranks; the agents' store has what older ranks have left."""
+    agent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("fork")
+    for counts in ((0, 0), (0, 1), (1, 2), (1, 2)):
+        answers = context.Queue()
+        arguments = [(rank, agent.port, restarts, answers) for rank, restarts in enumerate(counts)]
+        ranks = [context.Process(target=launched, args=one) for one in arguments]
+        for rank in ranks:
+            rank.start()
+        try:
+            assert sorted(answers.get(timeout=60) for _ in ranks) == [(0, [0, 1]), (1, [0, 1])]
+        finally:
+            for rank in ranks:
+                rank.join(10)
+                rank.kill()
+
+
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -98,9 +129,9 @@ def test_a_collective_that_breaks_names_the_rank_that_raised() -> None:
 
 def killed(folder: Path, victim: int, collective: bool) -> str:
     ranks = join_ranks(30.0)
-    ranks.meet("begin")
     try:
         with ranks.guard():
+            ranks.meet("begin")
             if ranks.rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
             if collective:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -61,6 +62,18 @@ def test_nobody_goes_on_before_the_last_has_come(make: Any) -> None:
     assert not any(future.done() for future in early)
     for future in (*early, party.meet(1)):
         future.result(60)
+
+
+def test_ranks_that_begin_other_phases_end(make: Any) -> None:
+    """The collectives that follow would be others, too."""
+    party = make(60.0)
+    waiting = [party.meet(rank, "whether to resume") for rank in (0, 2)]
+    until(lambda: party.store.add("0/count", 0) == 2)
+    third = party.meet(1, "rollouts")
+    (told,) = {message(future) for future in waiting}
+    assert re.match(r"rank [02] is at 'whether to resume' where another is at 'rollouts': start all ranks alike", told)
+    third.exception(60)  # it may have gone on
+    assert message(party.meet(1)) == told
 
 
 def test_what_was_written_for_phases_that_are_over_is_removed(make: Any) -> None:

@@ -76,14 +76,13 @@ def test_a_run_that_is_started_again_goes_on(
     environment: pytest.MonkeyPatch, tmp_path: Path, count: int, has_a_run: bool, resume: bool, goes_on: bool
 ) -> None:
     environment.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    environment.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
     config = settings(tmp_path, has_a_run, resume)
-    torchrun.go_on_after_a_restart(config)
+    torchrun.go_on_after_a_restart(config, count)
     assert config.resume == goes_on
 
 
 def test_a_restart_could_not_tell_an_older_run_from_this_one(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    torchrun.go_on_after_a_restart(settings(tmp_path, True))  # nobody will start it again
+    torchrun.go_on_after_a_restart(settings(tmp_path, True), 0)  # nobody will start it again
     environment.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     with pytest.raises(ConfigError, match=r"holds a run already, .* name another folder, or set resume=true"):
-        torchrun.go_on_after_a_restart(settings(tmp_path, True))
+        torchrun.go_on_after_a_restart(settings(tmp_path, True), 0)

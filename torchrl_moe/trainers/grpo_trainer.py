@@ -96,7 +96,6 @@ class MoEGRPOTrainer(RunReports, Trainer):
     ) -> None:
         self.config = config = copy.deepcopy(config) if config is not None else GRPOConfig()
         config.check()
-        torchrun.go_on_after_a_restart(config)
         self._hooks = _functions(config.hooks)
         self.clock, self.health = StepClock(), HealthMonitor()
         self.steps_done = self.trained_tokens = self._restored_version = self._unsynced = 0
@@ -108,6 +107,10 @@ class MoEGRPOTrainer(RunReports, Trainer):
             self.ranks = join_ranks(config.placement.timeout)
             made.callback(self.ranks.close)
             with self.ranks.guard():
+                restarts = max(self.ranks.gather(torchrun.restarts()))
+                if self.ranks.is_first:
+                    torchrun.go_on_after_a_restart(config, restarts)
+                config.resume = self.ranks.from_first(config.resume, "whether to resume")
                 self._build(model, tokenizer, engine, given, made)
             self._made = made.pop_all()
 
@@ -159,6 +162,8 @@ class MoEGRPOTrainer(RunReports, Trainer):
             self.ranks,
         )
         made.callback(self.checkpoints.close)
+        if config.checkpoint.every:
+            self.checkpoints.check_folder()
         super().__init__(
             collector=collector,
             total_frames=2**62,  # a run ends after so many steps, however many rows a batch has
@@ -226,7 +231,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
     def _let_go(self) -> None:
         """Tell the other ranks that there are no more rollouts, if there are none before the last step."""
         if self.ranks.is_first and not self._is_asked_to_stop:
-            self.ranks.meet("the end")
+            self.ranks.meet("rollouts")
             self.ranks.scatter([None] * self.ranks.size)
 
     def _begin_evaluation(self) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from torchrl_moe._errors import RankError
 from torchrl_moe.objectives.normalisation import Key, Number, sum_over_ranks
 from torchrl_moe.trainers import torchrun
+from torchrl_moe.trainers.attempt import attempt_of
 from torchrl_moe.trainers.rendezvous import Rendezvous
 
 __all__ = ["RankGroup", "Ranks", "join_ranks"]
@@ -166,8 +167,7 @@ def join_ranks(seconds: float) -> Ranks:
         backend = "cpu:gloo,cuda:nccl" if with_cuda else "gloo"
         timeout = timedelta(seconds=seconds)
         store, rank, size = next(rendezvous("env://", timeout=timeout))
-        # torchrun keeps the store when it starts ranks again: addresses of those that are gone are in it (torch 2.13)
-        store = PrefixStore(f"attempt-{torchrun.restarts()}", store)
+        store = PrefixStore(attempt_of(store, rank, size, seconds), store)
         distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return Ranks()

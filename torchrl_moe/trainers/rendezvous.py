@@ -44,7 +44,7 @@ class Rendezvous:
             patient: whether the others wait for rank 0 as long as it takes: it asks the engine.
 
         Raises:
-            RankError: a rank did not come in time, is gone, or has failed.
+            RankError: a rank did not come in time, is gone, has failed, or begins another phase.
         """
         self.phase, number = phase, self._number
         self._number += 1
@@ -59,9 +59,13 @@ class Rendezvous:
                     began = time.monotonic()
                 elif missing:
                     raise RankError(self._tell(f"{phase}: {_names(missing)} did not come within {self.seconds:g} s"))
+            other = self._store.get(f"{number}/all").decode()
             self._forget(number - 1)  # all who are here have left the one before
         except RuntimeError as error:
             raise RankError(f"{phase}: rank 0 is gone, or cannot be reached: {_line(error)}") from error
+        if other != phase:  # the collectives that follow would hang, or take one thing for another
+            told = f"rank {self.rank} is at {phase!r} where another is at {other!r}"
+            raise RankError(self._tell(f"{told}: start all ranks alike, with a folder that all see"))
 
     def _wait(self, is_there: Callable[[], bool], began: float, seconds: float) -> bool:
         """Return whether something came in time; raise what another rank has raised meanwhile."""

@@ -28,7 +28,7 @@ def local_world_size() -> int:
 
 
 def restarts() -> int:
-    """How often all ranks have been started again, because one failed."""
+    """How often all ranks have been started again, because one on this machine failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -37,11 +37,12 @@ def may_restart() -> bool:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
-def go_on_after_a_restart(config: GRPOConfig) -> None:
+def go_on_after_a_restart(config: GRPOConfig, restarts: int) -> None:
     """Let a run that is started again resume, as nobody is there to ask for it.
 
     Args:
         config: ``resume`` is set, if this run has left its settings in its folder before.
+        restarts: of the machine that has most: each counts the failures of its own ranks.
 
     Raises:
         ConfigError: the folder holds an older run, which a restart would go on with.
@@ -49,7 +50,7 @@ def go_on_after_a_restart(config: GRPOConfig) -> None:
     if config.resume or not may_restart():
         return
     has_a_run = (Path(config.out) / "config.yaml").exists()
-    if has_a_run and not restarts():
+    if has_a_run and not restarts:
         raise ConfigError(
             f"out={config.out} holds a run already, and --max-restarts could not tell it from this one: name another "
             "folder, or set resume=true"
