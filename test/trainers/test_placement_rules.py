@@ -44,6 +44,7 @@ def config_of(**changes: Any) -> GRPOConfig:
         (2, {"placement__cpu_offload": True}, "cpu_offload=True needs GPUs to offload from"),
         (2, {"placement__expert_parallel": 2, "model__lora__rank": 4}, r"model\.lora\.rank goes with plain FSDP2"),
         (2, {"placement__tensor_parallel": 2, "optim__max_tokens": 100}, r"optim\.max_tokens=null is needed"),
+        (2, {"engine__sync": {"lora": "adapter"}}, r"engine\.sync\.lora=adapter is for one rank"),
         (2, {"engine__sleep": True}, r"engine\.sleep=True is for one GPU"),
         (32, {}, r"rollout\.prompts_per_step=16 is too few: each of 32 shares of a batch has a whole group"),
         (16, {"optim__minibatches": 16}, r"optim\.minibatches=16 is too many: a rank has 8 answers of a step"),

@@ -74,6 +74,10 @@ def _check_model(size: int, config: GRPOConfig) -> None:
         "model.lora.rank goes with plain FSDP2: set placement.tensor_parallel, expert_parallel and replicate to 1",
     )
     _require(
+        config.engine.sync.get("lora") != "adapter",
+        "engine.sync.lora=adapter is for one rank: leave it out, and ranks send sums of weights and adapter",
+    )
+    _require(
         has_fsdp or config.optim.max_tokens is None,
         "optim.max_tokens=null is needed where there is tensor parallelism only: transformers sums the gradients of "
         "norms again in each backward pass, so a step may have one",
