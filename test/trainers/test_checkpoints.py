@@ -14,10 +14,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from support.waiting import until
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
+from torchrl_moe.trainers import checkpoints as checkpoints_module
 from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept
 from torchrl_moe.trainers.config import ConfigError, LoRAConfig, ModelConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
+from torchrl_moe.trainers.rank_group import Ranks
 from torchrl_moe.trainers.trained_state import TrainedState
 
 
@@ -259,3 +262,30 @@ def test_another_runs_are_forgotten(tmp_path: Path) -> None:
     Checkpoints.forget(tmp_path / "run")
     assert not checkpoints.load()
     Checkpoints.forget(tmp_path / "no-such-run")
+
+
+class Two(Ranks):
+    """The first of two ranks, the second of which hangs."""
+
+    size = 2
+
+
+def test_the_end_does_not_wait_for_ranks_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, released = nn.Linear(2, 2), threading.Event()
+    checkpoints = Checkpoints(tmp_path, TrainedState(model), {}, 1, Two())
+    monkeypatch.setattr(checkpoints_module, "FAREWELL", 0.05)
+    monkeypatch.setattr(TrainedState, "write", staticmethod(lambda *_: released.wait(60)))
+    checkpoints.save(1, 0.0)
+    checkpoints.close()
+    assert not released.is_set() and names(checkpoints) == []
+    checkpoints.close()
+    released.set()
+    until(lambda: names(checkpoints) == [1])
+
+
+def test_the_end_of_a_single_process_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints_module, "FAREWELL", 0.0)
+    checkpoints = checkpoints_of(tmp_path)
+    checkpoints.save(1, 0.0)
+    checkpoints.close()
+    assert names(checkpoints) == [1]

@@ -76,7 +76,9 @@ def test_a_mistake_is_one_line_with_its_key(overrides: list[str], message: str) 
 
 
 def test_a_name_that_is_none_lists_those_that_are() -> None:
-    with pytest.raises(ConfigError, match="there is no configuration huge; of the package: olmoe_1b_7b, tiny_async"):
+    with pytest.raises(
+        ConfigError, match=r"there is no configuration huge; of the package: .*olmoe_1b_7b, .*tiny_ranks"
+    ):
         load_config("huge")
 
 

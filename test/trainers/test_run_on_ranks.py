@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from tensordict import TensorDictBase, lazy_stack, set_list_to_stack
+from transformers import AutoModelForCausalLM
 
 from support.engines import EngineShelf
 from support.processes import PYTHONPATH, is_gone
@@ -27,6 +28,7 @@ from support.sources import ROOT
 from support.training import DLOGP_BOUND, fake_config, fake_fleet, fake_model, fake_run, numbers, rows_of
 from support.waiting import until
 from torchrl_moe._errors import RankError
+from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer, rendezvous
 from torchrl_moe.trainers.compose import load_config
@@ -138,6 +140,35 @@ def test_another_number_of_ranks_goes_on_with_a_run(tmp_path: Path, before: int,
     assert [row["step"] for row in second["rows"]] == [0, 1, 2, 3]
     assert second["rows"][:2] == first["rows"]
     assert any(not np.array_equal(second["weights"][name], first["weights"][name]) for name in first["weights"])
+
+
+def export(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
+    trainer.register_op("shutdown", trainer.save_pretrained)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"placement.expert_parallel": 2, "rollout.max_staleness": 1},
+        {"placement.tensor_parallel": 2, "optim.minibatches": 2},
+        {"model.lora.rank": 2, "model.lora.target": "all", "engine.sync_every": 2, "optim.minibatches": 2},
+    ],
+    ids=["EP", "TP", "adapter"],
+)
+def test_the_engine_has_what_ranks_share_in_other_ways(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = config_of(tmp_path, 3)
+    for name, value in changes.items():
+        group, key = name.rsplit(".", 1)
+        setattr(config.get(group), key, value)
+    first, second = run_as_ranks(run, config, export)
+    assert first["step"] == second["step"] == 3
+    written = checkpoint_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32))
+    assert first["served"].keys() == written.keys()
+    assert all(np.array_equal(served, written[name].numpy()) for name, served in first["served"].items())
+    started = checkpoint_tensors(fake_model())
+    moved = {name for name in started if not torch.equal(started[name], written[name])}
+    assert any("experts" in name for name in moved) and any("self_attn" in name for name in moved)
 
 
 # -- how they end -----------------------------------------------------------------------------------------------------

@@ -11,12 +11,13 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from tensordict import set_list_to_stack
 
+from torchrl_moe._errors import RankError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.policies.unstack import model_metadata
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
-from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
+from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer, script
 from torchrl_moe.trainers.compose import CONFIGS, load_config
 from torchrl_moe.trainers.config import ModelConfig, RolloutConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
@@ -108,7 +109,7 @@ BAD = [
     (["data.source=./no/such.jsonl"], "there is no file or folder"),
     (["engine.sync.mode=later"], "engine.sync: mode must be"),
     (["hooks=[no_such_module:hook]"], "hooks: cannot import 'no_such_module'"),
-    (["--config", "nonsense"], "there is no configuration nonsense; of the package: olmoe_1b_7b"),
+    (["--config", "nonsense"], "there is no configuration nonsense; of the package: multi_node, olmoe_1b_7b"),
     (["--config", "nonsense.yaml"], "there is no configuration nonsense.yaml"),
     (["resume=true", "out=./no/such/run"], "resume=true, but there is no run in ./no/such/run"),
     (["log.loggers=[paper]"], "log.loggers=paper"),
@@ -256,3 +257,54 @@ def test_a_mistake_ends_the_engine_of_the_reference(tmp_path: Path, monkeypatch:
     (reference,) = references
     with pytest.raises(RuntimeError):
         reference.generate("after the end", use_tqdm=False)
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_what_happened_to_another_rank_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RankError("weight sync: rank 3 did not come within 600 s")
+
+    monkeypatch.setattr(script, "run", fail)
+    assert main(["--config", "tiny_ranks"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith(": weight sync: rank 3 did not come within 600 s")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_rank_0_alone_draws_and_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], first: bool
+) -> None:
+    done: list[str] = []
+
+    class Trainer:
+        ranks = SimpleNamespace(is_first=first)
+        record = SimpleNamespace(rows=[1], folder=tmp_path)
+
+        def __init__(self, config: GRPOConfig) -> None:
+            del config
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            done.append("closed")
+
+        def train(self) -> None:
+            done.append("trained")
+
+        def save_pretrained(self) -> None:
+            done.append("saved")
+
+        def plot(self) -> Any:
+            return SimpleNamespace(savefig=lambda file: done.append(file.name))
+
+        def summary(self) -> str:
+            return "summed up"
+
+    monkeypatch.setattr(script, "MoEGRPOTrainer", Trainer)
+    script.run(GRPOConfig())
+    assert done == ["trained", "saved", *(["run.png"] if first else []), "closed"]
+    assert ("summed up" in capsys.readouterr().out) == first

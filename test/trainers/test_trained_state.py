@@ -90,13 +90,25 @@ def tensor_parallel(config: GRPOConfig) -> None:
 
 
 WAYS: dict[str, Any] = {"FSDP2": sharded}
+
+
+def replicated(config: GRPOConfig) -> None:
+    config.placement.replicate = 2
+
+
+def all_three(config: GRPOConfig) -> None:
+    config.placement.tensor_parallel, config.placement.expert_parallel = 2, 4
+
+
+WIDE: dict[str, Any] = {"HSDP": replicated, "FSDP2, TP, EP": all_three}
+"""On four ranks."""
 PARALLEL: dict[str, Any] = {"adapter": adapted, "EP": expert_parallel, "TP": tensor_parallel}
 
 
 def train(folder: Path, batch: TensorDictBase, way: str, read: Path | None, left: Path | None) -> dict[str, Any]:
     """Go on from a checkpoint, make two steps, and leave another."""
     ranks = join_ranks(60.0)
-    config = settings(folder, {**WAYS, **PARALLEL}[way])
+    config = settings(folder, {**WAYS, **PARALLEL, **WIDE}[way])
     if ranks.size == 1:
         config.placement = GRPOConfig().placement
     placement = Placement.of(ranks, config)
@@ -125,19 +137,19 @@ def trains(folder: Path, batch: TensorDictBase, turns: dict[str, tuple[Path | No
     return [train(folder, batch, way, read, left) for way, (read, left) in turns.items()]
 
 
-def check(tmp_path: Path, ways: dict[str, Any]) -> None:
-    """Two ranks go on from what one process left, and one process from what two ranks left."""
+def check(tmp_path: Path, ways: dict[str, Any], size: int = 2) -> None:
+    """Several ranks go on from what one process left, and one process from what they left."""
     folder, batch = save_tiny_moe(tmp_path / "tiny", **MODEL), grouped_batch()
     paths: dict[str, dict[str, Path]] = {
         way: {name: tmp_path / f"{way}, {name}" for name in ("one", "two")} for way in ways
     }
     first = {way: train(folder, batch.clone(), way, None, paths[way]["one"]) for way in ways}
     second = {way: train(folder, batch.clone(), way, paths[way]["one"], None) for way in ways}
-    begun = run_as_ranks(trains, folder, batch, {way: (None, paths[way]["two"]) for way in ways})
-    gone_on = run_as_ranks(trains, folder, batch, {way: (paths[way]["one"], None) for way in ways})
+    turns = ({way: (None, paths[way]["two"]) for way in ways}, {way: (paths[way]["one"], None) for way in ways})
+    begun, gone_on = (run_as_ranks(trains, folder, batch, turn, world_size=size) for turn in turns)
     for number, way in enumerate(ways):
         back = train(folder, batch.clone(), way, paths[way]["two"], None)
-        for rank in range(2):
+        for rank in range(size):
             assert_same(begun[rank][number], first[way])
             assert_same(gone_on[rank][number], second[way])
         assert_same(back, second[way])
@@ -161,6 +173,7 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parity
 def test_another_number_of_ranks_goes_on_where_they_split_layers_or_experts(tmp_path: Path) -> None:
     check(tmp_path, PARALLEL)
+    check(tmp_path, WIDE, 4)
 
 
 def test_a_restored_state_is_the_saved_one_to_the_last_bit(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -29,6 +31,8 @@ __all__ = ["Checkpoints", "NothingKept"]
 LOG = logging.getLogger(__name__)
 
 SCORE, SHARDS = "score", "shards"
+FAREWELL = 60.0
+"""Seconds that the end of a rank waits for a checkpoint that all of them write."""
 
 
 class NothingKept:
@@ -72,7 +76,6 @@ class Checkpoints:
         for name, component in {**components, "rng": GlobalRNGState()}.items():
             self.checkpoint.register(name, component)
         self.rotation = CheckpointRotation(folder, keep_last=keep, keep_best=(SCORE, "max"), prefix="step")
-        self._beside = ThreadPoolExecutor(1, "torchrl_moe-checkpoint")
         self._pending: Future[bool] | None = None
         for left in folder.glob(".*") if self._ranks.is_first else ():  # by a kill, half written
             shutil.rmtree(left, ignore_errors=True)
@@ -88,7 +91,7 @@ class Checkpoints:
         draft = self.rotation.directory / f".step-{step:012d}.draft"
         fits = self._ranks.from_first(self._ranks.is_first and self._write_components(draft, step, score), "checkpoint")
         if fits:
-            self._pending = self._beside.submit(self._publish, self._trained.copy(self._ranks), draft, step)
+            self._pending = _beside(partial(self._publish, self._trained.copy(self._ranks), draft, step))
 
     def _write_components(self, draft: Path, step: int, score: float) -> bool:
         shutil.rmtree(draft, ignore_errors=True)
@@ -156,13 +159,29 @@ class Checkpoints:
         return True
 
     def close(self) -> None:
-        """Wait for what is being written, whatever comes of it. Idempotent."""
-        self._beside.shutdown()
+        """Wait for what is being written, whatever comes of it; not for long where other ranks may hang. Idempotent."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            wait([pending], None if self._ranks.size == 1 else FAREWELL)
 
     @staticmethod
     def forget(folder: Path) -> None:
         """Remove all of another run."""
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _beside(work: Callable[[], bool]) -> Future[bool]:
+    """Do something in a thread that a process may end without."""
+    future: Future[bool] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  # raised where it is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="torchrl_moe-checkpoint", daemon=True).start()
+    return future
 
 
 def _warn(step: int, error: BaseException) -> None:

@@ -21,6 +21,8 @@ from torchrl_moe.trainers.rendezvous import Rendezvous
 __all__ = ["RankGroup", "Ranks", "join_ranks"]
 
 T = TypeVar("T")
+PATIENCE_WITH_FILES = 10
+"""How many times as long ranks wait for one that writes: disks are slow, and nothing else is held up."""
 
 
 class Ranks:
@@ -91,7 +93,7 @@ class RankGroup(Ranks):
         timeout = timedelta(seconds=seconds)
         # groups of their own: nothing here ever meets the model's collectives, nor a file's a step's
         self._group = distributed.new_group(backend="gloo", timeout=timeout)
-        self.files = distributed.new_group(backend="gloo", timeout=timeout)
+        self.files = distributed.new_group(backend="gloo", timeout=PATIENCE_WITH_FILES * timeout)
         host = os.environ.get("MASTER_ADDR", "localhost")
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.is_first else None
         box = [store.port if store is not None else 0]

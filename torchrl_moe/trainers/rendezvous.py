@@ -59,7 +59,7 @@ class Rendezvous:
                     began = time.monotonic()
                 elif missing:
                     raise RankError(self._tell(f"{phase}: {_names(missing)} did not come within {self.seconds:g} s"))
-            self._forget(number - 1)  # whoever is here has left the one before
+            self._forget(number - 1)  # all who are here have left the one before
         except RuntimeError as error:
             raise RankError(f"{phase}: rank 0 is gone, or cannot be reached: {_line(error)}") from error
 
@@ -90,18 +90,17 @@ class Rendezvous:
         """Tell the others of an error here; return what it comes from, if that is another rank, else ``""``.
 
         The error of a collective names nobody: then another rank has failed, and says so, or is gone, which a roll call
-        finds out.
+        finds out. Any other error is this rank's own.
         """
         try:
             if isinstance(error, RuntimeError) and _is_of_collective(error):
                 return self._cause_of_collective(error)
-            own = f"rank {self.rank} failed (last met: {self.phase}): {type(error).__name__}: {_line(error)}"
-            told = self._tell(own)
+            self._tell(f"rank {self.rank} failed (last met: {self.phase}): {type(error).__name__}: {_line(error)}")
         except RuntimeError:  # the store is gone, and rank 0 with it
             return f"{self.phase}: rank 0 is gone" if self.rank else ""
         except RankError as other:
             return str(other)
-        return "" if told == own else told
+        return ""
 
     def _cause_of_collective(self, error: RuntimeError) -> str:
         self._store.set(f"here/{self.rank}", "")

@@ -32,8 +32,8 @@ def balanced(loads: Sequence[int], count: int, at_least: int = 1) -> list[list[i
     Raises:
         ValueError: there are too few items.
 
-    >>> balanced([8, 7, 6, 5, 4], 2)
-    [[0, 1], [2, 3, 4]]
+    >>> balanced([5, 4, 3, 2], 2)
+    [[0, 3], [1, 2]]
     """
     if len(loads) < count * at_least:
         raise ValueError(f"{len(loads)} items are too few for {count} parts of at least {at_least}")
