@@ -248,6 +248,7 @@ FAULTS: Mapping[str, Mapping[str, Fault]] = {
         "shifted by one": rows(lambda routes: np.roll(routes, 1, 0)),
         "another order of layers": rows(layers_swapped),
         "experts off by one": rows(lambda routes: np.where(routes < 0, routes, (routes + 1) % 8)),
+        "a layer unknown": rows(lambda routes: np.where(np.arange(3)[:, None] == 2, -1, routes).astype(np.int8)),
         "layers without a router left out": rows(lambda routes: routes[:, 1:]),
     },
     "replay_parity": {

@@ -38,6 +38,10 @@ class Comparison:
     differences: frozenset[Difference]
 
 
+ADDED_BY_RAY = "_ray_trace_ctx"
+"""Ray gives it to the methods of a class in place, once an actor was made of the class in this process."""
+
+
 def parameters(owner: Any, method: str = "") -> dict[str, Parameter]:
     """Return the parameters of a function, of a class's constructor or of its ``method``, without ``self``.
 
@@ -51,7 +55,8 @@ def parameters(owner: Any, method: str = "") -> dict[str, Parameter]:
 
 
 def _listed(function: Callable[..., Any], skip: int) -> dict[str, Parameter]:
-    return dict(list(inspect.signature(function).parameters.items())[skip:])
+    listed = list(inspect.signature(function).parameters.items())[skip:]
+    return {name: parameter for name, parameter in listed if name != ADDED_BY_RAY}
 
 
 def _constructor(mro: tuple[type, ...]) -> dict[str, Parameter]:

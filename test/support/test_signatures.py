@@ -118,3 +118,10 @@ def test_a_loss_of_ours_takes_what_its_base_takes() -> None:
 
     assert set(parameters(CISPOLoss)) == set(parameters(GRPOLoss))
     assert parameters(CISPOLoss)["clip_epsilon"].default == (1.0, 4.0)
+
+
+def test_a_class_that_was_an_actor_has_the_parameters_that_it_was_written_with() -> None:
+    def start(self: object, size: int, *, _ray_trace_ctx: object = None) -> None: ...
+
+    written = type("Written", (), {"__init__": start, "start": start})
+    assert list(parameters(written)) == list(parameters(written, "start")) == ["size"]

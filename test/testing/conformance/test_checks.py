@@ -112,3 +112,26 @@ def test_a_model_is_given_back_even_if_the_engine_fails_at_the_end() -> None:
 
 def test_the_kit_is_found_from_the_room() -> None:
     assert conformance.check is check
+
+
+class BreaksAtUpdates(ConformingEngine):
+    """Takes one update, and no other."""
+
+    def update_weights(self, model: Any) -> None:
+        if self.version:
+            raise OSError("the engine is gone")
+        super().update_weights(model)
+
+
+def test_an_engine_that_cannot_be_given_its_weights_back_has_a_report() -> None:
+    model = make_tiny_moe("qwen3_moe", num_hidden_layers=2).train()
+    report = check(BreaksAtUpdates(model), model, only=["values", "update"], settings=QUICK)
+    assert [(one.name, one.verdict) for one in report.results] == [
+        ("values", "holds"),
+        ("update", "does not hold"),
+        ("own weights", "does not hold"),
+    ]
+    assert report["own weights"].seen == "OSError: the engine is gone"
+    assert "start it again" in report["own weights"].advice
+    assert handles.owner(model) is None
+    assert model.training

@@ -15,7 +15,7 @@ from support.faulty_engines import TOKEN_SECONDS
 from support.waiting import until
 from torchrl_moe.testing.conformance import Answer, NotOffered, Sampling, interruptions
 from torchrl_moe.testing.conformance.findings import DoesNotHold
-from torchrl_moe.testing.conformance.interruptions import crossed_by_update, cut_midway, tokens_of
+from torchrl_moe.testing.conformance.interruptions import crossed_by_update, cut_midway
 from torchrl_moe.testing.conformance.reference import Reference
 from torchrl_moe.testing.conformance.trial import Trial
 
@@ -82,7 +82,7 @@ def test_an_answer_crosses_an_update_where_its_log_probs_change() -> None:
     assert found.boundary == labels.count(labels[0]) < len(labels)
     assert found.versions == (labels[0], labels[-1])
     assert labels[0] < labels[-1]
-    assert tokens_of(found.before, found.sampled) == found.boundary
+    assert found.before.fitting(found.sampled) == found.boundary
     assert trial.serving is trial.judge.reference  # its own weights are back
 
 

@@ -140,3 +140,14 @@ def test_it_judges_by_other_weights(sampled: Sampled) -> None:
     assert other.gap(sampled)[0] > 1e-2
     assert judge().gap(sampled)[0] < 1e-5
     assert torch.isfinite(torch.tensor(other.parity(sampled)))
+
+
+def test_tokens_fit_the_weights_also_behind_a_tie(flip: tuple[Sampled, str, float]) -> None:
+    flipped, _, gap = flip
+    logits = judge().follow(flipped).logits
+    own = logits[len(PROMPT) - 1 : -1].log_softmax(-1).gather(1, flipped.ids[len(PROMPT) :, None])[:, 0]
+    flipped = replace(flipped, answer=replace(flipped.answer, log_probs=own))
+    assert judge(replace(QUICK, tie=0.99 * gap)).fitting(flipped) < 5
+    assert judge(replace(QUICK, tie=1.01 * gap)).fitting(flipped) == 5
+    own[3] += 1
+    assert judge(replace(QUICK, tie=1.01 * gap)).fitting(flipped) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from support.faulty_engines import TOKEN_SECONDS, RoutesRetractedAgain
 from support.sglang_server import FakeSGLang, serving
 from torchrl_moe._errors import EngineError
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.testing.conformance import Answer, ConformanceReport, Sampling, SGLangAdapter, check
+from torchrl_moe.testing.conformance import Answer, ConformanceReport, NotOffered, Sampling, SGLangAdapter, check
 
 LAYOUT = RoutingLayout(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=8)
 TRUNCATED = {f"log_probs[{name}]" for name in ("top_k", "top_p", "min_p", "together")}
@@ -150,3 +151,51 @@ def test_a_failed_update_is_raised_and_generation_goes_on() -> None:
             sglang.update_weights(shared_moe())
         assert fake.asked[-1][0] == "/continue_generation"
         assert not fake.engine.is_paused
+
+
+def answer_of(**changes: Any) -> Answer:
+    """What the adapter makes of a response: a prompt of two tokens, an answer of one."""
+    rows = np.arange(12, dtype="<i4") % 8
+    meta = {
+        "output_token_logprobs": [[-1.0, 3, None]],
+        "finish_reason": {"type": "length"},
+        "routed_experts": base64.b64encode(rows.tobytes()).decode(),
+        **changes,
+    }
+    sglang = SGLangAdapter("http://nowhere", LAYOUT, sampling_mask=True)
+    sglang._post = lambda path, body: {"meta_info": meta}  # type: ignore[method-assign]
+    ((one,),) = sglang.generate([[5, 6]], Sampling(max_tokens=1, top_k=2 if "masked" in changes else 0))
+    return one
+
+
+@pytest.mark.parametrize("text", ["AAAAAAA-AAAA_AAA", "AAAA", "AAAAA"])
+def test_what_is_no_base64_of_rows_is_refused_by_name(text: str) -> None:
+    """A decoder that skips what it does not know would shift all that comes after."""
+    with pytest.raises(EngineError, match="routed_experts is no base64 of int32"):
+        answer_of(routed_experts=text)
+
+
+def test_experts_that_do_not_exist_stay_as_they_came() -> None:
+    """As int8, 257 would be expert 1."""
+    rows = np.arange(12, dtype="<i4") % 8
+    rows[2] = 257
+    found = answer_of(routed_experts=base64.b64encode(rows.tobytes()).decode()).routed_experts
+    assert found[0, 1].tolist() == [257, 3]
+    assert found.dtype == np.int32
+    assert answer_of().routed_experts.dtype == np.int8
+
+
+def test_what_the_server_does_not_say_is_not_offered() -> None:
+    assert answer_of().versions is None
+    assert answer_of(weight_version="3").versions.tolist() == [3]
+    with pytest.raises(NotOffered, match="no output_token_sampling_logprobs"):
+        answer_of(masked=True)
+
+
+def test_a_server_that_names_no_version_is_asked_in_the_older_way() -> None:
+    sglang = SGLangAdapter("http://nowhere", LAYOUT)
+    sglang._send = lambda path, body: {"weight_version": "7"} if path == "/get_weight_version" else {}  # type: ignore[method-assign]
+    assert sglang.weights_version() == 7
+    sglang._send = lambda path, body: {}  # type: ignore[method-assign]
+    with pytest.raises(NotOffered, match="neither /model_info nor /get_weight_version of"):
+        sglang.weights_version()

@@ -9,7 +9,7 @@ import torch
 
 from support.conformance import shared_moe
 from support.conforming_engine import QUICK, ConformingEngine
-from torchrl_moe.testing.conformance import NotOffered, Sampling
+from torchrl_moe.testing.conformance import Answer, NotOffered, Sampling, check
 from torchrl_moe.testing.conformance.findings import DoesNotHold
 from torchrl_moe.testing.conformance.reference import Reference
 from torchrl_moe.testing.conformance.trial import Trial
@@ -99,3 +99,25 @@ def test_what_takes_no_weights_is_not_asked() -> None:
     with pytest.raises(NotOffered, match=r"the adapter has no update_weights\(model\)"):
         trial.switch_weights()
     trial.close()
+
+
+class Silent(ConformingEngine):
+    """Answers without a token, and says no more than that they are over."""
+
+    def generate(self, prompts: Any, sampling: Any, request_ids: Any = None) -> Any:
+        nothing = Answer(token_ids=[], log_probs=[], versions=[], finish_reason="stop")
+        return [[nothing] * sampling.n for _ in prompts]
+
+
+def test_answers_without_a_token_prove_nothing() -> None:
+    with pytest.raises(DoesNotHold, match="1 of 2 answers have no token"):
+        trial_of(Partly(shared_moe())).ask([[1], [2]], Sampling(max_tokens=1))
+    assert trial_of(Silent(shared_moe())).ask([[1]], Sampling(max_tokens=1), ["cut"])  # by an abort, perhaps
+    names = ["log_probs[plain]", "versions", "update"]
+    report = check(Silent(shared_moe()), shared_moe(), only=names, settings=QUICK)
+    assert {one.verdict for one in report.results} == {"does not hold"}, report
+
+
+class Partly(Silent):
+    def generate(self, prompts: Any, sampling: Any, request_ids: Any = None) -> Any:
+        return [*super().generate(prompts[:1], sampling), *ConformingEngine.generate(self, prompts[1:], sampling)]

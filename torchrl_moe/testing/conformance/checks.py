@@ -154,16 +154,20 @@ def check(
         only: names of the checks to run; by default all of :data:`CHECKS`.
         settings: how to ask, and what counts as equal.
 
+    Returns:
+        What came of them. An engine that does not take its own weights back has a row more, ``"own weights"``.
+
     Raises:
         ValueError: a name in ``only`` that is no check's.
     """
     chosen = _chosen(only)
     trial = open_trial(adapter, model, layout, settings)
+    lost: tuple[CheckResult, ...] = ()
     try:
         results = tuple(run_check(one, trial) for one in chosen)
     finally:
-        trial.close()
-    return ConformanceReport(str(getattr(adapter, "name", type(adapter).__name__)), results)
+        lost = _closed(trial)
+    return ConformanceReport(str(getattr(adapter, "name", type(adapter).__name__)), (*results, *lost))
 
 
 def open_trial(
@@ -202,6 +206,23 @@ def run_check(one: Check, trial: Trial) -> CheckResult:
         seen=seen,
         advice=one.advice,
     )
+
+
+def _closed(trial: Trial) -> tuple[CheckResult, ...]:
+    """Close a trial; a failure is one more result, so that none of the others is lost."""
+    try:
+        trial.close()
+    except Exception as error:  # noqa: BLE001  whatever an engine raises is what was seen of it
+        return (
+            CheckResult(
+                name="own weights",
+                meaning="an engine takes the model's own weights back",
+                verdict="does not hold",
+                seen=f"{type(error).__name__}: {error}",
+                advice="start it again: it may serve the altered weights of the checks",
+            ),
+        )
+    return ()
 
 
 def _chosen(only: Iterable[str] | None) -> tuple[Check, ...]:

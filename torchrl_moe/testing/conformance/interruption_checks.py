@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchrl_moe.testing.conformance.adapter import NotOffered, Resumes
+from torchrl_moe.testing.conformance.background import in_thread, result
 from torchrl_moe.testing.conformance.findings import DoesNotHold, Finding
 from torchrl_moe.testing.conformance.interruptions import cut_midway
 from torchrl_moe.testing.conformance.judge import Judge
@@ -35,7 +36,8 @@ def resumed(trial: Trial) -> Resumed:
     try:
         has_other_weights = _switched(trial)
         judge = trial.judge_now
-        answer = engine.resume(part.prompt, part.answer, part.sampling)
+        going_on = in_thread(lambda: engine.resume(part.prompt, part.answer, part.sampling))
+        answer = result(going_on, trial.settings.patience)
     finally:
         trial.restore_weights()
     whole = Sampled(part.prompt, part.sampling, answer)
@@ -63,7 +65,7 @@ def resume(trial: Trial) -> Finding:
     found = trial.once(resumed)
     part, whole = found.part, found.whole
     tokens, rows = len(part.tokens), len(part.ids) - 1
-    delivered, kept = (trial.judge.routes(sampled)[:rows] for sampled in (part, whole))
+    delivered, kept = (np.sort(trial.judge.routes(sampled)[:rows], -1) for sampled in (part, whole))
     changed = {
         "tokens": _differing(part.tokens, whole.tokens[:tokens]),
         "log-probs": 0 if part.answer.log_probs is None else int((part.log_probs != whole.log_probs[:tokens]).sum()),

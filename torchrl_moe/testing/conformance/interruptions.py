@@ -20,7 +20,7 @@ from torchrl_moe.testing.conformance.judge import Judge
 from torchrl_moe.testing.conformance.sampled import Sampled
 from torchrl_moe.testing.conformance.trial import Trial
 
-__all__ = ["Crossed", "crossed_by_update", "cut_midway", "tokens_of"]
+__all__ = ["Crossed", "crossed_by_update", "cut_midway"]
 
 ABORTS = 10
 UPDATES = 3
@@ -87,7 +87,7 @@ def crossed_by_update(trial: Trial) -> Crossed:
             before, old = trial.judge_now, trial.version()
             answers = _asked_during(trial, trial.switch_weights)[-CANDIDATES:]
             for sampled in reversed(answers):
-                boundary = tokens_of(before, sampled)
+                boundary = before.fitting(sampled)
                 if 0 < boundary < len(sampled.tokens):
                     return Crossed(sampled, before, trial.judge_now, boundary, (old, trial.version()))
             reasons = {sampled.answer.finish_reason for sampled in answers}
@@ -97,15 +97,6 @@ def crossed_by_update(trial: Trial) -> Crossed:
     finally:
         trial.restore_weights()
     raise NotOffered(f"no answer went on over a weight update; those in flight ended with {', '.join(seen)}")
-
-
-def tokens_of(judge: Judge, sampled: Sampled) -> int:
-    """Return how many of an answer's first tokens have log-probs of these weights."""
-    logits = judge.reference.logits(sampled.ids)
-    prompt = len(sampled.prompt)
-    own = logits[prompt - 1 : -1].log_softmax(-1).gather(1, sampled.ids[prompt:, None])[:, 0]
-    other = ((own - sampled.log_probs).abs() > judge.settings.tolerance).nonzero()
-    return int(other[0]) if len(other) else len(own)
 
 
 def _asked_during(trial: Trial, act: Callable[[], object]) -> list[Sampled]:

@@ -160,6 +160,17 @@ class Judge:
         own = logits[prompt - 1 : -1].log_softmax(-1).gather(1, sampled.ids[prompt:, None])[:, 0]
         return off, _largest(own - sampled_log_probs(logits, sampled.ids, prompt, sampled.sampling))
 
+    def fitting(self, sampled: Sampled) -> int:
+        """Return how many of a plain answer's first tokens have log-probs of these weights; ties as in :meth:`gap`."""
+        count = self._fitting(self.reference.logits(sampled.ids), sampled)
+        sided = None if count == len(sampled.tokens) else self._sided(sampled)
+        return count if sided is None else max(count, self._fitting(sided, sampled))
+
+    def _fitting(self, logits: Tensor, sampled: Sampled) -> int:
+        own = sampled_log_probs(logits, sampled.ids, len(sampled.prompt), sampled.sampling)
+        other = ((own - sampled.log_probs).abs() > self.settings.tolerance).nonzero()
+        return int(other[0]) if len(other) else len(own)
+
     def _distance(self, given: Tensor, logits: Tensor, sampled: Sampled) -> float:
         return _largest(given - sampled_log_probs(logits, sampled.ids, len(sampled.prompt), sampled.sampling))
 

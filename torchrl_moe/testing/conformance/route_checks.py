@@ -21,11 +21,15 @@ def native_routes(trial: Trial) -> Finding:
     judge = trial.judge
     judge.check_reference()  # without it no row is wrong
     found = [judge.faults(sampled) for sampled in trial.plain]
-    rows, wrong = sum(one.rows for one in found), sum(one.wrong or 0 for one in found)
+    rows, faulty = sum(one.rows for one in found), sum(one.count for one in found)
+    missing = sum(one.missing for one in found)
     ties, largest = sum(one.ties for one in found), max((one.largest for one in found), default=0.0)
     first = next((one.first for one in found if one.count), "")
     return Finding(
-        wrong / max(rows, 1), 0, f"share of {rows} rows; {ties} ties, largest gap of router scores {largest:.1e}{first}"
+        faulty / max(rows, 1),
+        0,
+        f"share of {rows} rows, {missing} of them missing; {ties} ties, largest gap of router scores "
+        f"{largest:.1e}{first}",
     )
 
 

@@ -40,7 +40,7 @@ class Settings:
     seed: int = 0
     """Of prompts and of altered weights."""
     patience: float = 120.0
-    """Seconds that a call of ``generate`` may take."""
+    """Seconds that a call of ``generate`` or ``resume`` may take."""
 
     def __post_init__(self) -> None:
         if not self.tolerance > 0:

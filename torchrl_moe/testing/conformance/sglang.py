@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SGLangAdapter"]
 
+MASKED = "output_token_sampling_logprobs"  # of the truncated distribution
+
 
 class SGLangAdapter:
     """A server of SGLang as the checks ask it.
@@ -98,7 +100,10 @@ class SGLangAdapter:
         )
 
     def update_weights(self, model: PreTrainedModel) -> None:
-        """Save a model and have the server load it, between a pause and its end."""
+        """Save a model and have the server load it, between a pause and its end.
+
+        It is saved in a temporary folder of this machine, which the server must be able to read.
+        """
         self._version = max(self._version, self.weights_version()) + 1
         with tempfile.TemporaryDirectory(prefix="torchrl_moe-sglang-") as folder:
             model.save_pretrained(folder)
@@ -119,11 +124,14 @@ class SGLangAdapter:
         """Return the server's version; 0 for that of its start, which is a word."""
         for path in ("/model_info", "/get_weight_version"):  # the second is that of older servers
             try:
-                return _number(self._send(path, None)["weight_version"])
+                found = self._send(path, None)
             except urllib.error.HTTPError as error:
                 if error.code != 404:
                     raise
-        raise NotOffered("the server has neither /model_info nor /get_weight_version")
+                continue
+            if "weight_version" in found:
+                return _number(found["weight_version"])
+        raise NotOffered("neither /model_info nor /get_weight_version of this server names a weight_version")
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -145,12 +153,17 @@ class SGLangAdapter:
         meta = found["meta_info"]
         scored = meta.get("output_token_logprobs") or []
         tokens = [int(entry[1]) for entry in scored]
-        log_probs = meta["output_token_sampling_logprobs"] if masks else [entry[0] for entry in scored]
+        log_probs = [entry[0] for entry in scored]
+        if masks and tokens:
+            if MASKED not in meta:
+                raise NotOffered(f"the server gives no {MASKED}: pass sampling_mask=False")
+            log_probs = meta[MASKED]
+        versions = _versions(meta, len(tokens))
         return Answer(
             token_ids=np.array(tokens, np.int64),
             log_probs=np.array(log_probs, np.float32),
             routed_experts=self._rows(meta.get("routed_experts"), prompt + len(tokens), known),
-            versions=np.array(_versions(meta, len(tokens)), np.int64),
+            versions=None if versions is None else np.array(versions, np.int64),
             finish_reason=(meta.get("finish_reason") or {}).get("type", "abort"),
             num_cached_tokens=meta.get("cached_tokens"),
         )
@@ -160,7 +173,10 @@ class SGLangAdapter:
         if text is None:
             return None
         layers, top_k = self._layout.num_layers, self._layout.top_k
-        flat = np.frombuffer(base64.b64decode(text), np.int32)
+        try:
+            flat = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
+        except ValueError as error:
+            raise EngineError(f"routed_experts is no base64 of int32: {error}") from error
         if len(flat) % (layers * top_k):
             raise EngineError(
                 f"routed_experts has {len(flat)} entries, no multiple of {layers} layers times {top_k} experts: check "
@@ -169,7 +185,8 @@ class SGLangAdapter:
         rows = flat.reshape(-1, layers, top_k)
         if known and len(rows) == tokens - 1:
             rows = rows[known:]
-        narrow = rows.astype(self._layout.numpy_dtype)
+        exist = rows.size == 0 or (rows.min() >= UNSET_EXPERT and rows.max() < self._layout.num_experts)
+        narrow = rows.astype(self._layout.numpy_dtype if exist else np.int32)  # another id would become one that exists
         narrow[:, list(self._layout.dense_layers)] = UNSET_EXPERT
         return narrow
 
@@ -201,11 +218,11 @@ def _params(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _versions(meta: Mapping[str, Any], tokens: int) -> list[int]:
-    """Return the version of each token, from spans where the server gives them, else one for all."""
+def _versions(meta: Mapping[str, Any], tokens: int) -> list[int] | None:
+    """Return the version of each token, from spans where the server gives them, else one for all; ``None`` for none."""
     spans = meta.get("weight_versions")
     if spans is None:
-        return [_number(meta["weight_version"])] * tokens if "weight_version" in meta else []
+        return [_number(meta["weight_version"])] * tokens if "weight_version" in meta else None
     return [_number(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
 
 

@@ -78,7 +78,8 @@ class Trial:
         """Return all answers to prompts, in order.
 
         Raises:
-            DoesNotHold: not ``sampling.n`` answers to each prompt, or none within ``patience``.
+            DoesNotHold: not ``sampling.n`` answers to each prompt, none within ``patience``, or one without a
+                token that no abort can have cut.
         """
         asked = in_thread(lambda: self.adapter.generate(prompts, sampling, request_ids))
         groups = result(asked, self.settings.patience)
@@ -87,11 +88,15 @@ class Trial:
                 f"generate gave {[len(group) for group in groups]} answers to {len(prompts)} prompts, wanted "
                 f"{sampling.n} to each"
             )
-        return [
+        found = [
             Sampled(tuple(prompt), sampling, answer)
             for prompt, group in zip(prompts, groups, strict=True)
             for answer in group
         ]
+        empty = sum(not sampled.tokens for sampled in found)
+        if empty and request_ids is None:
+            raise DoesNotHold(f"{empty} of {len(found)} answers have no token")
+        return found
 
     @cached_property
     def plain(self) -> list[Sampled]:
@@ -161,6 +166,8 @@ class Trial:
 
     def close(self) -> None:
         """Leave engine and model as they were."""
-        self.restore_weights()
-        if self._reference is not None:
-            self._reference.close()
+        try:
+            self.restore_weights()
+        finally:
+            if self._reference is not None:
+                self._reference.close()

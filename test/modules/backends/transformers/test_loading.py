@@ -108,3 +108,13 @@ def test_the_models_own_ends_are_known(tmp_path: Path) -> None:
     ByteTokenizer().save_pretrained(tmp_path)
     words = loaded(tmp_path).reader.words
     assert (words.eos, words.more_eos) == (258, {10})
+
+
+def test_positions_that_turn_by_other_angles_in_longer_batches_are_refused(tmp_path: Path) -> None:
+    """Longrope: one long answer would change what is computed for all others, and for its own keys."""
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
+    folder = save(tmp_path, "qwen3", rope_parameters=rope)
+    with pytest.raises(ValueError, match="once a batch has a longer sequence than 64: pass max_model_len=64"):
+        loaded(folder)
+    assert loaded(folder, max_model_len=64).info.max_model_len == 64

@@ -36,8 +36,8 @@ def test_scores_need_no_answers(plain: Loaded) -> None:
     assert done.prompt_logprobs is running.scores
 
 
-def resumed(plain: Loaded, **fields: Any) -> Any:
-    """A request for two answers, the first of which was whole."""
+def resumed(plain: Loaded, changes: Any = None, **fields: Any) -> Any:
+    """A request for two answers, the first of which was whole; the second with changes."""
     tokens: Any = np.array([97])
     cut = CompletionOutput(
         index=1,
@@ -49,6 +49,7 @@ def resumed(plain: Loaded, **fields: Any) -> Any:
     )
     whole = replace(cut, index=0, finish_reason="stop", text="whole")
     given = nothing_yet(ids_request("before", [65, 66], sampling_params={"n": 2}))
+    cut = replace(cut, **(changes or {}))
     given = replace(given, prompt="AB", outputs=[whole, cut], metrics=CompletionMetrics(total_seconds=100.0))
     return plain.reader(ids_request("a", [65, 66], sampling_params={"n": 2, "seed": 1}, resume=given, **fields))
 
@@ -68,6 +69,23 @@ def test_what_was_whole_stays_and_what_was_cut_goes_on(plain: Loaded) -> None:
     assert answer.generator.initial_seed() == 1 + 1 + 1  # its index, and the token that it has
     assert answer.how == "forced"
     assert resumed(plain, on_resume="live").answers[0].how == "live"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"token_ids": np.array([259])}, r"names token 259; the model has 0\.\.258"),
+        ({"routed_experts": np.zeros((2, 4, 4), np.uint8)}, "token 0, layer 1"),
+    ],
+)
+def test_a_first_part_that_the_model_cannot_read_again_is_refused(
+    plain: Loaded, changes: dict[str, Any], words: str
+) -> None:
+    """In the batch it would end the engine, and with it all other requests."""
+    with pytest.raises(ValueError, match=words):
+        resumed(plain, changes)
+    if "routed_experts" in changes:  # nobody follows them
+        assert resumed(plain, changes, on_resume="live").answers[0].tokens == [97]
 
 
 @pytest.mark.parametrize(

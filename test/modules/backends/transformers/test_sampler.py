@@ -143,3 +143,16 @@ def test_half_precision_logits_are_drawn_from_in_float32() -> None:
     exact = LOGITS.bfloat16().float().log_softmax(-1)[one.token].item()
     assert one.log_prob == pytest.approx(exact, abs=1e-6)
     assert np.float32(one.log_prob) != np.float32(torch.tensor(exact).bfloat16().item())
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"repetition_penalty": 2}, {"repetition_penalty": np.float32(2)}, {"min_p": np.float32(0.1)}, {"min_p": 1}],
+)
+def test_a_number_of_any_kind_is_one(params: dict[str, Any]) -> None:
+    """Transformers' own processors want a float, and an error here would end the engine."""
+    (ours,), (theirs,) = (
+        draw(**params),
+        draw(**{name: (int if name == "top_k" else float)(value) for name, value in params.items()}),
+    )
+    assert (ours.token, ours.log_prob) == (theirs.token, theirs.log_prob)

@@ -72,9 +72,19 @@ def test_there_are_at_most_so_many_answers(waiting: Any) -> None:
 def test_a_step_reads_so_many_tokens_or_one_long_prompt(waiting: Any) -> None:
     line = waiting(max_num_batched_tokens=10)
     a, b, c, d = (line.add(name, tokens) for name, tokens in zip("abcd", (6, 4, 1, 30), strict=True))
-    assert line.join() == [*a.answers, *b.answers]
-    assert line.join() == c.answers
+    assert line.join() == a.answers  # 2 x 6 > 10: what is shorter is padded
+    assert line.join() == [*b.answers, *c.answers]
     assert line.join() == d.answers
+
+
+def test_what_is_read_again_keeps_to_a_steps_tokens_too(waiting: Any) -> None:
+    line = waiting(max_num_batched_tokens=4)
+    a = line.add("a", params={"n": 3})
+    first, second, third = a.answers
+    line.line.drop(a)
+    b = line.add("b")
+    assert line.join(again=[first, second, third]) == [first, second]
+    assert line.join(inside=[first, second], again=[third]) == [third, *b.answers]
 
 
 def test_keys_and_values_of_all_must_fit_at_their_longest(waiting: Any) -> None:

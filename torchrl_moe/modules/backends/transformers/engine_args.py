@@ -48,7 +48,7 @@ class EngineArguments:
         seed: of what samples for requests without a seed of their own.
         max_model_len: tokens of a prompt and its answer; default: the model's own limit.
         max_num_seqs: answers that are generated at a time.
-        max_num_batched_tokens: of the prompts that are read in a step, unless one alone has more.
+        max_num_batched_tokens: that are read in a step, pads included, unless one prompt alone has more.
         kv_cache_memory_bytes: that keys and values may take; requests that would need more wait. Default: no limit.
         scheduling_policy: ``"fcfs"``, or ``"priority"``.
         enable_return_routed_experts: whether routes are recorded; default: if the model has experts.

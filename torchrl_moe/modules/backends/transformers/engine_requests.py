@@ -111,7 +111,8 @@ class EngineRequests:
         if scored := self._line.next_scored():
             await self._score(scored)
             self._changed.set()
-        joining, self._again = self._line.joining(self.decoder.answers, self._again), []
+        joining = self._line.joining(self.decoder.answers, self._again)
+        self._again = self._again[len(joining) :]  # they come first
         if joining or self.decoder.answers:
             await self.compute(self.decoder.step, joining, self.version)
             self._note_step()

@@ -135,9 +135,23 @@ def layout_of(replay: RouterReplay) -> RoutingLayout:
 
 
 def _longest(model: Any, arguments: EngineArguments) -> int:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if arguments.max_model_len is None:
-        return int(limit or MAX_MODEL_LEN)
-    if limit is not None and arguments.max_model_len > limit:
-        raise ValueError(f"max_model_len={arguments.max_model_len}, but the model has max_position_embeddings={limit}")
-    return arguments.max_model_len
+    text = model.config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    longest = int(limit or MAX_MODEL_LEN) if arguments.max_model_len is None else arguments.max_model_len
+    if limit is not None and longest > limit:
+        raise ValueError(f"max_model_len={longest}, but the model has max_position_embeddings={limit}")
+    same = _same_angles(text)
+    if same is not None and longest > same:
+        raise ValueError(
+            f"{type(model).__name__} (longrope) turns all positions by other angles once a batch has a longer sequence "
+            f"than {same}: pass max_model_len={same}; vLLM serves longer ones"
+        )
+    return longest
+
+
+def _same_angles(config: Any) -> int | None:
+    """Return up to how many tokens a model with longrope turns positions by the same angles; ``None`` for others."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, Mapping)]  # some have one for each layer type
+    found = [part["original_max_position_embeddings"] for part in parts if part.get("rope_type") == "longrope"]
+    return min(found, default=None)

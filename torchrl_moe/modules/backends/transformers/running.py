@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request, nothing_yet
-from torchrl_moe.modules.backends.request_routes import RequestRoutes
+from torchrl_moe.modules.backends.request_routes import RequestRoutes, check_rows, rows_of_answer
 from torchrl_moe.modules.backends.transformers.answer import Answer
 from torchrl_moe.modules.backends.transformers.engine_args import EngineArguments
 from torchrl_moe.modules.backends.transformers.sampling import Sampling, read_sampling
@@ -139,6 +139,7 @@ class RequestReader:
         answer = Answer(running.prompt_ids, sampling, index, self.words, self.max_model_len, self.layout)
         answer.followed, answer.how = request.routed_experts, self.routes.how(request)
         if before is not None and len(before.token_ids):
+            self._check_first_part(answer, before)
             answer.go_on_from(before)
             running.kept += len(before.token_ids)
         if sampling.seed is not None:  # and no number of the first part again
@@ -151,8 +152,19 @@ class RequestReader:
         most = self.max_model_len - (not scored)
         if not 1 <= len(ids) <= most:
             raise ValueError(f"a prompt must have 1 to {most} tokens, got {len(ids)}: max_model_len is the limit")
+        self._check_words("a prompt", ids)
+
+    def _check_words(self, what: str, ids: list[int]) -> None:
         if wrong := [token for token in ids if not 0 <= token < self.vocabulary]:
-            raise ValueError(f"a prompt names token {wrong[0]}; the model has 0..{self.vocabulary - 1}")
+            raise ValueError(f"{what} names token {wrong[0]}; the model has 0..{self.vocabulary - 1}")
+
+    def _check_first_part(self, answer: Answer, before: CompletionOutput) -> None:
+        """Refuse what could not be read again: in the batch it would end the engine, and all other requests."""
+        ids = before.token_ids.tolist()
+        self._check_words(f"answer {before.index} to resume", ids)
+        if answer.how == "forced" and self.layout is not None and before.routed_experts is not None:
+            rows = rows_of_answer(before.routed_experts, self.layout)
+            check_rows(rows, len(answer.prompt_ids) + len(ids), self.layout)
 
     def _check_room(self, answer: Answer) -> None:
         budget, needed = self.arguments.kv_cache_memory_bytes, answer.longest * self.token_bytes

@@ -92,7 +92,8 @@ def _processed(logits: Tensor, sampling: Sampling, answers: Sequence[Answer]) ->
     for row, answer in enumerate(answers):
         if sampling.repetition_penalty != 1:
             ids = torch.tensor([answer.ids], device=logits.device)
-            logits[row] = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, logits[row : row + 1])[0]
+            penalise = RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))
+            logits[row] = penalise(ids, logits[row : row + 1])[0]
         if answer.tokens and (sampling.frequency_penalty or sampling.presence_penalty):
             words, counts = torch.tensor(answer.tokens, device=logits.device).unique(return_counts=True)
             logits[row, words] -= sampling.frequency_penalty * counts + sampling.presence_penalty
@@ -110,8 +111,8 @@ def _warpers(sampling: Sampling) -> tuple[Callable[[None, Tensor], Tensor], ...]
         return ()
     wanted: tuple[tuple[bool, Callable[[], Any]], ...] = (
         (sampling.temperature != 1, lambda: TemperatureLogitsWarper(float(sampling.temperature))),
-        (sampling.min_p > 0, lambda: MinPLogitsWarper(sampling.min_p)),
-        (sampling.top_k > 0, lambda: TopKLogitsWarper(sampling.top_k)),
+        (sampling.min_p > 0, lambda: MinPLogitsWarper(float(sampling.min_p))),
+        (sampling.top_k > 0, lambda: TopKLogitsWarper(int(sampling.top_k))),
         (sampling.top_p < 1, lambda: TopPLogitsWarper(float(sampling.top_p))),
     )
     return tuple(make() for is_wanted, make in wanted if is_wanted)

@@ -6,11 +6,13 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 __all__ = ["Sampling", "read_sampling"]
 
 GREEDY_BELOW, LEAST_TEMPERATURE = 1e-5, 1e-2  # vLLM's: below the first it is 0, from there to the second the second
+LARGEST_SEED = 2**63  # of torch, which also takes as many more as an answer has tokens
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
@@ -76,19 +78,21 @@ class Sampling:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.min_tokens > 0
 
     def __post_init__(self) -> None:
-        checks = {
-            "n": self.n >= 1,
+        checks = {name: isinstance(getattr(self, name), bool) for name in BOOLS} | {
+            "n": isinstance(self.n, Integral) and self.n >= 1,
             "temperature": math.isfinite(self.temperature) and self.temperature >= 0,
-            "top_k": isinstance(self.top_k, int) and self.top_k >= -1,
+            "top_k": isinstance(self.top_k, Integral) and self.top_k >= -1,
             "top_p": 0 < self.top_p <= 1,
             "min_p": 0 <= self.min_p <= 1,
             "repetition_penalty": math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
             "presence_penalty": -2 <= self.presence_penalty <= 2,
             "frequency_penalty": -2 <= self.frequency_penalty <= 2,
-            "max_tokens": self.max_tokens is None or self.max_tokens >= 1,
-            "min_tokens": self.min_tokens >= 0 and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
-            "stop": all(self.stop),
-            "stop_token_ids": all(isinstance(token, int) for token in self.stop_token_ids),
+            "max_tokens": self.max_tokens is None or (isinstance(self.max_tokens, Integral) and self.max_tokens >= 1),
+            "min_tokens": isinstance(self.min_tokens, Integral)
+            and 0 <= self.min_tokens <= (math.inf if self.max_tokens is None else self.max_tokens),
+            "seed": self.seed is None or (isinstance(self.seed, Integral) and abs(self.seed) < LARGEST_SEED),
+            "stop": all(isinstance(text, str) and text for text in self.stop),
+            "stop_token_ids": all(isinstance(token, Integral) and token >= 0 for token in self.stop_token_ids),
         }
         for name, fine in checks.items():
             if not fine:
@@ -99,6 +103,7 @@ class Sampling:
             raise ValueError(f"sampling_params: n={self.n} with temperature=0 would give one answer several times")
 
 
+BOOLS = ("ignore_eos", "logprobs", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 KNOWN = {field.name for field in dataclasses.fields(Sampling)}
 
 

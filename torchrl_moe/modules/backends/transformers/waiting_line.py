@@ -65,27 +65,34 @@ class WaitingLine:
             again: what is to be read again: it joins before others.
 
         Returns:
-            ``again``, and as many more as there is room for, and as are read in one step.
+            As many as there is room for, and as are read in one step, at least one: first of ``again``, in its order.
         """
-        joining, held, now = list(again), [], time.monotonic()
-        read = sum(len(answer.ids) for answer in joining)
+        joining: list[Answer] = []
+        held, now, widest = [], time.monotonic(), 0
+        for answer in again:
+            widest = max(widest, len(answer.ids))
+            if self._is_too_much(len(joining), widest):
+                return joining
+            joining.append(answer)
         while self._answers:
             entry = heapq.heappop(self._answers)
             _, _, running, answer = entry
             if not self._may_run(running):
                 held.append(entry)
                 continue
-            tokens = len(answer.ids)
-            too_many = read > 0 and read + tokens > self._arguments.max_num_batched_tokens
-            if too_many or not self._has_room([*inside, *joining, answer]):
+            widest = max(widest, len(answer.ids))
+            if self._is_too_much(len(joining), widest) or not self._has_room([*inside, *joining, answer]):
                 held.append(entry)
                 break
             running.joined_at = running.joined_at or now
             joining.append(answer)
-            read += tokens
         for entry in held:
             heapq.heappush(self._answers, entry)
         return joining
+
+    def _is_too_much(self, others: int, widest: int) -> bool:
+        """Whether one more is too much for a step: all are padded to the widest."""
+        return others > 0 and (others + 1) * widest > self._arguments.max_num_batched_tokens
 
     def _has_room(self, batch: Sequence[Answer]) -> bool:
         budget = self._arguments.kv_cache_memory_bytes
