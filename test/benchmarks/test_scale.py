@@ -18,6 +18,7 @@ SIZES = ModelSizes(
     top_k=2,
     num_experts=8,
     kv=5,
+    kv_heads=1,
 )
 GIVEN = Assumptions(
     flops=1e6, memory_bandwidth=1e6, network=1e3, training_share=0.5, decoding_share=0.25, tokens=10, slots=4, fan_out=2
