@@ -329,7 +329,7 @@ def test_its_own_thread_is_so_many_batches_ahead_of_the_weight_updates(
     buffer = ReplayBuffer(storage=LazyStackStorage(64))
     collector = collect(replay_buffer=buffer, max_staleness=1, heartbeat_timeout=0.5)
     collector.start()
-    until(lambda: "it goes on after the next update" in caplog.text)  # and that is no stall
+    until(lambda: "it continues after the next update" in caplog.text)  # and that is no stall
     assert buffer.write_count == 4
     for version in (1, 2, 3):
         new_weights(engine, version)
