@@ -277,9 +277,7 @@ def test_a_collection_in_which_nothing_moves_says_what_it_waits_for(engine: Fake
     for replica in engine.replicas:
         replica.stall()
     collector = AsyncLLMCollector(chat(2), policy=policy, dataloader=Questions(), group_size=2, heartbeat_timeout=0.5)
-    with pytest.raises(
-        CollectionStalledError, match=r"nothing has moved for 0.5 s: 3 groups are running .* 6 answers"
-    ):
+    with pytest.raises(CollectionStalledError, match=r"nothing has moved for 0.5 s: 3 groups are running .* 6 answers"):
         next(iter(collector))
 
 
