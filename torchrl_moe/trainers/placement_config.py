@@ -21,8 +21,8 @@ class PlacementConfig:
             backward pass; ``False`` needs more memory and sends less.
         timeout: seconds that one rank waits for another before the run ends with an error that names it.
         collective_timeout: seconds that a collective may take: of the default process group, if it is made here, and
-            of the model's groups. In the collectives of a weight sync ranks wait for the weight store, too, so it must be
-            above ``engine.sync.timeout_seconds``.
+            of the model's groups. In those of a weight sync ranks wait for the weight store, too, so it must be above
+            ``engine.sync.timeout_seconds``.
     """
 
     tensor_parallel: int = 1

@@ -86,8 +86,8 @@ def _check_model(size: int, config: GRPOConfig) -> None:
     swap, limit = config.engine.sync.get("timeout_seconds", SwapOptions().timeout_seconds), own.collective_timeout
     _require(
         limit > swap,
-        f"placement.collective_timeout={limit:g} must be above engine.sync.timeout_seconds={swap:g}: while rank 0 waits "
-        "so long for readers of the weight store, the others wait in a collective",
+        f"placement.collective_timeout={limit:g} must be above engine.sync.timeout_seconds={swap:g}: while rank 0 "
+        "waits so long for readers of the weight store, the others wait in a collective",
     )
     _require(not config.engine.sleep, "engine.sleep=True is for one GPU that one rank shares with the engine")
 

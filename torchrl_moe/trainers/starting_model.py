@@ -25,8 +25,8 @@ def new_start(folder: Path) -> Path:
 def starting_model(model: Any, tokenizer: Any, config: GRPOConfig, placement: Placement) -> PolicyModel:
     """Load the model of a run.
 
-    Several ranks load it from one folder, which rank 0 chooses: what is given, or what a function makes, it writes there
-    first. The other ranks' random numbers, and which model they were given, do not count.
+    Several ranks load it from one folder, which rank 0 chooses: what is given, or what a function makes, it writes
+    there first. The other ranks' random numbers, and which model they were given, do not count.
 
     Args:
         model: see :class:`~torchrl_moe.trainers.MoEGRPOTrainer`.
