@@ -60,6 +60,7 @@ class Command:
         add_arguments: adds its options to a parser.
         run: does it; returns the exit code.
         after_interrupt: what to do after a Ctrl-C.
+        keeps_logs: whether warnings and logs of libraries are shown, as of a long run.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Command:
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, Output], int]
     after_interrupt: str = "nothing was left running"
+    keeps_logs: bool = False
 
     @property
     def epilog(self) -> str:

@@ -167,7 +167,11 @@ def _look_at_model(seen: _Seen, options: argparse.Namespace) -> None:
         rows.append(["architecture", f"{kind}, {text.num_hidden_layers} layers"])
         found |= {"architecture": kind, "layers": int(text.num_hidden_layers)}
         verdict = try_replay(config)
-        said = {True: f"yes: {verdict.routers}", False: f"no: {verdict.why}", None: f"not known: {verdict.why}"}
+        said = {
+            True: f"yes: {verdict.routers}",
+            False: f"no: {verdict.why}",
+            None: f"not known: {verdict.why}; torchrl-moe probe tries it with its weights",
+        }
         rows.append(["can be replayed", said[verdict.answer]])
         found |= {"replayable": verdict.answer, "why": verdict.why, "routers": verdict.routers}
         seen.problems += _of_replay(options.model, verdict.answer, verdict.why)

@@ -41,13 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return BAD_USE
     _take_rest(options, rest, parser)
-    with _without_chatter(options.traceback):
+    with _without_chatter(options.traceback or command.keeps_logs):
         return _run(command, options)
 
 
 @contextlib.contextmanager
 def _without_chatter(wanted: bool) -> Iterator[None]:
-    """Hide what other libraries warn of and log, unless it is wanted: what matters comes as an error, or as a result."""
+    """Hide what libraries log and warn of, unless it is wanted: what matters comes as an error or as a result."""
     before = logging.root.manager.disable
     with warnings.catch_warnings():
         if not wanted:

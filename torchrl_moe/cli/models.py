@@ -20,8 +20,14 @@ from torchrl_moe.cli.command import BadUse
 __all__ = ["MODEL_HELP", "TINY", "Replayable", "config_of", "engine_defaults", "load", "model_folder", "try_replay"]
 
 TINY = "tiny"
-TINY_SIZES = {"num_hidden_layers": 8, "num_experts": 32, "num_experts_per_tok": 4, "max_position_embeddings": 4096}
+TINY_SIZES: dict[str, Any] = {
+    "num_hidden_layers": 8,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 4096,
+}
 MODEL_HELP = f"a folder, a hub name, or {TINY!r}: a small Qwen3-MoE with random weights, made on the spot"
+WIDTHS = ("intermediate_size", "ffn_hidden_size")
 NARROW = 16
 """Width of experts and dense layers in the model that is tried: routers do not see it."""
 FEW_WORDS = 64
@@ -131,13 +137,18 @@ class Replayable:
 
 def try_replay(config: Any) -> Replayable:
     """Build a narrow model of a configuration and replay its routers, as ``RouterReplay`` tests itself."""
+    found = _try(config, 2)
+    return _try(config, MOST_LAYERS) if found.answer is None else found  # a hybrid may need more layers to run
+
+
+def _try(config: Any, layers_with_experts: int) -> Replayable:
     import torch
 
     from torchrl_moe._errors import UnsupportedRouterError
     from torchrl_moe.modules.replay.router_replay import RouterReplay
 
     try:
-        small = narrow(config)
+        small = narrow(config, layers_with_experts)
         parameters = _parameters(small)
         if parameters > MOST_PARAMETERS:
             return Replayable(None, f"even a narrow model of it has {parameters / 1e9:.1f} billion parameters")
@@ -152,14 +163,14 @@ def try_replay(config: Any) -> Replayable:
     return Replayable(True, "", routers, replay.top_k, replay.num_experts)
 
 
-def narrow(config: Any) -> Any:
+def narrow(config: Any, layers_with_experts: int = 2) -> Any:
     """Return the configuration of a model with the same routers, but few layers, narrow experts and few words."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     for part in {id(one): one for one in (small, text)}.values():
         for name in part.to_dict():
             value = getattr(part, name, None)
-            if name.endswith("intermediate_size") and isinstance(value, int) and not isinstance(value, bool):
+            if name.endswith(WIDTHS) and isinstance(value, int) and not isinstance(value, bool):
                 setattr(part, name, min(value, NARROW))
         for name in SPECIAL_TOKENS:
             if hasattr(part, name):
@@ -168,11 +179,15 @@ def narrow(config: Any) -> Any:
     dense = int(getattr(text, DENSE_FIRST, 0) or 0)
     if dense:
         setattr(text, DENSE_FIRST, 1)
-    return _shallow(small, text)
+    return _shallow(small, text, layers_with_experts)
 
 
-def _shallow(config: Any, text: Any) -> Any:
-    """Cut layers, so that two of those that are left have experts, or all that have any."""
+def _shallow(config: Any, text: Any, wanted: int) -> Any:
+    """Cut layers, so that as many as are wanted have experts, or all that have any, among the first few."""
+    from torchrl_moe.modules.replay.discovery import expert_counts
+
+    if not expert_counts(config):
+        return config  # refused as it is
     layers = int(text.num_hidden_layers)
     of_each = {
         name: value for name, value in text.to_dict().items() if isinstance(value, list) and len(value) == layers
@@ -181,7 +196,7 @@ def _shallow(config: Any, text: Any) -> Any:
         text.num_hidden_layers = count
         for name, values in of_each.items():
             setattr(text, name, values[:count])
-        if _layers_with_experts(config) >= 2:
+        if _layers_with_experts(config) >= wanted:
             break
     return config
 

@@ -75,8 +75,8 @@ def _requirements() -> Iterator[tuple[str, str, str]]:
         for one in requirements:
             if one.name.replace("-", "_") == PACKAGE:
                 continue
-            of_extra = bool(one.marker) and not one.marker.evaluate({"extra": ""})
-            if of_extra == bool(extra) and (not one.marker or one.marker.evaluate({"extra": extra})):
+            always = one.marker is None or one.marker.evaluate({"extra": ""})
+            if always != bool(extra) and (one.marker is None or one.marker.evaluate({"extra": extra})):
                 yield one.name, str(one.specifier), extra
 
 

@@ -117,4 +117,5 @@ COMMAND = Command(
     add_arguments=_add_arguments,
     run=_run,
     after_interrupt="resume=true goes on from the last checkpoint",
+    keeps_logs=True,
 )
