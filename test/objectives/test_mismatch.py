@@ -360,7 +360,7 @@ def test_it_is_printed_and_shown_without_a_warning(caplog: pytest.LogCaptureFixt
     assert TableReader(metrics._repr_html_()).rows["tbody"] == [["mismatch/tokens", "0", ""]]
     td, log_probs = by_hand()
     metrics.update(td, log_probs)
-    found = metrics._figures()
+    found = metrics._metrics()
     assert repr(metrics).startswith(f"MismatchMetrics({found['mismatch/tokens']:.0f} tokens, k3=")
     rows = {name: rest for name, *rest in TableReader(metrics._repr_html_()).rows["tbody"]}
     assert set(rows) == set(found)

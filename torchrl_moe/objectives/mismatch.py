@@ -27,7 +27,7 @@ __all__ = ["CollapseThresholds", "MismatchKeys", "MismatchMetrics"]
 logger = logging.getLogger(__name__)
 
 SHOWN = ("k3", "dlogp_mean", "extreme_fraction", "ess")
-SHOWN_FIGURES = 64
+SHOWN_METRICS = 64
 
 Sums = defaultdict[str, float]
 
@@ -256,7 +256,7 @@ class MismatchMetrics:
 
     def compute(self) -> dict[str, float]:
         """Return all metrics; logs one warning when a threshold is crossed, and no other until none is crossed."""
-        found = self._figures()
+        found = self._metrics()
         crossed = self._crossed(found)
         if crossed and not self._warned:
             words = ", ".join(f"{name} {found[f'mismatch/{name}']:.3g} ({limit})" for name, limit in crossed.items())
@@ -265,24 +265,24 @@ class MismatchMetrics:
         return found
 
     def __repr__(self) -> str:
-        found = self._figures()
+        found = self._metrics()
         shown = [f"{name}={found[f'mismatch/{name}']:.3g}" for name in SHOWN if f"mismatch/{name}" in found]
         tokens = f"{found['mismatch/tokens']:.0f} tokens"
         return f"MismatchMetrics({', '.join([tokens, *shown])})"
 
     def _repr_html_(self) -> str:
-        """Return all figures as a table; it warns of nothing."""
-        found = self._figures()
+        """Return all metrics as a table; it warns of nothing."""
+        found = self._metrics()
         crossed = self._crossed(found)
         rows = [
             (name, number_text(value), crossed.get(name.removeprefix("mismatch/"), ""))
-            for name, value in list(found.items())[:SHOWN_FIGURES]
+            for name, value in list(found.items())[:SHOWN_METRICS]
         ]
         hidden = len(found) - len(rows)
-        note = f"and {hidden} more figures: compute()" if hidden else ""
-        return html_table(repr(self), ("figure", "value", "beyond the threshold"), rows, note=note)
+        note = f"and {hidden} more metrics: compute()" if hidden else ""
+        return html_table(repr(self), ("metric", "value", "beyond the threshold"), rows, note=note)
 
-    def _figures(self) -> dict[str, float]:
+    def _metrics(self) -> dict[str, float]:
         found = {f"mismatch/{name}": value for name, value in {**self._of_tokens(), **self._of_ages()}.items()}
         return found | {f"routing/{name}": value for name, value in self._of_routing().items()}
 
@@ -325,7 +325,7 @@ class MismatchMetrics:
         return found | {f"agreement/layer_{layer}": share for layer, share in layers.items()}
 
     def _crossed(self, found: Mapping[str, float]) -> dict[str, str]:
-        """Return the thresholds that are crossed, in words, by the name of the figure."""
+        """Return the thresholds that are crossed, in words, by the name of the metric."""
         crossed = {}
         for name, limit in asdict(self.thresholds).items() if self.thresholds else ():
             value = found.get(f"mismatch/{name}")
