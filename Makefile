@@ -19,6 +19,8 @@ export PYTHONPATH := $(CURDIR)
 export OMP_NUM_THREADS := 1
 export VLLM_CPU_OMP_THREADS_BIND := nobind
 export VLLM_LOGGING_LEVEL := ERROR
+# Dozens of processes import this tree in one run of the tests: each would compile it again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv digest test coverage parity soak compat lint format train bench clean
 
