@@ -132,9 +132,9 @@ def compare(folder: Path, batch: TensorDictBase, ways: Mapping[str, Change], wor
             print(f"{name}: gradients {gap / largest:.1e} of the largest, weights {moved:.1e}")
             assert gap <= 2e-6 * largest
             assert moved <= 1e-6
-            assert one["figures"].keys() == exact["figures"].keys()
-            for figure in one["figures"].keys() - {"ESS", "ess"}:  # which is a mean over parts, and these are others
-                assert one["figures"][figure] == pytest.approx(exact["figures"][figure], abs=1e-5), figure
+            assert one["metrics"].keys() == exact["metrics"].keys()
+            for metric in one["metrics"].keys() - {"ESS", "ess"}:  # which is a mean over parts, and these are others
+                assert one["metrics"][metric] == pytest.approx(exact["metrics"][metric], abs=1e-5), metric
 
 
 def test_two_ranks_step_as_one_process(folder: Path, batch: TensorDictBase) -> None:

@@ -256,7 +256,7 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class LogConfig:
-    """Where figures go, besides ``metrics.csv``.
+    """Where metrics go, besides ``metrics.csv``.
 
     Attributes:
         loggers: of TorchRL: ``csv``, ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``.

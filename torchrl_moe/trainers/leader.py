@@ -1,4 +1,4 @@
-"""``Leader``: makes what rank 0 of a run has alone: answers come from there, and figures go there."""
+"""``Leader``: makes what rank 0 of a run has alone: answers come from there, and metrics go there."""
 
 from __future__ import annotations
 
