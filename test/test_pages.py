@@ -1,4 +1,4 @@
-"""The documentation's code parses and imports what exists; what it quotes is in the source; diagrams keep to the theme."""
+"""Code in the documentation parses and imports what exists; quotes are in the source; diagrams keep to the theme."""
 
 from __future__ import annotations
 
