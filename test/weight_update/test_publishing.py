@@ -244,7 +244,7 @@ def fail_in_turn(folder: Path, model: Any) -> None:
             raise AssertionError("it was published")
         except WeightSyncError as error:
             assert rank != failing
-            assert f"rank {failing} could not begin to publish; its own error says why" in str(error)
+            assert f"rank {failing} could not begin to publish; see the error of that rank" in str(error)
         except (RuntimeError, OSError) as error:
             assert rank == failing
             assert ("no engine" if update == sender.update_weights else "no such disk") in str(error)

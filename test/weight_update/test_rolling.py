@@ -103,7 +103,7 @@ def test_who_came_after_the_staging_is_not_swapped(connect: Connect) -> None:
     staged = sender.prefetch(version)
     new = engine.restart(0)
     report = sender.apply(version, staged)
-    assert report.failed == {0: "another process has its place since version 1 was prepared"}
+    assert report.failed == {0: "it was replaced by another process after version 1 was prepared"}
     assert (engine.states, engine.versions) == (["STARTING", "SERVING"], [0, 1])
     assert (new.is_alive(), new.asked["swap_weights"]) == (True, 0)
     sender.bring(0)  # as its supervisor does

@@ -442,7 +442,7 @@ def test_what_is_gone_or_would_come_before_itself_is_not_published_again(tmp_pat
         writer.publish(constant(version).items(), version)
     with pytest.raises(ManifestMismatch, match=r"version 1 is not there, only \[2, 3\]"):
         writer.republish(1, 4)
-    with pytest.raises(ValueError, match="version 3 can be published again under a higher number only, got 3"):
+    with pytest.raises(ValueError, match="version 3 can be published again only under a higher number, got 3"):
         writer.republish(3, 3)
     assert reader.versions() == [2, 3]
 

@@ -19,8 +19,8 @@ from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, 
 from torchrl_moe.modules.backends.vllm import engine_requests
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 from torchrl_moe.modules.backends.vllm.weights import engine as weights
-from torchrl_moe.modules.backends.vllm.weights.canary import Canary
 from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
+from torchrl_moe.modules.backends.vllm.weights.weight_check import WeightCheck
 
 PROMPT = [7, 8, 9]
 
@@ -248,18 +248,18 @@ class Bench:
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Bench], Awaitable[None]]], Bench]:
     monkeypatch.setattr(engine_requests, "SamplingParamsBuilder", lambda *how: lambda spec, guided_options: spec)
 
-    async def ask(canary: Canary, seconds: float) -> str:
+    async def ask(canary: WeightCheck, seconds: float) -> str:
         engine: HandEngine = canary._engine
         await engine.step()  # what it froze makes tokens meanwhile
         if engine.canary is not None:
             raise engine.canary
         return ""
 
-    async def send(canary: Canary) -> None:
+    async def send(canary: WeightCheck) -> None:
         pass
 
-    monkeypatch.setattr(weights.Canary, "ask", ask)
-    monkeypatch.setattr(weights.Canary, "send", send)
+    monkeypatch.setattr(weights.WeightCheck, "ask", ask)
+    monkeypatch.setattr(weights.WeightCheck, "send", send)
 
     def play(script: Callable[[Bench], Awaitable[None]]) -> Bench:
         async def main() -> Bench:

@@ -108,7 +108,7 @@ def test_a_canary_that_gets_no_turn_before_the_driver_gives_up_proves_nothing() 
     weights = make(engine)
     report = swap(weights, patience=0.05)
     assert (report.started, report.error, weights.version) == (True, None, 7)
-    assert report.unproved.startswith("the canary had no turn within 0")
+    assert report.unproved.startswith("the check of the new weights had no turn within 0")
     assert engine.log == [*GOOD, ("abort", ["weight-probe-1"])]
 
 

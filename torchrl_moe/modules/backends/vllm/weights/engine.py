@@ -19,7 +19,7 @@ from torchrl_moe import _compat
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.modules.backends.replica import Completion, PauseMode
 from torchrl_moe.modules.backends.reports import SwapReport
-from torchrl_moe.modules.backends.vllm.weights.canary import Canary
+from torchrl_moe.modules.backends.vllm.weights.weight_check import WeightCheck
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors
 from torchrl_moe.weight_update.transports.base import StageReport
 
@@ -244,7 +244,7 @@ class EngineWeights:
             version: what was staged.
             pause: what becomes of requests in flight.
             clear_cache: drop cached prefixes.
-            canary: the proof that :class:`Canary` asks for.
+            canary: the proof that :class:`WeightCheck` asks for.
             patience: seconds after which the driver gives the engine up; the canary gets half of what is left.
         """
         started = time.perf_counter()
@@ -347,12 +347,12 @@ class EngineWeights:
         """Resume, and return when that was, and why the weights are not proved, if they are not.
 
         Args:
-            canary: the proof that :class:`Canary` asks for.
+            canary: the proof that :class:`WeightCheck` asks for.
             before: ask before resuming, so that the first step answers it. Else nothing is there that would come
                 before it: all requests were aborted (and later releases take none until they are resumed).
             deadline: when the driver gives up; the canary gets half of what is left.
         """
-        question = Canary(self.engine, canary, f"weight-probe-{self._swaps}")
+        question = WeightCheck(self.engine, canary, f"weight-probe-{self._swaps}")
         if before:
             await question.send()
         await self.engine.resume_generation()
