@@ -156,7 +156,7 @@ def test_four_ranks_step_as_one_process(folder: Path, batch: TensorDictBase) -> 
 def load_and_save(folder: Path, out: Path, change: Change, dtype: str) -> dict[str, Any]:
     ranks = join_ranks(60.0)
     config = settings(folder, change)
-    config.model.dtype, config.placement.timeout = dtype, 45.0
+    config.model.dtype, config.placement.collective_timeout = dtype, 45.0
     placement = Placement.of(ranks, config)
     torch.manual_seed(ranks.rank)  # no rank relies on another's random numbers
     policy_model = PolicyModel.load(None, None, config.model, placement)

@@ -104,12 +104,11 @@ class MoEGRPOTrainer(RunReports, Trainer):
         self._bar: Any = None
         given = {"dataset": dataset, "env": env, "rewards": rewards, "held_out": held_out}
         with ExitStack() as made:  # ends what was made if something after it fails
-            self.ranks = join_ranks(config.placement.timeout)
+            self.ranks = join_ranks(config.placement.timeout, config.placement.collective_timeout)
             made.callback(self.ranks.close)
             with self.ranks.guard():
-                restarts = max(self.ranks.gather(torchrun.restarts()))
                 if self.ranks.is_first:
-                    torchrun.go_on_after_a_restart(config, restarts)
+                    torchrun.go_on_after_a_restart(config, torchrun.launch_of())
                 config.resume = self.ranks.from_first(config.resume, "whether to resume")
                 self._build(model, tokenizer, engine, given, made)
             self._made = made.pop_all()
