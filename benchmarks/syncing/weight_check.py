@@ -90,7 +90,7 @@ def behind_a_queue() -> list[Row]:
         idle, full, step = asyncio.run(measure(Path(folder), dict(checkpoint_tensors(model))))
     limit = statistics.median(idle) + 2 * step
     return [
-        Row(claim="from a swap's begin to its weight check's answer, idle engine, seconds", value=median_range(idle, 3)),
+        Row(claim="from a swap's begin to its weight check, idle engine, seconds", value=median_range(idle, 3)),
         Row(
             claim=f"the same, {PLACES} requests running and {QUEUED} in line, seconds (a full step takes {step:.3f})",
             value=median_range(full, 3),

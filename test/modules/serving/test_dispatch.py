@@ -655,7 +655,7 @@ def test_refusal_and_death_reach_the_task(serve: Any) -> None:
     with pytest.raises(ValueError, match=r"^request 0 was refused: too long$"):
         asyncio.run(run_async(lb, "a"))
     timer = later(asked(lb, "b"), replicas(lb)[0].die)
-    with pytest.raises(NoReplicaError, match="It had begun elsewhere: replica 0 died: injected death"):
+    with pytest.raises(NoReplicaError, match="It had started on another replica: replica 0 died: injected death"):
         asyncio.run(run_async(lb, "b"))
     timer.join()
 
@@ -768,7 +768,9 @@ def test_a_group_of_which_one_was_answered_does_not_move(serve: Any) -> None:
     lb = serve(2)
     lb.replica_table.set_version(0, 1)
     replicas(lb)[0].die_under = lambda request: request.request_id == "b"
-    with pytest.raises(StaleReplicaError, match=r"which group 'g' began on.*It had begun elsewhere: .*under 'b'") as e:
+    with pytest.raises(
+        StaleReplicaError, match=r"which group 'g' began on.*It had started on another replica: .*under 'b'"
+    ) as e:
         run(lb, "ab", group_ids=["g"] * 2)
     assert taken_by(e.value) == [0, None]
 
@@ -833,7 +835,9 @@ def test_all_dead_is_no_replica_at_once_if_none_comes_back(serve: Any) -> None:
     lb = serve(2)
     for replica in replicas(lb):
         replica.die_under = lambda request: True
-    with pytest.raises(NoReplicaError, match=r"#0 DEAD.*#1 DEAD.*It had begun elsewhere: replica . died: under 'a'"):
+    with pytest.raises(
+        NoReplicaError, match=r"#0 DEAD.*#1 DEAD.*It had started on another replica: replica . died: under 'a'"
+    ):
         run(lb, "a")
 
 
@@ -843,7 +847,7 @@ def test_all_dead_is_no_replica_at_the_deadline_if_some_may_come_back(serve: Any
         lb.replica_table.set_recovery(index, Recovery.SUPERVISOR)
     timers = [later(asked(lb, "a", "b"), replica.die) for replica in replicas(lb)]
     started = time.monotonic()
-    with pytest.raises(NoReplicaError, match="It had begun elsewhere") as caught:
+    with pytest.raises(NoReplicaError, match="It had started on another replica") as caught:
         run(lb, "ab", timeout=0.8)
     assert 0.8 <= time.monotonic() - started < PATIENCE
     assert whole(caught.value) == ["a", None]

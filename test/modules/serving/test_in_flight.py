@@ -99,4 +99,4 @@ def test_a_death_before_is_told_too() -> None:
     one = in_flight(state="DEAD")
     one.died(ReplicaDiedError("out of memory"))
     one.refusal = NoReplicaError("nobody")
-    assert str(one.not_placed()) == "nobody. It had begun elsewhere: out of memory"
+    assert str(one.not_placed()) == "nobody. It had started on another replica: out of memory"

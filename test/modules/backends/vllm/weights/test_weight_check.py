@@ -10,7 +10,7 @@ import pytest
 
 from support.llm import FakeLLM
 from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.modules.backends.vllm.weights import canary as canary_module
+from torchrl_moe.modules.backends.vllm.weights import weight_check
 from torchrl_moe.modules.backends.vllm.weights.weight_check import WeightCheck, is_weight_check
 
 CANARY = {"token_ids": [5, 6, 7], "log_probs": [-1.0, -2.0], "tolerance": 1e-3}
@@ -75,8 +75,8 @@ def test_as_many_log_probs_as_tokens_but_the_first() -> None:
 
 
 def test_a_question_behind_a_long_queue_is_let_go_and_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(canary_module, "PROBE_SECONDS", 0.01)
-    monkeypatch.setattr(canary_module, "PROOF_SECONDS", 0.02)
+    monkeypatch.setattr(weight_check, "PROBE_SECONDS", 0.01)
+    monkeypatch.setattr(weight_check, "PROOF_SECONDS", 0.02)
     engine = FakeLLM()
     assert ask(engine) == ask(engine, CANARY) == ""
     engine.hangs = True
