@@ -205,13 +205,13 @@ class MoEGRPOTrainer(RunReports, Trainer):
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Run all steps that are left. After a Ctrl-C, ``config.resume`` goes on from the last checkpoint."""
+        """Run all steps that are left. After a Ctrl-C, ``config.resume`` continues from the last checkpoint."""
         if self.steps_done >= self.config.steps:
             LOG.warning("all %d steps are done", self.config.steps)
             return
         if self._has_ended:
             raise RuntimeError(
-                "this run has ended, or was interrupted: go on with another trainer and config.resume=True"
+                "this run has ended, or was interrupted: continue with another trainer and config.resume=True"
             )
         total, is_silent = self.config.steps, not self.config.log.progress
         self.register_op("post_steps_log", self._agree_to_stop)  # after all hooks
@@ -364,7 +364,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         return {"step": self.steps_done, "tokens": self.trained_tokens, "version": self.rollout_engine.version}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from there."""
         self.steps_done, self.trained_tokens = state_dict["step"], state_dict["tokens"]
         self._restored_version = state_dict["version"]
 

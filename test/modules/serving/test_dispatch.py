@@ -345,7 +345,7 @@ def test_a_request_that_must_wait_does_not_hold_up_the_others_of_its_call(serve:
     assert [c.metrics.replica for c in run(lb, "ab", group_ids=["new", "old"])] == [0, 1]
 
 
-def test_a_group_whose_version_no_replica_will_ever_hold_again_is_told_at_once(serve: Any) -> None:
+def test_a_group_whose_version_no_replica_will_ever_hold_again_is_reported_at_once(serve: Any) -> None:
     lb = serve(2)
     lb.acquire(group_id="g").release()
     for index in range(2):
@@ -500,7 +500,7 @@ def test_a_refusal_names_its_position_and_the_others_finish_before_it_is_raised(
     assert [replica.asked("abort") for replica in replicas(lb)] == [[], []]
 
 
-def test_of_two_refusals_the_first_by_position_is_told(serve: Any) -> None:
+def test_of_two_refusals_the_first_by_position_is_reported(serve: Any) -> None:
     lb = serve(2, refuse=lambda r: f"bad {r.request_id}" if r.request_id in "bd" else None)
     with pytest.raises(ValueError, match=r"^request 1 was refused: bad b$"):
         run(lb, "abcd")
@@ -547,7 +547,7 @@ def test_one_request_in_an_event_loop(serve: Any) -> None:
     assert (completion.request_id, len(completion.outputs[0].token_ids)) == ("a", 4)
 
 
-def test_the_event_loop_goes_on_and_no_thread_is_held(serve: Any) -> None:
+def test_the_event_loop_continues_and_no_thread_is_held(serve: Any) -> None:
     lb = serve(1)
     lb.replica_table.set_state(0, ReplicaState.SYNCING)
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExce
 # -- commands to all replicas -----------------------------------------------------------------------------------------
 
 
-def test_pause_keep_freezes_and_resume_goes_on(serve: Any) -> None:
+def test_pause_keep_freezes_and_resume_continues(serve: Any) -> None:
     engine = serve(2, token_seconds=0.001)
     call = in_thread(lambda: ask(engine, ["a", "b"], max_tokens=500))
     until_running(engine, [1, 1])

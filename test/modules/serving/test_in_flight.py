@@ -28,7 +28,7 @@ def in_flight(
     return Call(balancer, requests, [placement or Placement()] * 4).requests[3]
 
 
-def test_deaths_are_counted_and_the_last_one_is_told() -> None:
+def test_deaths_are_counted_and_the_last_one_is_reported() -> None:
     one = in_flight()
     for name in ("first", "second"):
         one.died(ReplicaDiedError(name))

@@ -519,7 +519,7 @@ def test_one_that_cannot_be_probed_keeps_no_other_from_being_probed(fleet: Any) 
     until_serving(service, [1, 1])  # the one that cannot even be asked gave no sign of life either
 
 
-def test_it_outlives_an_error_says_so_and_goes_on(fleet: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_it_outlives_an_error_says_so_and_continues(fleet: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     service = fleet()
     start = threading.Thread.start
 
@@ -539,7 +539,7 @@ def test_it_outlives_an_error_says_so_and_goes_on(fleet: Any, monkeypatch: pytes
     assert [record.message for record in caplog.records].count(
         "the supervisor could not check the replicas; it tries again"
     ) >= 1
-    service.replica_table[1].replica.stall()  # probes go on, too
+    service.replica_table[1].replica.stall()  # probes continue, too
     until_serving(service, [1, 1])
 
 

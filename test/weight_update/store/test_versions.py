@@ -169,7 +169,7 @@ def test_a_new_writer_begins_with_a_whole_version(tmp_path: Path) -> None:
     assert VersionsWriter(tmp_path, delta=True).publish(tensors(a=1).items(), 2).entries[0].base is None
 
 
-def test_a_writer_that_counts_anew_replaces_versions(tmp_path: Path) -> None:
+def test_a_writer_that_counts_again_replaces_versions(tmp_path: Path) -> None:
     writer = VersionsWriter(tmp_path)
     for version in (7, 8):
         writer.publish(tensors(a=version).items(), version)

@@ -226,11 +226,11 @@ def test_a_server_that_does_not_answer_is_replaced(forks: Forks, monkeypatch: py
         launch.wait()
     monkeypatch.undo()
     until(lambda: not server.is_alive(), 60)
-    assert forked.report()["pid"] == forked.process.pid  # goes on
+    assert forked.report()["pid"] == forked.process.pid  # continues
     assert forks.start().report()["ppid"] == forks.server().pid != server.pid
 
 
-def test_the_processes_of_a_killed_server_go_on_and_the_next_start_has_another_server(forks: Forks) -> None:
+def test_the_processes_of_a_killed_server_continue_and_the_next_start_has_another_server(forks: Forks) -> None:
     server = forks.server()
     forked = forks.start()
     os.kill(server.pid, signal.SIGKILL)

@@ -208,7 +208,7 @@ class ForkServer:
         _hang_up(self._control, self._driver)
 
     def kill(self) -> None:
-        """Kill it; the processes that it forked go on."""
+        """Kill it; the processes that it forked continue."""
         self._process.kill()
 
 
