@@ -52,7 +52,7 @@ def test_the_defaults_can_be_meant() -> None:
         ("engine.kind", "sglang", "engine.kind=sglang must be one of vllm, transformers"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(name: str, value: Any, message: str) -> None:
+def test_an_invalid_value_is_refused(name: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         changed(name, value).check()
 

@@ -134,7 +134,7 @@ SEGMENTS = 4
 def test_segments_are_exact_under_recorded_rows_and_far_off_where_they_are_routed_again(
     versions: Versions, pause: str, clear_cache: bool
 ) -> None:
-    """Weights change three times, by 2 %, under answers of which half are read again as the weights of then route."""
+    """Weights change three times, by 2 %, under answers of which half are read again with live routing."""
     (replica,) = versions.replicas
     first = versions.now
     asked = [ask(f"{how}-{i}", random_ids(200 + i, 24), on_resume=how, max_tokens=440) for i in range(2) for how in HOW]

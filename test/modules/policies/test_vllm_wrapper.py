@@ -988,7 +988,7 @@ def test_how_answers_continue_can_be_chosen(where: str) -> None:
         ({"actor_index": 1, "generate_kwargs": {"actor_index": 1}}, ValueError, "actor_index: given twice, also in"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(
+def test_an_invalid_value_is_refused(
     fake: FakeAsyncVLLM, kwargs: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -1210,7 +1210,7 @@ def test_a_bar_that_cannot_be_drawn_ends_no_call(serve: Any) -> None:
     assert [completion.aborted for completion in call.result(60.0)] == [True, True]
 
 
-def test_a_replica_that_cannot_be_told_of_an_abort_holds_up_no_call(serve: Any, monkeypatch: Any) -> None:
+def test_a_replica_that_does_not_accept_an_abort_holds_up_no_call(serve: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(dispatch_module, "ABORT_GRACE_SECONDS", 0.1)
     lb = serve(2, token_seconds=HOUR)
     replicas(lb)[0].script["abort"] = OSError("gone")

@@ -212,7 +212,7 @@ def test_a_death_is_noted_once_and_not_of_another_replica_in_its_place() -> None
     assert (table[0].state, table[0].replica, table[0].restarts) == (ReplicaState.STARTING, second, 1)
 
 
-def test_a_new_replica_has_the_checkpoints_weights_and_an_empty_cache_and_the_roster_remembers_the_latest() -> None:
+def test_a_new_replica_has_the_checkpoints_weights_and_an_empty_cache_and_the_table_remembers_the_latest() -> None:
     table = ReplicaTable(["a"])
     table.set_state(0, ReplicaState.SERVING)
     table.set_version(0, 3)

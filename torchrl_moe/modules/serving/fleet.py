@@ -118,7 +118,7 @@ class Fleet:
         for entry in self.table:
             replica = entry.replica
             if entry.state not in SILENT and not replica.is_alive():
-                self.table.mark_dead(entry.index, _last_words(replica), replica)
+                self.table.mark_dead(entry.index, _reason_of_death(replica), replica)
 
     # -- more and fewer replicas ------------------------------------------------------------------------------------
 
@@ -340,7 +340,7 @@ def _check_mode(mode: str) -> None:
         raise ValueError(f"mode must be 'keep', 'wait' or 'abort', got {mode!r}")
 
 
-def _last_words(replica: Any) -> str | None:
+def _reason_of_death(replica: Any) -> str | None:
     """Return why a replica died; ``None`` if it gave no reason within a second."""
     deadline = time.monotonic() + WORDS_SECONDS
     while replica.death is None and time.monotonic() < deadline:

@@ -282,7 +282,7 @@ def test_a_server_that_may_not_fork_says_why(forks: Forks, how: str, reason: str
     with pytest.raises((EOFError, ConnectionResetError)):
         connection.recv()
     server.end()
-    assert server.last_words() == ""  # and not an error, in a thread that is late
+    assert server.how_it_ended() == ""  # and not an error, in a thread that is late
 
 
 def _no_such_call(*_: Any) -> int:

@@ -757,7 +757,7 @@ def test_what_the_trainers_adapter_makes_continues_without_it_when_whole_weights
     assert {output.finish_reason for done in bench.done.values() for output in done.outputs} == {"length"}
 
 
-def test_what_a_swap_of_whole_weights_cuts_continues_with_the_adapter_of_then(run: Run) -> None:
+def test_what_a_swap_of_whole_weights_cuts_continues_with_the_adapter_that_it_had(run: Run) -> None:
     async def script(bench: Bench) -> None:
         bench.requests.change_adapter(object(), 1)
         bench.engine.version = 1

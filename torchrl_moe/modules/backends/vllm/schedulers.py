@@ -1,11 +1,11 @@
 """vLLM's schedulers, which hand on the words that sampling kept, and the experts of a request that is read again.
 
 vLLM preempts a request where others need its blocks, or where a weight swap has its cache recomputed; later it reads
-the request's tokens again, and routes them as its weights of then see fit. Here they go with the experts that their
-answer was sampled with.
+the request's tokens again, and routes them by the weights of that time. Here they follow the experts that their answer
+was sampled with.
 
-The question that tries new weights overtakes all other requests: it is read in steps of its own, in which those that
-run have no part. So it needs no free place among them, and nobody else's prompt comes before it. Where no blocks of the
+The weight check overtakes all other requests: it runs in steps of its own, without the running requests. So it needs no
+free place among them, and no other prompt comes before it. Where no blocks of the
 cache are free, the request is preempted that vLLM itself would preempt.
 
 Read in the engine core only, which makes a scheduler by its name.
