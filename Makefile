@@ -22,7 +22,7 @@ export VLLM_LOGGING_LEVEL := ERROR
 # Dozens of processes import this tree in one run of the tests: each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv digest test coverage parity soak compat lint format train bench docs clean
+.PHONY: help venv digest test coverage parity soak compat lint format train notebooks bench docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -73,6 +73,9 @@ format: venv ## fix what ruff can fix, and format
 
 train: venv ## train a tiny MoE with GRPO on real vLLM rollouts, or engine=transformers
 	@$(VENV) tutorials/grpo/train.py $(ARGS) $(if $(engine),engine.kind=$(engine))
+
+notebooks: venv ## run the notebooks of tutorials/, compare them with what they store; ARGS=--write stores it
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/test $(VENV) -m support.notebooks $(ARGS)
 
 bench: venv ## run every benchmark and write one table
 	@$(VENV) -m benchmarks $(ARGS)
