@@ -55,7 +55,7 @@ LOOK = """async () => {
   }
   for (const [where, what] of pale) found.push(`text of contrast ${what} in ${where}`);
   for (const image of article.querySelectorAll("img")) {
-    if (!image.checkVisibility()) continue;
+    if (!image.checkVisibility() || new URL(image.src).origin !== location.origin) continue;  // a badge, say
     image.loading = "eager";
     await image.decode().catch(() => {});
     if (!image.naturalWidth) { found.push(`image ${image.src} is not shown`); continue; }
@@ -129,14 +129,19 @@ def served(site: Path) -> Iterator[str]:
 
 
 @contextmanager
-def tab(browser: Any, way: str, found: list[str]) -> Iterator[Any]:
-    """A page of a browser, which appends what it complains of."""
+def tab(browser: Any, address: str, way: str, found: list[str]) -> Iterator[Any]:
+    """A page of a browser, which appends what it complains of; what other hosts fail to send is their own affair."""
     context = browser.new_context(**WAYS[way])
     page = context.new_page()
-    page.on("console", lambda m: found.append(f"console: {m.text}") if m.type in {"error", "warning"} else None)
-    page.on("pageerror", lambda error: found.append(f"script: {error}"))
-    page.on("requestfailed", lambda request: found.append(f"request failed: {request.url}"))
-    page.on("response", lambda r: found.append(f"{r.status}: {r.url}") if r.status >= 400 else None)
+
+    def note(kind: str, url: str, is_fault: bool) -> None:
+        if is_fault and url.startswith(address):
+            found.append(f"{kind}: {url}")
+
+    page.on("console", lambda m: note(m.text, m.location["url"] or page.url, m.type in {"error", "warning"}))
+    page.on("pageerror", lambda error: note(str(error), page.url, True))
+    page.on("requestfailed", lambda request: note("request failed", request.url, True))
+    page.on("response", lambda response: note(str(response.status), response.url, response.status >= 400))
     yield page
     context.close()
 
@@ -144,7 +149,7 @@ def tab(browser: Any, way: str, found: list[str]) -> Iterator[Any]:
 def faults_of_pages(browser: Any, address: str, way: str) -> Iterator[str]:
     """Open every page in one way."""
     found: list[str] = []
-    with tab(browser, way, found) as page:
+    with tab(browser, address, way, found) as page:
         for file in sorted(SITE.rglob("*.html")):
             name = file.relative_to(SITE).as_posix()
             if name.startswith("_static"):
@@ -160,7 +165,7 @@ def faults_of_pages(browser: Any, address: str, way: str) -> Iterator[str]:
 def faults_of_search(browser: Any, address: str, term: str) -> Iterator[str]:
     """Type a term, and open the first result."""
     found: list[str] = []
-    with tab(browser, "light", found) as page:
+    with tab(browser, address, "light", found) as page:
         page.goto(address)
         page.fill("input.sidebar-search", term)
         page.press("input.sidebar-search", "Enter")

@@ -9,7 +9,6 @@ import re
 import sys
 import textwrap
 from pathlib import Path
-from posixpath import relpath
 from typing import Any, cast
 
 from sphinx.application import Sphinx
@@ -62,8 +61,7 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^\s)#]+)(#[^\s)]*)?(?=\))")
 
 def link_sources(app: Sphinx, page: str, content: list[str], written_in: Path | None = None) -> None:
     """Make each link that leaves ``docs/`` one that holds in the site."""
-    shown_in = Path(app.env.doc2path(page))
-    file = (written_in or shown_in).resolve()  # notebooks/ is a link to tutorials/
+    file = (written_in or Path(app.env.doc2path(page))).resolve()  # notebooks/ is a link to tutorials/
 
     def linked(match: re.Match[str]) -> str:
         path, anchor = (file.parent / match[1]).resolve(), match[2] or ""
@@ -73,8 +71,8 @@ def link_sources(app: Sphinx, page: str, content: list[str], written_in: Path | 
         if name.parts[0] == "tutorials" and name.suffix == ".ipynb":
             name = Path("docs", "notebooks", name.name)
         if name.parts[0] == "docs":
-            return relpath(str(ROOT / name), str(shown_in.parent)) + anchor
-        return f"{REPOSITORY}/{name}{anchor}" if REPOSITORY else f"path:{relpath(str(path), str(shown_in.parent))}"
+            return f"/{name.relative_to('docs')}{anchor}"
+        return f"{REPOSITORY}/{name}{anchor}" if REPOSITORY else f"path:/../{name}"
 
     content[0] = LINK.sub(linked, content[0])
 
