@@ -48,7 +48,7 @@ ACROSS: dict[str, str] = {
 }
 """Test files of behaviour that no single file has -> what they are about."""
 
-ELSEWHERE = {"architecture", "benchmarks", "support", "tutorials"}
+ELSEWHERE = {"architecture", "benchmarks", "docs", "support", "tutorials"}
 """Folders of tests that are not of the package."""
 
 
