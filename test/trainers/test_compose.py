@@ -105,7 +105,7 @@ def test_a_file_may_ask_for_resumption(tmp_path: Path) -> None:
 def test_what_weights_and_data_depend_on_stays(tmp_path: Path, change: str) -> None:
     save(tmp_path)
     name = change.split("=")[0].split(".")[0]
-    with pytest.raises(ConfigError, match=f"resume=true goes on with {name}.*; it cannot be changed to"):
+    with pytest.raises(ConfigError, match=f"resume=true continues with {name}.*; it cannot be changed to"):
         load_config("tiny_cpu", [f"out={tmp_path}", "resume=true", change])
 
 

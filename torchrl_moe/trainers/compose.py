@@ -85,7 +85,7 @@ def _of_the_run(config: GRPOConfig, overrides: Sequence[str]) -> GRPOConfig:
     for name in FIXED:
         was, now = as_dict(_at(OmegaConf.to_object(before), name)), as_dict(_at(changed, name))
         if was != now:
-            raise ConfigError(f"resume=true goes on with {name}={was}; it cannot be changed to {now}")
+            raise ConfigError(f"resume=true continues with {name}={was}; it cannot be changed to {now}")
     assert isinstance(changed, GRPOConfig)
     changed.resume, changed.out = True, config.out  # as asked for, in a file of one's own, too
     return changed

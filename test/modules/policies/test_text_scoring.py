@@ -70,7 +70,7 @@ def test_chats_and_what_the_assistant_said(template: str | None, said: str) -> N
     (ids,), (mask,) = found.ids, found.assistant or []
     assert TOKENIZER.decode(ids) == found.texts[0]
     assert TOKENIZER.decode(ids[mask]) == said
-    assert not found.texts[0].endswith("assistant\n")  # no prompt to go on
+    assert not found.texts[0].endswith("assistant\n")  # no prompt to continue
 
 
 PLAIN = "{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}"

@@ -1,4 +1,4 @@
-"""The bar that shows how far a call is."""
+"""The progress bar of a call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Progress:
 
     Args:
         total: requests.
-        shown: whether it is seen at all.
+        shown: whether to show it.
     """
 
     def __init__(self, total: int, shown: bool) -> None:
