@@ -262,7 +262,7 @@ class LogConfig:
         loggers: of TorchRL: ``csv``, ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``.
         arguments: of each, by its name.
         samples: answers written to ``samples.jsonl`` at each step.
-        progress: whether to show a bar.
+        progress: whether to show a bar, on a terminal or in a notebook.
     """
 
     loggers: list[str] = field(default_factory=lambda: ["tensorboard"])

@@ -18,12 +18,13 @@ class Progress:
 
     Args:
         total: requests.
-        shown: whether it is seen at all.
+        shown: whether it is seen, on a terminal or in a notebook; in a log file it never is.
+        what: is done to them.
     """
 
-    def __init__(self, total: int, shown: bool) -> None:
-        self._bar = tqdm(total=total, desc="generate", unit="req", disable=not shown)
-        self._shown = shown
+    def __init__(self, total: int, shown: bool, what: str = "generate") -> None:
+        self._bar = tqdm(total=total, desc=what, unit="req", disable=None if shown else True)
+        self._shown = not self._bar.disable
         self._tokens = 0
         self._started = time.monotonic()
 
