@@ -19,8 +19,10 @@ export PYTHONPATH := $(CURDIR)
 export OMP_NUM_THREADS := 1
 export VLLM_CPU_OMP_THREADS_BIND := nobind
 export VLLM_LOGGING_LEVEL := ERROR
+# Dozens of processes import this tree in one run of the tests: each would compile it again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv digest test coverage parity soak compat lint format train bench clean
+.PHONY: help venv digest test coverage parity soak compat lint format train notebooks bench docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -72,8 +74,15 @@ format: venv ## fix what ruff can fix, and format
 train: venv ## train a tiny MoE with GRPO on real vLLM rollouts, or engine=transformers
 	@$(VENV) tutorials/grpo/train.py $(ARGS) $(if $(engine),engine.kind=$(engine))
 
+notebooks: venv ## run the notebooks of tutorials/, compare them with what they store; ARGS=--write stores it
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/test $(VENV) -m support.notebooks $(ARGS)
+
 bench: venv ## run every benchmark and write one table
 	@$(VENV) -m benchmarks $(ARGS)
+
+docs: venv ## build the documentation's site in docs/_build/html; warnings are errors
+	@$(VENV) -m sphinx -q -W --keep-going docs docs/_build/html $(ARGS)
+	echo "docs/_build/html/index.html"
 
 clean: ## remove caches and build outputs; .venv and runs/ stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage docs/_build

@@ -1,6 +1,6 @@
 """Rank, shape, dtype and routes checks: the only place that words such messages.
 
-Every public function calls these on its arguments first. A message says what is wrong, what was got, what is allowed
+Every public function calls these on its arguments first. A message says what is wrong, what was given, what is allowed
 and what to do. The structural checks read no values, so they cost nothing on a device and are static under
 ``torch.compile``; :func:`check_routes` and :func:`check_engine_rows` read values.
 
@@ -65,9 +65,9 @@ def check_shape(
 
     Args:
         name: what the shape belongs to.
-        shape: the shape that was got.
-        expected: per dimension an int that must be met, or a str that names a free one; a leading ``...`` stands for
-            any number of dimensions.
+        shape: the shape that was given.
+        expected: per dimension the required int, or a str that names a free size; a leading ``...`` matches any number
+            of dimensions.
         error: the class raised.
         hint: a sentence that says what to do.
 
@@ -99,7 +99,7 @@ def check_same_shape(arrays: Mapping[str, Array], *, error: type[Exception] = Va
 def check_integer(
     name: str, array: Array, *, signed: bool = False, error: type[Exception] = ValueError, hint: str = ""
 ) -> None:
-    """Raise ``error`` unless ``array`` holds integers (bool is none), and signed ones if ``signed``.
+    """Raise ``error`` unless ``array`` holds integers (bool does not count), and signed ones if ``signed``.
 
     >>> check_integer("tokens", torch.zeros(2))
     Traceback (most recent call last):
@@ -128,7 +128,7 @@ def check_floating(name: str, array: torch.Tensor, *, error: type[Exception] = V
 
 
 def check_rows(name: str, got: int, wanted: int, *, hint: str = "") -> None:
-    """Raise :class:`RouteShapeError` unless ``got`` rows are the ``wanted`` ones.
+    """Raise :class:`RouteShapeError` unless ``got`` equals ``wanted`` rows.
 
     >>> check_rows("sample 3 of routed_experts", 5, 6)
     Traceback (most recent call last):
@@ -190,7 +190,7 @@ class RowNames:
     """Names samples and rows in messages.
 
     Args:
-        batch: batch shape; empty for a single sample, which then goes unnamed.
+        batch: batch shape; empty for a single sample, which messages then do not name.
         lengths: rows of each sample, in the order of the flattened batch.
 
     >>> names = RowNames((2,), [3, 5])

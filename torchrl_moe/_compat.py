@@ -100,9 +100,9 @@ def make_async_llm(engine_args: Any, stat_loggers: list[Any]) -> tuple[Any, str]
     """Make an ``AsyncLLM`` whose own processes are forked; return it, and why they are not, or "" (0.30).
 
     vLLM's CPU platform sets "spawn" while the configuration is made: each process then imports vLLM again, which takes
-    ten seconds. It does so for the sake of threads that it binds to cores, with libraries that it has preloaded in a
-    new process. Where threads are not bound, forking is as safe as it is on CUDA, where it is vLLM's default; there
-    vLLM's own checks (CUDA initialised, WSL, a Ray actor) decide.
+    ten seconds. It does so because it binds threads to cores, with libraries that it preloads in a new process. Where
+    threads are not bound, forking is as safe as it is on CUDA, where it is vLLM's default; there vLLM's own checks
+    (CUDA initialised, WSL, a Ray actor) decide.
     """
     from multiprocessing import resource_tracker
 
@@ -117,7 +117,7 @@ def make_async_llm(engine_args: Any, stat_loggers: list[Any]) -> tuple[Any, str]
     config = engine_args.create_engine_config()
     if not reason and current_platform.is_cpu():
         os.environ[METHOD_VARIABLE] = "fork"
-        resource_tracker.ensure_running()  # one for all of the engine's processes, as if they were spawned
+        resource_tracker.ensure_running()  # one for all processes of the engine, as with spawned ones
     _compat_routing.take_scheduler(config)
     engine = AsyncLLM.from_vllm_config(
         config,
@@ -129,10 +129,10 @@ def make_async_llm(engine_args: Any, stat_loggers: list[Any]) -> tuple[Any, str]
 
 
 def inspect_models_here() -> None:
-    """Have vLLM look at a model's class in this process: on a CPU no device would be initialised by that (0.30).
+    """Have vLLM inspect a model's class in this process; on a CPU that initialises no device (0.30).
 
-    It starts another process to look, which imports vLLM; what is imported here, the forked processes need anyway. To
-    be called before the first configuration of a model is made.
+    Left alone, it starts another process for that, which imports vLLM. The forked processes need what is imported here
+    anyway. Call this before the first model configuration is made.
     """
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
@@ -145,9 +145,9 @@ WEIGHT_BACKEND = "torchrl_moe"
 
 
 def register_weight_engine() -> None:
-    """Make our weight engine known to vLLM, in a worker process; more than once does no harm.
+    """Register our weight engine with vLLM, in a worker process. Idempotent.
 
-    The factory has no way to ask for a name but to register it.
+    The factory cannot be asked whether it knows a name.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -160,7 +160,7 @@ def register_weight_engine() -> None:
 def take_moe_kernels(model: Any) -> list[tuple[Any, Any]]:
     """Take the packed expert kernel off every MoE layer; return the owners and their kernels.
 
-    vLLM 0.30 packs the experts for the CPU only while there is no kernel: reloaded weights would stay unpacked, and be
+    vLLM 0.30 packs the experts for the CPU only while there is no kernel: reloaded weights would stay unpacked and be
     read in the wrong layout.
     """
     methods = {id(m.quant_method): m.quant_method for m in model.modules() if hasattr(m, "quant_method")}
@@ -181,7 +181,7 @@ def restore_moe_kernels(taken: list[tuple[Any, Any]]) -> None:
 def keep_cpu_experts_with_lora() -> None:
     """Have vLLM choose its CPU kernel for the experts of a CPU worker, LoRA or not (0.30).
 
-    With LoRA on it takes the Triton kernel on every platform, and the first step dies. The experts themselves take no
+    With LoRA on, it takes the Triton kernel on every platform, and the first step fails. The experts themselves have no
     adapter on CPU: :func:`~torchrl_moe.modules.backends.vllm.engine_args.build_engine_args` sees to that.
     """
     from vllm.platforms import current_platform
@@ -201,8 +201,8 @@ def keep_cpu_experts_with_lora() -> None:
 def unused_adapter_modules(model_runner: Any, number: int) -> list[str]:
     """Return the modules of a loaded adapter that a worker's model does not adapt (0.30).
 
-    vLLM loads them and uses only the rest, as with modules that ``lora_target_modules`` leaves out; no public call
-    tells which.
+    vLLM loads them and ignores them, as it does modules that ``lora_target_modules`` leaves out; no public call lists
+    them.
     """
     manager = model_runner.lora_manager._adapter_manager
     named = {name.removesuffix(".base_layer") for name in manager.list_adapters()[number].loras}
@@ -210,10 +210,10 @@ def unused_adapter_modules(model_runner: Any, number: int) -> list[str]:
 
 
 def forget_half_loads(model: Any) -> None:
-    """Drop what an update that failed midway left waiting in vLLM's layerwise reload.
+    """Drop what a failed update left pending in vLLM's layerwise reload.
 
-    Starting again skips layers that are taken apart already, and would count those tensors twice: the layer would be
-    put together before its last tensors arrive.
+    A new start skips layers that are already taken apart and would count their tensors twice: the layer would be
+    reassembled before its last tensors arrive.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -224,7 +224,7 @@ def forget_half_loads(model: Any) -> None:
             info.loaded_weights.clear()
 
 
-PACKED_HANDLE = "cpu_linear"  # a linear layer's kernel on CPU: a function that holds the packed weight
+PACKED_HANDLE = "cpu_linear"  # a linear layer's kernel on CPU: a function that owns the packed weight
 # a module's attributes that hold its listed tensors, or tensors that no checkpoint tensor goes into
 CONSTANTS = {"_parameters", "_buffers", "kv_cache", "_k_scale_cpu", "_v_scale_cpu"}
 
@@ -232,8 +232,8 @@ CONSTANTS = {"_parameters", "_buffers", "kv_cache", "_k_scale_cpu", "_v_scale_cp
 def build_beside(vllm_config: Any, device: Any) -> tuple[Any, Any]:
     """Build a second model of a configuration in a worker that runs the first, and return it with its own copy (0.30).
 
-    Attention and expert layers enter their names in the configuration's registry, where the first model's must stay: so
-    the second one gets a copy with a registry of its own. Rotary embeddings are constants that vLLM shares by itself.
+    Attention and expert layers register their names in the configuration, where those of the first model must stay. So
+    the second model gets a copy with its own registry. Rotary embeddings are constants that vLLM shares anyway.
     """
     import copy
 
@@ -251,7 +251,8 @@ def build_beside(vllm_config: Any, device: Any) -> tuple[Any, Any]:
 def load_beside(model: Any, config: Any, device: Any, tensors: Any) -> None:
     """Load checkpoint tensors into a second model and pack them, as vLLM does at start-up.
 
-    vLLM's current configuration is the process's, but on CPU only constructors and loaders read it, not a step.
+    vLLM's current configuration is global to the process, but on CPU only constructors and loaders read it, no step
+    does.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -265,7 +266,8 @@ def load_beside(model: Any, config: Any, device: Any, tensors: Any) -> None:
 def pack_tied(model: Any) -> None:
     """Pack again the linear layers whose parameter belongs to an earlier layer, such as a head tied to the embeddings.
 
-    vLLM's reload packs a layer when its tensors arrive, and theirs arrive at the other: their packed copy stays old.
+    vLLM's reload packs a layer when its tensors arrive. The tensors of such a layer arrive at the other one, so its own
+    packed copy would stay old.
     """
     owners: dict[int, Any] = {}
     for module in model.modules():
@@ -277,7 +279,7 @@ def pack_tied(model: Any) -> None:
 
 
 def compute_with_one_thread() -> None:
-    """Let torch compute with one thread, in the thread that calls this. vLLM's CPU worker takes the public way away."""
+    """Let torch compute with one thread, in the calling thread. vLLM's CPU worker replaces the public function."""
     import torch
 
     torch._C.set_num_threads(1)
@@ -294,14 +296,14 @@ def exchange_packed(one: Any, other: Any) -> None:
 
 
 def drop_packed(module: Any) -> None:
-    """Give up a linear layer's packed weight."""
+    """Drop a linear layer's packed weight."""
     vars(module).pop(PACKED_HANDLE, None)
 
 
 def hidden_weights(model: Any) -> str:
-    """Return, in words, where a model keeps weights that are neither parameters, buffers nor packed handles; or "".
+    """Describe where a model keeps weights that are neither parameters, buffers nor packed handles; or return "".
 
-    A kernel may pack weights into attributes of its own, which nobody lists.
+    A kernel may pack weights into attributes of its own, which vLLM does not list.
     """
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for name, module in model.named_modules():
@@ -333,14 +335,14 @@ def _packs_weights(implementation: Any) -> bool:
 def delivered_tokens(engine: Any) -> dict[str, dict[int, int]]:
     """Return, for each request that an ``AsyncLLM`` runs, answer -> tokens that its output processor has (0.30, 0.31).
 
-    With ``FINAL_ONLY`` there is no other way to know; vLLM >= 0.32 gives a version with each token.
+    With ``FINAL_ONLY`` there is no other source; vLLM >= 0.32 reports a version with each token.
     """
     counts: dict[str, dict[int, int]] = {}
     for state in engine.output_processor.request_states.values():
         if state.detokenizer is not None:
             had = counts.setdefault(state.external_req_id, {})
             had[state.request_index] = state.detokenizer.num_output_tokens()
-            if state.parent_req is not None:  # answers that finished already wait for their siblings there
+            if state.parent_req is not None:  # finished answers wait there for the other answers of the request
                 for output in state.parent_req.output_aggregator:
                     if output is not None:
                         had.setdefault(output.index, len(output.token_ids))
@@ -348,9 +350,9 @@ def delivered_tokens(engine: Any) -> dict[str, dict[int, int]]:
 
 
 def running_outputs(engine: Any) -> dict[str, Any]:
-    """Return what an ``AsyncLLM`` has of each request that it runs, by request, as its ``RequestOutput`` (0.30, 0.31).
+    """Return the partial ``RequestOutput`` of each request that an ``AsyncLLM`` runs, by request (0.30, 0.31).
 
-    Its answers are those that have begun or ended. Routes come with each step, and are put together at the end only.
+    It contains the answers that have started. vLLM collects routes step by step and joins them only at the end.
     """
     found: dict[str, Any] = {}
     for state in engine.output_processor.request_states.values():
@@ -367,7 +369,7 @@ def running_outputs(engine: Any) -> dict[str, Any]:
                 outputs=[],
             ),
         )
-        if state.parent_req is not None and not one.outputs:  # answers that finished wait for their siblings there
+        if state.parent_req is not None and not one.outputs:  # finished answers wait there for the others
             one.outputs += [output for output in state.parent_req.output_aggregator if output is not None]
         one.outputs.append(
             SimpleNamespace(
@@ -385,9 +387,9 @@ def running_outputs(engine: Any) -> dict[str, Any]:
 
 
 async def abort_answers(engine: Any, wanted: Mapping[str, set[int]]) -> dict[str, set[int]]:
-    """Abort some of the answers that an ``AsyncLLM`` makes, by request and index; return those that it knew.
+    """Abort some of the answers that an ``AsyncLLM`` generates, by request and index; return those that it knew.
 
-    Its public ``abort`` takes requests whole; the answers have ids that only its output processor knows.
+    Its public ``abort`` takes whole requests only; only its output processor knows the ids of the answers.
     """
     found: dict[str, set[int]] = {}
     internal = []

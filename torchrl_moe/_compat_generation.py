@@ -10,7 +10,7 @@ __all__ = ["sample_by", "standard_names"]
 def standard_names(generate_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return ``generate_kwargs`` by TorchRL's common names, checked as its own wrappers check them (0.14).
 
-    Its public wrappers do so in their constructors, and nowhere else.
+    Its public wrappers do so in their constructors only.
 
     Raises:
         ValueError: a number out of range, or ``do_sample=False`` with a temperature.
@@ -24,8 +24,8 @@ def standard_names(generate_kwargs: dict[str, Any]) -> dict[str, Any]:
 def sample_by(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run transformers' own loop over tokens (5.10 to 5.23), from inside of ``generate(custom_generate=...)``.
 
-    Public are ``generate``, which prepares all that the loop needs, and the hook that replaces the loop. What every
-    step has drawn from is known only to logits processors that come after all others, and those can be added there
-    alone.
+    ``generate``, which prepares all that the loop needs, and the hook that replaces the loop are public; the loop is
+    not. Only a logits processor that comes after all others sees what each step draws from, and it can be added only
+    here.
     """
     return model._sample(*args, **kwargs)

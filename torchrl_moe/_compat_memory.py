@@ -1,6 +1,6 @@
-"""Memory of a computation, counted tensor by tensor: of one that runs, or of one on shapes alone.
+"""Memory of a computation, counted tensor by tensor, either as it runs or on shapes alone.
 
-The name of torch's tensors without memory, and its operator for grouped products, are private (torch 2.9 to 2.13).
+torch's class of tensors without memory and its operator for grouped products are private (torch 2.9 to 2.13).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["peak_bytes", "without_memory"]
 
 
 class _GroupedMatmul(TorchDispatchMode):
-    """Gives a grouped product of any dtype its shape; torch's own rule knows bfloat16 alone."""
+    """Infers the shape of a grouped product of any dtype; torch's own rule accepts bfloat16 only."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -41,13 +41,13 @@ class _GroupedMatmul(TorchDispatchMode):
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Compute shapes and no numbers: tensors made inside take no memory, however large they are."""
+    """Compute shapes and no values: tensors made inside take no memory."""
 
     def put(old: Tensor, new: Tensor) -> None:
-        old.data = new.data  # module.to(...) swaps such tensors, which anything that refers to one forbids
+        old.data = new.data  # module.to(...) would swap such tensors, which fails if anything holds a reference to one
 
     def none_packed(position_ids: Tensor) -> None:
-        """Say that a row holds one sequence, which transformers reads off numbers; it makes no mask then."""
+        """Tell transformers, which would read it from values, that a row holds one sequence; then it makes no mask."""
 
     packed = patch("transformers.masking_utils.find_packed_sequence_indices", none_packed)
     with FakeTensorMode(), _GroupedMatmul(), patch.object(torch.utils, "swap_tensors", put), packed:
@@ -65,7 +65,7 @@ class _Peak(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        for given in tree_iter((args, kwargs)):  # was there before: no part of it
+        for given in tree_iter((args, kwargs)):  # it existed before, so it does not count
             if isinstance(given, Tensor):
                 self._known.setdefault(given.untyped_storage(), 0)
         out = func(*args, **(kwargs or {}))
@@ -86,7 +86,7 @@ class _Peak(TorchDispatchMode):
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Return the most bytes of tensors that ``run`` has at the same time, besides those that were there before.
+    """Return the peak bytes of the tensors that ``run`` makes; those that existed before do not count.
 
     Works on tensors :func:`without_memory`, and on real ones.
 

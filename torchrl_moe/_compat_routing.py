@@ -1,7 +1,8 @@
-"""What of vLLM the following of recorded experts needs, private names included; all others are in ``_compat.py``.
+"""The parts of vLLM that forced routing needs, private names included; all others are in ``_compat.py``.
 
-vLLM 0.30 records experts and follows none. Its routers choose in ``BaseRouter._compute_routing``, and it records what
-comes out: so a router that follows proves it. Its scheduler has the rows of all tokens, by their place in the KV cache.
+vLLM 0.30 records experts, but cannot be told which to use. Its routers choose in ``BaseRouter._compute_routing``, and
+vLLM records the result: so the recorded routes prove that a router followed. Its scheduler holds the rows of all
+tokens, by their slot in the KV cache.
 """
 
 from __future__ import annotations
@@ -34,30 +35,30 @@ Rows = NDArray[np.integer[Any]]
 
 
 class Follower(Protocol):
-    """Who learns of a worker's steps; see ``ForcedRouting``."""
+    """What is notified of a worker's steps; see ``ForcedRouting``."""
 
     def take(self, rows: Mapping[str, Rows], params: Mapping[str, Any], ended: Iterable[str]) -> None:
-        """Take the rows of requests that come, or come back, and drop those of requests that ended."""
+        """Add the rows of requests that start or resume, and drop those of requests that ended."""
 
     @property
     def rows(self) -> Mapping[str, Rows]:
-        """The rows of each request that follows some."""
+        """The rows of each request that has some to follow."""
 
     def begin(self, spans: Sequence[tuple[str, int, int]]) -> bool:
-        """Begin a step, of each request its name, its first token's position and how many; whether any follows rows."""
+        """Begin a step: each request's id, first token position and token count. Return whether any follows rows."""
 
     def end(self, captured: Any) -> None:
-        """End a step, in which these experts ``[N, L, K]`` were recorded."""
+        """End a step; ``[N, L, K]`` are the experts recorded in it."""
 
     def route(self, layer: int, live: Callable[[], Any]) -> Any:
-        """Return what a layer's router gives: its own code's answer, on recorded experts where there are some."""
+        """Return a layer's routing: computed by its own code, on recorded experts where there are some."""
 
 
 def take_scheduler(config: Any) -> None:
-    """Have an engine core that is made from ``config`` take a scheduler of ours.
+    """Make an engine core built from ``config`` use our scheduler.
 
-    Left alone are: a scheduler of the user's own; speculative decoding, whose drafts are accepted by another rule; and
-    vLLM's Model Runner V2, which has another sampler and prepares its inputs elsewhere.
+    The configuration is left alone if it has a scheduler of the user's own, speculative decoding (drafts are accepted
+    by another rule) or vLLM's Model Runner V2 (it has another sampler and prepares its inputs elsewhere).
     """
     scheduling = config.scheduler_config
     if scheduling.scheduler_cls is None and config.speculative_config is None and not config.use_v2_model_runner:
@@ -66,7 +67,7 @@ def take_scheduler(config: Any) -> None:
 
 
 def has_scheduler(config: Any) -> bool:
-    """Whether an engine core made from ``config`` has a scheduler of ours."""
+    """Whether an engine core built from ``config`` uses our scheduler."""
     return str(config.scheduler_config.scheduler_cls).startswith(SCHEDULERS)
 
 
@@ -95,7 +96,7 @@ def why_live(config: Any) -> str:
 
 
 def key_blocks_by_rows(rows_of: Callable[[Any], Rows | None]) -> None:
-    """Have an engine core's prefix cache tell blocks apart that were computed with other experts; once is enough.
+    """Make an engine core's prefix cache distinguish blocks that were computed with other experts. Idempotent.
 
     Args:
         rows_of: returns the rows that a request follows ``[rows, L, K]``, or ``None``.
@@ -118,22 +119,23 @@ def key_blocks_by_rows(rows_of: Callable[[Any], Rows | None]) -> None:
 
 
 def recorded_rows(scheduler: Any, blocks: Any, start: int, stop: int) -> Rows:
-    """Return the rows ``[stop - start, L, K]`` that a scheduler has of tokens of a request, by its blocks."""
+    """Return the rows ``[stop - start, L, K]`` that a scheduler holds for tokens of a request, found by its blocks."""
     manager = scheduler.routed_experts_mgr
     rows: Rows = manager.get(blocks[manager.attn_gid], stop, token_start=start).astype(np.int16)
     return rows
 
 
 def queues_of(scheduler: Any) -> dict[str, Any]:
-    """Return the queues of a scheduler's requests that wait, by the names of their attributes; ``waiting`` is one."""
+    """Return a scheduler's queues of waiting requests, by attribute name; ``waiting`` is one of them."""
     names = ("waiting", "skipped_waiting", "kv_holding_waiting")  # the second up to 0.30, the third from 0.31 on
     return {name: getattr(scheduler, name) for name in names if hasattr(scheduler, name)}
 
 
 def victim_for(scheduler: Any, request: Any) -> Any:
-    """Return the request that a scheduler is to preempt for one that waits; ``None`` if there is room, or nobody left.
+    """Return the request that a scheduler should preempt for a waiting one; ``None`` if there is room, or none left.
 
-    It is the one that vLLM itself would take. Room is counted on the safe side: whole prompt, each group of the cache.
+    It is the one that vLLM itself would choose. The room is estimated conservatively: the whole prompt, in each group
+    of the cache.
     """
     groups = scheduler.kv_cache_config.kv_cache_groups
     needed = sum(request.num_tokens // group.kv_cache_spec.block_size + 1 for group in groups)
@@ -148,7 +150,7 @@ def routers_of(model: Any) -> dict[int, Any]:
     """Return the routers of a worker's model, by decoder layer.
 
     Raises:
-        ValueError: one chooses where nothing can be put in its way; the message names it.
+        ValueError: a router chooses its experts where it cannot be intercepted; the message names it.
     """
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
     from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCaptureSource
@@ -159,7 +161,7 @@ def routers_of(model: Any) -> dict[int, Any]:
         if isinstance(module, MoERunner):
             if module._quant_method.is_monolithic:
                 raise ValueError(f"{name}: {type(module._quant_method).__name__} routes inside its kernel")
-            if hasattr(module, "_moe_state"):  # vLLM's backend for models that it has from transformers
+            if hasattr(module, "_moe_state"):  # vLLM's backend for transformers models
                 raise ValueError(f"{name}: {type(module).__name__} takes experts that transformers' code has chosen")
             if not isinstance(module.router, BaseRouter):
                 raise ValueError(f"{name}: {type(module.router).__name__} is no router that vLLM records")
@@ -170,14 +172,14 @@ def routers_of(model: Any) -> dict[int, Any]:
 
 
 def drive_routers(runner: Any, routers: Mapping[int, Any], follower: Follower) -> Callable[[bool], None]:
-    """Have a worker's model runner hand its steps to ``follower``, and its routers ask it (0.30).
+    """Make a worker's model runner report its steps to ``follower``, and its routers consult it (0.30).
 
     Returns:
-        What turns that on, as it is not yet, and off.
+        A function that switches this on and off; it starts off.
 
-    In a step in which nothing is followed, the model runs as vLLM made it, with no call of ours in between, nor around
-    it: Python 3.11 maps and unmaps memory in calls at which the stack of its frames happens to reach a new chunk, and
-    one frame more moves that into calls that are made hundreds of times a step.
+    In a step in which no request follows rows, the model runs exactly as vLLM built it, without a call of ours inside
+    or around it. Python 3.11 maps and unmaps memory whenever the stack of frames crosses into a new chunk; one frame
+    more can move that crossing into a call that is made hundreds of times a step.
     """
     update, prepare, forward = runner._update_states, runner._prepare_inputs, runner._model_forward
     asking = [(router, _asking(router._compute_routing, layer, follower)) for layer, router in routers.items()]

@@ -1,8 +1,8 @@
-"""What of vLLM the words that sampling left out need, private names included; all others are in ``_compat.py``.
+"""The parts of vLLM that recording kept tokens needs, private names included; all others are in ``_compat.py``.
 
 vLLM 0.30 has ``return_sampling_mask``: its scheduler and its output processor carry masks, but only its newer model
 runner, which has no CPU, fills them, and only for requests with a top_k. Here a hook in the worker's sampler fills
-them, and a scheduler of ours has the switch set, which vLLM's own checks do not see.
+them, and our scheduler sets the switch after vLLM's own checks.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ WORK = {
     "LogitBiasLogitsProcessor": "biases",
     "MinTokensLogitsProcessor": "min_toks",
 }
-"""vLLM's own logits processors -> what of them is empty, or 0, while they have nothing to do."""
+"""vLLM's own logits processors -> their attribute that is empty, or 0, while they have nothing to do."""
 
 
 def carries_masks(config: Any) -> bool:
-    """Whether an engine core made from ``config`` hands masks on: they are all that a trainer has to know.
+    """Whether an engine core built from ``config`` returns masks that are all a trainer needs to know.
 
-    They are not where the user has logits processors, which may change values, and where log-probs are not of what was
-    sampled.
+    They are not if the user has logits processors, which may change values, or if log-probs are not those of the
+    sampled distribution.
     """
     model = config.model_config
     return (
@@ -46,7 +46,7 @@ def carries_masks(config: Any) -> bool:
 
 
 def keep_masks_as_arrays() -> None:
-    """Have vLLM's output processor leave the masks of an answer as it got them, not as lists of lists (0.30)."""
+    """Make vLLM's output processor keep the masks of an answer as arrays, not as lists of lists (0.30)."""
     from vllm.v1.engine.output_processor import RequestState
 
     whole = RequestState._new_completion_output
@@ -64,13 +64,13 @@ def keep_masks_as_arrays() -> None:
 
 
 def fill_masks(runner: Any, name: Name) -> None:
-    """Have a worker's model runner say which words its sampler kept (0.30).
+    """Make a worker's model runner report which token ids its sampler kept (0.30).
 
-    Nothing is looked at, and nothing is sent, in a step in which no word can be left out, or no log-prob is wanted.
+    Nothing is computed or sent in a step in which no id can be cut off, or no log-prob is wanted.
 
     Args:
         runner: the worker's.
-        name: turns log-probs ``[R, V]`` and the tokens' places in their answers into ids and offsets, or ``None``.
+        name: turns log-probs ``[R, V]`` and the tokens' positions in their answers into ids and offsets, or ``None``.
     """
     from vllm.v1.outputs import SamplingMaskLists
 
@@ -92,7 +92,7 @@ def fill_masks(runner: Any, name: Name) -> None:
         nonlocal has_grammar, masks
         has_grammar, masks = grammar_output is not None, None
         output = sample_tokens(grammar_output)
-        if masks is not None:  # with asynchronous scheduling the output is still to come, inside another
+        if masks is not None:  # with asynchronous scheduling the output comes later, inside another object
             getattr(output, "_model_runner_output", output).sampling_masks = masks
         return output
 
@@ -113,13 +113,15 @@ def why_unscored(config: Any) -> str:
 
 
 def adjust_prompt_logits(runner: Any, adjusted: Callable[[Any, Any, int], Any]) -> None:
-    """Have a worker's model runner normalise log-probs of a prompt over logits that ``adjusted`` returns (0.30).
+    """Make a worker's model runner normalise log-probs of a prompt over the logits that ``adjusted`` returns (0.30).
 
-    It looks at one request after another; here each is looked at alone, so that it is known whose logits these are.
+    vLLM handles one request after another; here each is handled in its own call, so that it is known whose logits these
+    are.
 
     Args:
         runner: the worker's.
-        adjusted: of logits ``[N, V]``, the request's sampling parameters, and how many tokens came before these.
+        adjusted: called with logits ``[N, V]``, the request's sampling parameters, and the number of tokens before
+            these.
     """
     sampler, whole = runner.sampler, runner._get_prompt_logprobs_dict
     compute = sampler.compute_logprobs
@@ -145,7 +147,7 @@ def adjust_prompt_logits(runner: Any, adjusted: Callable[[Any, Any, int], Any]) 
 
 
 def _leaves_words_out(metadata: Any) -> bool:
-    """Whether a request of a batch may be sampled from less than all words."""
+    """Whether a request of a batch may be sampled from less than the whole vocabulary."""
     processors = (*metadata.logitsprocs.argmax_invariant, *metadata.logitsprocs.non_argmax_invariant)
     return (
         metadata.top_k is not None
@@ -157,6 +159,6 @@ def _leaves_words_out(metadata: Any) -> bool:
 
 
 def _is_busy(processor: Any) -> bool:
-    """Whether a logits processor does something; one that is not vLLM's own may always."""
+    """Whether a logits processor is active; one that is not vLLM's own always counts as active."""
     attribute = WORK.get(type(processor).__name__)
     return attribute is None or bool(getattr(processor, attribute))

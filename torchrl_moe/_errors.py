@@ -11,12 +11,12 @@
     ├── EngineError                  the generation service
     │   ├── ReplicaDiedError         a replica's process ended, or never came up
     │   ├── NoReplicaError           no replica may take the request
-    │   ├── GenerationTimeout        (TimeoutError) requests were late
+    │   ├── GenerationTimeout        (TimeoutError) requests did not finish in time
     │   ├── RequestRefusedError      (ValueError) an engine would not take a request
     │   └── StaleReplicaError        no replica holds the version asked for
-    ├── CollectionError              a collector cannot go on
+    ├── CollectionError              a collector cannot continue
     │   └── CollectionStalledError   (TimeoutError) nothing has moved for too long
-    ├── MissingEntryError            (KeyError, ValueError) a tensordict has no entry that is needed
+    ├── MissingEntryError            (KeyError, ValueError) a tensordict lacks a required entry
     ├── RankError                    another rank of a run failed, or did not come in time
     └── WeightSyncError              a weight update did not take effect
         ├── ManifestMismatch         (ValueError) names, shapes or dtypes differ
@@ -24,7 +24,7 @@
         ├── WeightsOwnedError        another driver updates the engine
         └── SyncTimeout              (TimeoutError)
 
-A message says what is wrong, what was got, what is allowed and what to do.
+A message says what is wrong, what was given, what is allowed and what to do.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class EngineError(TorchRLMoEError):
 
     Args:
         message: why.
-        partial: of a call, one completion per request, in input order: whole if it had finished, else cut short, with
-            what had been generated of it; ``generate(resume=error.partial)`` finishes them.
+        partial: of a call: one completion per request, in input order. A request that had not finished has what was
+            generated so far; ``generate(resume=error.partial)`` finishes it.
     """
 
     def __init__(self, message: str = "", partial: Sequence[Any] = ()) -> None:
@@ -119,15 +119,15 @@ class StaleReplicaError(EngineError):
 
 
 class CollectionError(TorchRLMoEError):
-    """A collector cannot go on."""
+    """A collector cannot continue."""
 
 
 class CollectionStalledError(CollectionError, TimeoutError):
-    """Nothing in a collector has moved for too long; the message says what everything waits for."""
+    """A collector made no progress for too long; the message says what it waits for."""
 
 
 class MissingEntryError(TorchRLMoEError, KeyError, ValueError):
-    """A tensordict has no entry that is needed. TorchRL raises ``KeyError`` for some, ``ValueError`` for others."""
+    """A tensordict lacks a required entry. TorchRL raises ``KeyError`` for some, ``ValueError`` for others."""
 
     def __str__(self) -> str:
         return Exception.__str__(self)  # a KeyError prints its message in quotes
@@ -162,7 +162,7 @@ class DigestMismatch(WeightSyncError):
 
 
 class WeightsOwnedError(WeightSyncError):
-    """Another driver updates the weights of the engine, and lives."""
+    """Another driver, which is alive, updates the weights of the engine."""
 
 
 class SyncTimeout(WeightSyncError, TimeoutError):

@@ -16,9 +16,9 @@ __all__ = ["attach"]
 def attach(
     package_name: str, exports: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Makes the three module attributes of a room that exports lazily.
+    """Make the three module attributes of a room that exports lazily.
 
-    Type checkers see nothing of this: beside it, a room imports the same names under ``TYPE_CHECKING``.
+    Type checkers do not see this: a room also imports the same names under ``TYPE_CHECKING``.
 
     Args:
         package_name: ``__name__`` of the room.

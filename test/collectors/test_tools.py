@@ -62,7 +62,9 @@ class Interpreters:
         return env.append_transform(StepCounter(max_steps=TURNS))
 
     def running(self) -> list[Any]:
-        return [one.process for tool in self.made for one in tool.processes if one.process.poll() is None]
+        # Another thread may be closing a tool, which takes the process from it at any moment.
+        processes = [one.process for tool in self.made for one in list(tool.processes)]
+        return [process for process in processes if process is not None and process.poll() is None]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What people see of a collector: samples, tables, a figure, a bar; whichever way it collects."""
+"""Reports of a collector of any kind: samples, tables, a figure, a progress bar."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from torchrl.collectors import BaseCollector
 
 from torchrl_moe.collectors.collection_progress import CollectionProgress
 from torchrl_moe.collectors.collection_record import OTHERS, CollectionRecord
-from torchrl_moe.collectors.sample_reader import SampleReader, rows_of
+from torchrl_moe.collectors.sample_reader import SampleReader
+from torchrl_moe.render.numbers import number_text
+from torchrl_moe.render.samples import MOST_TOKENS, show_token_samples
 from torchrl_moe.render.tables import html_table
 from torchrl_moe.render.text_tables import one_line, print_table
+from torchrl_moe.render.token_sample import TokenSample, read_samples, rows_of
+from torchrl_moe.render.token_scale import Colour
 
 __all__ = ["Reports"]
 
@@ -21,19 +25,19 @@ POSTFIX = {
     "age": "inference/staleness_mean",
     "groups in line": "collector/groups_in_line",
 }
-"""Words beside the bar -> figures, as far as a collector has them."""
+"""Labels beside the progress bar -> metrics, as far as a collector has them."""
 NOT_KEPT = ("batches", "total_frames", "completed", "requested_frames_per_batch")
-"""Figures that are settings, or that others of a batch say too."""
+"""Metrics that are settings, or that repeat others of a batch."""
 
 
 class Reports(BaseCollector):
-    """The part of a collector that reports. Its base comes after it: ``class MyCollector(Reports, LLMCollector)``.
+    """A mixin for reports. The collector's base comes after it: ``class MyCollector(Reports, LLMCollector)``.
 
-    A collector calls :meth:`_begin_reports` once, :meth:`_report` with each batch that it gives out, and waits for
-    batches within ``self.record.wait()``; its loop stands within ``with self._progress:``.
+    A collector calls :meth:`_begin_reports` once and :meth:`_report` with each batch that it yields. It waits for
+    batches within ``self.record.wait()``; its loop runs within ``with self._progress:``.
 
     Attributes:
-        record: what it remembers of its past.
+        record: its history.
     """
 
     record: CollectionRecord
@@ -53,34 +57,56 @@ class Reports(BaseCollector):
         self._samples = SampleReader(policy)
 
     def _report(self, batch: TensorDictBase, frames: int) -> None:
-        """Note a batch that is given out; the same one again, after a Ctrl-C, is noted once.
+        """Record a batch that is yielded; if it comes again after a Ctrl-C, it is recorded once.
 
         Args:
             batch: any batch size.
-            frames: answers so far, it included.
+            frames: answers so far, this batch included.
         """
         if batch is not self.record.batch:
             now = {name: value for name, value in self.stats().items() if name not in NOT_KEPT}
-            self.record.add(batch, {**self._samples.figures(batch), **now, "frames": frames})
+            self.record.add(batch, {**self._samples.metrics(batch), **now, "frames": frames})
         last = self.record.last
         self._progress.show(frames, {word: last[name] for word, name in POSTFIX.items() if name in last})
 
     def stats(self) -> dict[str, int | float | bool]:
-        """Return figures by name, plain numbers for a logger: ``logger.log_metrics(collector.stats(), step)``."""
+        """Return metrics by name, plain numbers for a logger: ``logger.log_metrics(collector.stats(), step)``."""
         return {**super().stats(), "batches": self.record.batches, **self.record.scalars()}
 
-    def show_samples(self, n: int = 4, characters: int = 160) -> None:
-        """Print the newest samples of the last batch, as a table; as they were collected, before ``postproc``.
+    def show_samples(
+        self,
+        n: int = 4,
+        characters: int = 160,
+        *,
+        colour: Colour | None = None,
+        layer: int | None = None,
+        tokens: int = MOST_TOKENS,
+    ) -> None:
+        """Show the newest samples of the last batch; as they were collected, before ``postproc``.
 
         Args:
             n: how many.
-            characters: of a prompt and of an answer; what is longer loses its middle.
+            characters: shown of a prompt and of an answer in the table; longer texts are cut in the middle.
+            colour: ``None``: a table, with reward, versions and texts of each sample. Else samples token by token, as
+                :func:`torchrl_moe.render.show_samples` has them: ``"versions"``, ``"experts"``, ``"kept"`` or
+                ``"log_probs"``.
+            layer: of the experts.
+            tokens: of each sample that are shown token by token.
 
         Raises:
-            ValueError: one of them is below 1.
+            ValueError: a number is below 1, another colour, or a layer without routes.
         """
+        if colour is not None:
+            show_token_samples(self.token_samples(n, tokens), colour, layer)
+            return
         title, cells = self.sample_cells(n, characters)
         print_table(title, SampleReader.COLUMNS, cells, wide=SampleReader.WIDE)
+
+    def token_samples(self, n: int, tokens: int) -> list[TokenSample]:
+        """Return what :meth:`show_samples` shows token by token: plain data, none before the first batch."""
+        if self.record.batch is None:
+            return []
+        return read_samples(self.record.batch, n, tokens, policy=self._samples.policy)
 
     def sample_cells(self, n: int, characters: int) -> tuple[str, list[tuple[str, ...]]]:
         """Return what :meth:`show_samples` prints: title, and rows with a text for each of ``SampleReader.COLUMNS``."""
@@ -95,8 +121,9 @@ class Reports(BaseCollector):
     def to_pandas(self) -> Any:
         """Return a pandas ``DataFrame`` with a row for each of the last 10 000 batches.
 
-        Columns: ``time`` (UTC, as it was given out), ``batch`` (from 0), ``rows``, ``groups``, ``tokens`` (generated),
-        ``reward_mean`` and ``reward_std`` (over rows), ``waited`` (seconds for this batch), and :meth:`stats` of then.
+        Columns: ``time`` (UTC, when it was yielded), ``batch`` (from 0), ``rows``, ``groups``, ``tokens`` (generated),
+        ``reward_mean`` and ``reward_std`` (over rows), ``waited`` (seconds for this batch), and the :meth:`stats` at
+        that time.
         """
         import pandas
 
@@ -105,12 +132,12 @@ class Reports(BaseCollector):
     def plot(self, seconds: float | None = None) -> Any:
         """Draw over time: whether the trainer trains or waits, answers in flight at each replica, and weight updates.
 
-        All time between two batches counts as training. In flight is what the engine has handed to a replica, for
-        other callers too, looked at as groups begin and end and every half second. The axis counts seconds since the
-        collector was made, and ends with the last thing that happened.
+        All time between two batches counts as training. Answers in flight are all requests that the engine has sent to
+        a replica, also for other callers; they are sampled when groups start and end, and every half second. The axis
+        counts seconds since the collector was made and ends with the last event.
 
         Args:
-            seconds: how much of it, up to that end; default: all that is remembered.
+            seconds: how many seconds to show, up to that end; default: the whole history.
 
         Returns:
             A matplotlib figure.
@@ -139,13 +166,24 @@ class Reports(BaseCollector):
             figure.axes[0].set_xlim(end - seconds, end)
         return figure
 
+    def __repr__(self) -> str:
+        try:
+            return self._summary()
+        except AttributeError:  # its constructor has not come to its end
+            return f"{type(self).__name__}(not made)"
+
+    def _summary(self) -> str:
+        """Return one line on it."""
+        settings = ", ".join(f"{name}={one_line(str(value), 40)}" for name, value in self._shown_settings.items())
+        return f"{type(self).__name__}({self.record.batches} batches; {settings})"
+
     def _repr_html_(self) -> str:
+        """Return settings and figures as a table, for notebooks. It asks no engine anything, and never fails."""
+        if not hasattr(self, "record"):
+            return html_table(repr(self), ("", "name", "value"), [])
         rows = [("setting", name, one_line(str(value), 80)) for name, value in self._shown_settings.items()]
-        rows += [("figure", name, _number(value)) for name, value in self.stats().items()]
+        try:
+            rows += [("metric", name, number_text(value)) for name, value in self.stats().items()]
+        except Exception as error:  # noqa: BLE001  a collector that has ended, or a subclass's metric that fails, is still shown
+            rows.append(("metric", "not known", one_line(repr(error), 80)))
         return html_table(type(self).__name__, ("", "name", "value"), rows)
-
-
-def _number(value: float) -> str:
-    if isinstance(value, bool):
-        return str(value)
-    return f"{int(value):,}" if float(value).is_integer() else f"{value:,.3f}"

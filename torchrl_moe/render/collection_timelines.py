@@ -34,11 +34,10 @@ def collection_figure(
     Returns:
         A matplotlib figure.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from torchrl_moe.render.figures import NotebookFigure, whole_ticks
 
     heights = [0.5, *[0.8] * len(flights)]
-    figure = Figure(figsize=(9, 1.2 + 0.9 * sum(heights)), layout="constrained")
+    figure = NotebookFigure(figsize=(9, 1.2 + 0.9 * sum(heights)), layout="constrained")
     bar, *panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for number, name in enumerate(sorted({row["phase"] for row in phases})):
         spans = [(row["start"], row["seconds"]) for row in phases if row["phase"] == name]
@@ -51,7 +50,7 @@ def collection_figure(
         counts = [count for _, count in samples] + [samples[-1][1]]
         panel.fill_between(times, counts, step="post", color="C2", alpha=0.5, linewidth=0)
         panel.step(times, counts, where="post", color="C2", linewidth=1)
-        panel.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
+        whole_ticks(panel.yaxis, 2)
         panel.grid(alpha=0.3)
     highest = {name: max(count for _, count in samples) for name, samples in flights.items()}
     shared = max((most for name, most in highest.items() if name not in sums), default=0)

@@ -30,10 +30,9 @@ def training_figure(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
     Returns:
         A matplotlib figure.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from torchrl_moe.render.figures import NotebookFigure, whole_ticks
 
-    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    figure = NotebookFigure(figsize=(10, 6.5), layout="constrained")
     (reward, mismatch), (length, seconds) = figure.subplots(2, 2)
     reward.plot(*_series(rows, "reward"), label="rollouts")
     reward.plot(*_series(rows, "held_out_reward"), "o--", label="held-out problems, greedy")
@@ -57,7 +56,7 @@ def training_figure(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
     for name, axes in panels.items():
         legend_above(axes, name)
         axes.set_xlabel("step")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        whole_ticks(axes.xaxis)
         axes.grid(alpha=0.3)
     figure.suptitle(title)
     return figure

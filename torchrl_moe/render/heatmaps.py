@@ -72,7 +72,7 @@ def expert_figure(load: Any, agreement: Any | None = None, title: str = "") -> A
     Raises:
         ValueError: another rank, or two shapes.
     """
-    from matplotlib.figure import Figure
+    from torchrl_moe.render.figures import NotebookFigure
 
     panels: dict[str, tuple[Array, float | None, str]] = {}
     panels["load, 1 = even"] = (np.asarray(load, dtype=np.float64), None, "viridis")
@@ -81,7 +81,7 @@ def expert_figure(load: Any, agreement: Any | None = None, title: str = "") -> A
     for name, (values, _, _) in panels.items():
         _checks.check_rank(name, values, 2, hint="It is [L, E], layers x experts.")
     _checks.check_same_shape({name: values for name, (values, _, _) in panels.items()})
-    figure = Figure(figsize=(6 * len(panels), 4), layout="constrained")
+    figure = NotebookFigure(figsize=(6 * len(panels), 4), layout="constrained")
     row = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (name, (values, top, colours)) in zip(row, panels.items(), strict=True):
         axes.set_facecolor("lightgrey")

@@ -25,7 +25,7 @@ def log_ratio_figure(log_ratios: Mapping[str, Any], tau: float = 2.0, bins: int 
     Returns:
         A matplotlib figure.
     """
-    from matplotlib.figure import Figure
+    from torchrl_moe.render.figures import NotebookFigure
 
     if not tau > 1:
         raise ValueError(f"tau must be greater than 1, got {tau}: it bounds a ratio that is 1 where policies agree.")
@@ -35,7 +35,7 @@ def log_ratio_figure(log_ratios: Mapping[str, Any], tau: float = 2.0, bins: int 
     flat = {label: values[np.isfinite(values)] for label, values in flat.items()}
     widest = max((abs(values).max() for values in flat.values() if len(values)), default=0.0)
     edges = np.linspace(-1, 1, bins + 1) * (widest or 1.0)
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = NotebookFigure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for label, values in flat.items():
         shares = np.histogram(values, edges)[0] / max(1, len(values))

@@ -20,11 +20,11 @@ def timeline_figure(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
     Returns:
         A matplotlib figure.
     """
-    from matplotlib.figure import Figure
+    from torchrl_moe.render.figures import NotebookFigure
 
     replicas = sorted({row["replica"] for row in rows})
     phases = list(dict.fromkeys(row["phase"] for row in rows))
-    figure = Figure(figsize=(8, 1.2 + 0.35 * len(replicas)), layout="constrained")
+    figure = NotebookFigure(figsize=(8, 1.2 + 0.35 * len(replicas)), layout="constrained")
     axes = figure.subplots()
     for number, phase in enumerate(phases):
         mine = [row for row in rows if row["phase"] == phase]

@@ -1,0 +1,44 @@
+"""Rollouts shown where somebody looks."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from tensordict import lazy_stack
+
+from support.token_rollouts import TOKENIZER, rollout
+from torchrl_moe.render import samples, show_samples
+from torchrl_moe.render.token_scale import Colour
+
+TD = lazy_stack([rollout("q", "ab", versions=[0, 1]), rollout("q", "c")])
+
+
+def test_a_terminal_shows_text(capsys: pytest.CaptureFixture[str]) -> None:
+    show_samples(TD, n=1, tokenizer=TOKENIZER)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "sample 1: 1 prompt, 1 response tokens",
+        "  prompt               q",
+        "  response, version 0  c",
+    ]
+
+
+@pytest.mark.parametrize("colour", get_args(Colour))
+def test_a_notebook_shows_html(
+    colour: Colour, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(samples, "in_notebook", lambda: True)
+    monkeypatch.setattr(samples, "show_html", lambda html, text: shown.append((html, text)))
+    show_samples(TD, colour=colour, layer=2, tokenizer=TOKENIZER)
+    ((html, text),) = shown
+    assert html.startswith("<div") and "sample 0" in html and "sample 1" in html
+    assert "layer 2: experts" in html and "layer 1" not in html
+    assert text.splitlines()[1] == "sample 0: 1 prompt, 2 response tokens"
+    assert capsys.readouterr().out == ""
+
+
+def test_the_rollouts_are_not_changed() -> None:
+    before = TD.clone()
+    show_samples(TD, colour="experts")
+    assert bool((before.exclude(("log_probs", "full")) == TD.exclude(("log_probs", "full"))).all())

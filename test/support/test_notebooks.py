@@ -1,0 +1,212 @@
+"""What is said of a notebook, and what running one does, on made-up notebooks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nbclient.exceptions import CellExecutionError
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from support import notebooks
+from support.notebooks import Settings, cleaned, differences, executed, problems, with_head
+
+SETTINGS = Settings("https://github.com/someone/fork", "dev", ["vllm"], ["torch"], "01_a")
+BADGE = "https://colab.research.google.com/github/someone/fork/blob/dev/tutorials/01_a.ipynb)\n\n# A title"
+
+
+def stream(text: str, name: str = "stdout") -> NotebookNode:
+    return new_output("stream", name=name, text=text)
+
+
+def shown(**data: str) -> NotebookNode:
+    return new_output("display_data", data={kind.replace("_", "/"): value for kind, value in data.items()})
+
+
+def made(*code: NotebookNode) -> NotebookNode:
+    """A notebook without fault around some cells."""
+    cells = [
+        new_markdown_cell("# A title"),
+        new_code_cell(metadata={"tags": ["install"]}),
+        *code,
+        new_markdown_cell("## What to read next\n\nNothing."),
+    ]
+    for number, cell in enumerate(cells):
+        cell.id = f"cell-{number}"
+    for number, cell in enumerate((cell for cell in cells if cell.cell_type == "code"), 1):
+        cell.execution_count = number
+    return cleaned(with_head(new_notebook(cells=cells), "01_a", SETTINGS))
+
+
+def found(notebook: NotebookNode, folder: Path = notebooks.FOLDER) -> list[str]:
+    return list(problems(notebook, "01_a", SETTINGS, folder))
+
+
+# -- as it is stored --------------------------------------------------------------------------------------------------
+
+
+def test_a_head_is_written_and_replaced() -> None:
+    notebook = made()
+    assert notebook.cells[0].source.endswith(BADGE)
+    assert 'torchrl_moe[vllm] @ git+https://github.com/someone/fork@dev"' in notebook.cells[1].source
+    other = with_head(notebook, "01_a", Settings("https://github.com/a/b", "main", ["vllm"], ["torch"], "01_a"))
+    assert other.cells[0].source.count("\n") == 2
+    assert "fork" not in other.cells[0].source + other.cells[1].source
+    assert with_head(other, "01_a", SETTINGS) == notebook
+    assert len(found(other)) == 1
+    assert "badge or install cell differ" in found(other)[0]
+
+
+def test_a_notebook_without_fault() -> None:
+    assert found(made(new_code_cell("1 + 1", outputs=[stream("2")]))) == []
+
+
+@pytest.mark.parametrize(
+    ("cell", "problem"),
+    [
+        (new_code_cell("f()", outputs=[new_output("error", ename="KeyError", evalue="", traceback=[])]), "KeyError"),
+        (new_code_cell("f()", outputs=[stream("a warning", "stderr")]), "prints to stderr: 'a warning'"),
+        (new_code_cell('if __name__ == "__main__": f()'), "__name__ has no meaning"),
+        (new_code_cell("f('/home/me/model')"), "/home/me is a path of one machine"),
+        (new_code_cell("f()", outputs=[stream("see /tmp/abc/x.py:3")]), "/tmp/abc is a path of one machine"),
+        (new_code_cell("f()", outputs=[shown(text_html="<a href='/root/x'>")]), "/root/x is a path of one machine"),
+        (new_markdown_cell("[a page](../docs/none.md#part)"), "links to ../docs/none.md, which is not there"),
+    ],
+)
+def test_a_fault_of_a_cell_is_named(cell: NotebookNode, problem: str) -> None:
+    said = found(made(cell))
+    assert len(said) == 1
+    assert said[0].startswith("cell 3: ")
+    assert problem in said[0]
+
+
+@pytest.mark.parametrize("text", ["https://a.org/usr/x", "`tutorials/home/x`", "a/tmp/b", "1 /2", "[x](#part)"])
+def test_what_is_no_path_of_one_machine(text: str) -> None:
+    assert found(made(new_markdown_cell(text))) == []
+
+
+def test_links_that_hold(tmp_path: Path) -> None:
+    (tmp_path / "page.md").touch()
+    assert found(made(new_markdown_cell("[a](page.md#part), [b](https://a.org/b)")), tmp_path) == []
+
+
+def broken(change: Any) -> list[str]:
+    notebook = made(new_code_cell("1"))
+    change(notebook)
+    return found(notebook)
+
+
+def test_a_fault_of_the_whole_is_named() -> None:
+    assert "not run from its first" in broken(lambda n: n.cells[2].update(execution_count=7))[0]
+    assert "the last cell must begin" in broken(lambda n: n.cells[-1].update(source="The end."))[0]
+    assert "stores times" in broken(lambda n: n.cells[2].metadata.update(execution={"iopub.status.busy": "now"}))[0]
+    assert "stores times" in broken(lambda n: n.metadata.language_info.update(version="3.12"))[0]
+    second = broken(lambda n: n.cells[2].metadata.update(tags=["install"]))
+    assert "the second cell, and no other" in second[0]
+    assert "bytes, 400000 at most" in broken(lambda n: n.cells[2].outputs.append(shown(image_png="A" * 400_000)))[0]
+    assert "the first cell must begin" in broken(lambda n: n.cells[0].update(source="# A title"))[0]
+
+
+def test_progress_bars_are_not_stored() -> None:
+    bar = new_output("display_data", data={notebooks.PROGRESS: {"model_id": "a"}, "text/plain": "0%"})
+    assert cleaned(made(new_code_cell("f()", outputs=[bar, stream("2")]))).cells[2].outputs == [stream("2")]
+
+
+# -- compared with a run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stored", "run"),
+    [
+        (stream("loss 1.5, 3 of  10\n"), stream("loss -2e-07, 12 of 9")),
+        (stream("nan 0x7f3a 2,15\n| 1|"), stream("1.0 0xbeef 13,4\n|  10|")),
+        (
+            shown(image_png="AA==", text_plain="<Figure size 700x400>"),
+            shown(image_png="BB==", text_plain="<Figure size 1x2>"),
+        ),
+        (shown(text_html="<b>1</b>", text_plain="a"), shown(text_html="<i>other</i>", text_plain="a")),
+    ],
+)
+def test_figures_and_pictures_may_differ(stored: NotebookNode, run: NotebookNode) -> None:
+    old, new = (made(new_code_cell("f()", outputs=[output])) for output in (stored, run))
+    assert list(differences(old, new)) == []
+
+
+@pytest.mark.parametrize(
+    ("stored", "run"),
+    [
+        (stream("loss 1"), stream("error 1")),
+        (stream("loss 1"), stream("loss 1\nloss 2")),
+        (stream("qwen3_moe"), stream("qwen2_moe")),
+        (shown(image_png="AA=="), shown(text_plain="<Figure>")),
+        (shown(text_plain="1"), stream("1")),
+    ],
+)
+def test_form_may_not_differ(stored: NotebookNode, run: NotebookNode) -> None:
+    old, new = (made(new_code_cell("f()", outputs=[output])) for output in (stored, run))
+    assert len(list(differences(old, new))) == 1
+    old.cells[2].metadata.tags = new.cells[2].metadata.tags = [notebooks.VARIES]
+    assert len(list(differences(old, new))) == int(
+        stored.keys() != run.keys() or stored.get("data", {}).keys() != run.get("data", {}).keys()
+    )
+
+
+def test_other_cells_are_a_difference() -> None:
+    assert "other cells are stored" in next(iter(differences(made(new_code_cell("1")), made(new_code_cell("2")))))
+
+
+# -- run --------------------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import os, sys, warnings
+from pathlib import Path
+import torchrl_moe
+from tqdm.auto import tqdm
+Path("left.txt").touch()
+for _ in tqdm(range(3)): pass
+print(os.listdir(), Path(torchrl_moe.__file__).parent.parent == Path({root!r}), sys.executable == {python!r})
+1 + 1
+"""
+
+
+def test_a_run_is_in_an_empty_folder_over_this_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    stored = made(new_code_cell(PROGRAM.format(root=str(notebooks.ROOT), python=sys.executable)))
+    run = executed(stored)
+    text, value = run.cells[2].outputs
+    assert "left.txt" in text.text
+    assert text.text.endswith("True True\n")
+    assert value.data == {"text/plain": "2"}
+    assert stored.cells[2].outputs == []
+    assert not (tmp_path / "left.txt").exists()
+    assert [cell.execution_count for cell in run.cells if cell.cell_type == "code"] == [1, 2]
+    assert run.cells[1].outputs == []  # torch is here: nothing to install
+
+
+def test_a_cell_that_raises_ends_the_run() -> None:
+    with pytest.raises(CellExecutionError, match="KeyError"):
+        executed(made(new_code_cell("{}['nothing']")))
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = tmp_path / "notebooks.toml"
+    lines = ['repository = "https://github.com/someone/fork"', 'branch = "dev"', 'in_tests = "01_a"']
+    settings.write_text("\n".join([*lines, 'extras = ["vllm"]', 'modules = ["torch"]']), encoding="utf-8")
+    monkeypatch.setattr(notebooks, "FOLDER", tmp_path)
+    monkeypatch.setattr(notebooks, "SETTINGS", settings)
+    path = tmp_path / "01_a.ipynb"
+    stored = made(new_code_cell("print('one')"))
+    stored.cells[0].source = "# A title"
+    notebooks.save(stored, path)
+    assert notebooks.main(["--heads"]) == 0
+    assert notebooks.read(path).cells[0].source.endswith(BADGE)
+    assert notebooks.main(["01"]) == 1
+    assert "cell 3 showed" in capsys.readouterr().err
+    assert notebooks.main(["--write"]) == 0
+    assert notebooks.read(path).cells[2].outputs == [stream("one\n")]
+    with pytest.raises(SystemExit):
+        notebooks.main(["02"])
+    assert "no notebook begins with 02: there are 01_a" in capsys.readouterr().err
