@@ -28,6 +28,7 @@ from torchrl.trainers import Trainer
 
 from support.actors import toy_actors
 from support.collecting import TOKENIZER, Questions, chat, new_weights, plain, policy_of, queries
+from support.html_table import TableReader
 from support.processes import PYTHONPATH, is_gone
 from support.remote_hosts import (
     BufferClient,
@@ -391,6 +392,19 @@ def test_its_reports_are_those_of_the_collector_in_the_actor(collect: Make, caps
     assert collector.to_pandas()["rows"].tolist() == [2, 2]
     assert collector.plot().axes[0].get_title() == "AsyncLLMCollector, 2 batches"
     assert "group_size" in collector._repr_html_()
+    collector.show_samples(1, colour="versions")
+    assert "response, version 0" in capsys.readouterr().out
+
+
+def test_one_that_is_over_or_says_nothing_is_shown(collect: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = collect()
+    monkeypatch.setattr(collector._host, "is_done", lambda reference, seconds: False)
+    assert "its actor gave no answer within 5 s" in repr(collector)
+    assert TableReader(collector._repr_html_()).other[-1] == "its actor gave no answer within 5 s"
+    monkeypatch.undo()
+    collector.shutdown()
+    assert repr(collector).endswith("(the collector was shut down)")
+    assert TableReader(collector._repr_html_()).other[-1] == "the collector was shut down"
 
 
 def test_held_out_prompts_are_answered_in_the_actor(collect: Make) -> None:

@@ -74,6 +74,26 @@ def test_the_newest_samples_of_the_last_batch_are_shown(
     assert queries(batch)[-3:] == ["q4", "q5", "q5"]
 
 
+def test_samples_are_shown_token_by_token(
+    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
+) -> None:
+    collector = collect(groups_per_batch=3)
+    capsys.readouterr()
+    collector.show_samples(colour="versions")
+    assert capsys.readouterr().out == "version of the weights that sampled a token: not known\n"
+    next(iter(collector))
+    collector.show_samples(1, colour="versions")
+    legend, title, prompt, answer = capsys.readouterr().out.splitlines()
+    assert legend.endswith(": version 0")
+    assert title.startswith("sample 5: ") and title.endswith("6 response tokens, reward 0")
+    assert prompt.split(maxsplit=1)[0] == "prompt" and "<|im_start|>user↵q2<|im_end|>↵" in prompt
+    assert answer.startswith("  response, version 0  ")
+    collector.show_samples(2, colour="experts", layer=3, tokens=4)
+    assert "expert that stands first in layer 3" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="colour must be one of"):
+        collector.show_samples(colour="red")  # type: ignore[arg-type]
+
+
 def test_texts_of_any_kind_are_shown_as_they_are(
     collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +182,26 @@ def test_each_batch_is_a_row(collect: Callable[..., AsyncLLMCollector], engine: 
     assert table["waited"].sum() == pytest.approx(collector.stats()["collector/wait_for_batch"])
     assert str(table["time"].dtype.tz) == "UTC" and table["time"].is_monotonic_increasing  # type: ignore[union-attr]
     assert not table.isna().to_numpy().any()
+
+
+def test_it_is_shown_whatever_has_become_of_it(
+    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector = collect()
+    next(iter(collector))
+    for end in (engine.shutdown, collector.shutdown):
+        end()
+        assert repr(collector).startswith("AsyncLLMCollector(1 groups of 2 a batch")
+        rows = TableReader(collector._repr_html_()).rows["tbody"]
+        assert ["figure", "frames", "2"] in rows
+
+    def stats() -> Any:
+        raise RuntimeError("<script>")
+
+    monkeypatch.setattr(collector, "stats", stats)
+    assert TableReader(collector._repr_html_()).rows["tbody"][-1] == ["figure", "not known", "RuntimeError('<script>')"]
+    unmade = AsyncLLMCollector.__new__(AsyncLLMCollector)
+    assert TableReader(unmade._repr_html_()).other == ["AsyncLLMCollector(not made)"]
 
 
 def test_in_a_notebook_settings_and_figures_are_a_table(collect: Callable[..., AsyncLLMCollector]) -> None:
@@ -365,5 +405,6 @@ def test_the_synchronous_collector_reports_too(engine: FakeAsyncVLLM, capsys: py
     collector.show_samples(2)
     assert "batch 1, 2 of 4 samples" in capsys.readouterr().out
     assert collector.plot().axes[0].get_title() == "LLMCollector, 2 batches"
+    assert repr(collector).startswith("LLMCollector(2 batches; ") and "\n" not in repr(collector)
     assert ("figure", "frames", "8") in {tuple(row) for row in TableReader(collector._repr_html_()).rows["tbody"]}
     collector.shutdown()

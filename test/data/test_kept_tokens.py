@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
+from support.html_table import TableReader
 from support.saved import SAVED
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import dense_mask, select_rows
@@ -291,3 +292,21 @@ def test_a_replay_buffer(tmp_path: Path) -> None:
     loaded.extend(TensorDict.load_memmap(tmp_path))
     assert_same(loaded[:][KEPT], lazy_stack(words))
     assert_same(pickle.loads(pickle.dumps(buffer))[:][KEPT], lazy_stack(words))
+
+
+def test_in_a_notebook_numbers_of_words_are_a_table() -> None:
+    rows = [["2 to 4 words", "1"], ["all but some", "1"], ["all words", "2"]]
+    for words, times in (
+        (by_hand(), 1),
+        (lazy_stack([by_hand(), by_hand()]), 2),
+        (lazy_stack([by_hand()] * 2).pad(), 2),
+    ):
+        read = TableReader(words._repr_html_())
+        assert read.rows["tbody"] == [[label, str(int(count) * times)] for label, count in rows]
+        assert read.other[0] == repr(words)
+
+
+def test_what_cannot_be_read_is_shown_too() -> None:
+    meta = KeptTokens(ids=torch.zeros(2, device="meta"), sizes=torch.zeros(2, device="meta"))
+    assert TableReader(meta._repr_html_()).other == [repr(meta)]
+    assert TableReader(KeptTokens(ids=torch.zeros(0), sizes=None)._repr_html_()).rows["tbody"] == []

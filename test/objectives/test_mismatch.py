@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from support.html_table import TableReader
 from support.rollouts import BigramActor, dense, ragged, sample, samples
 from torchrl_moe.objectives import CollapseThresholds, MismatchKeys, MismatchMetrics
+from torchrl_moe.render.numbers import number_text
 
 NAN, L, LN4 = float("nan"), math.log(1.5), math.log(4)
 LOG_PROBS = ("log_probs", "full")
@@ -350,3 +352,20 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     metrics = MismatchMetrics(keys=MismatchKeys(sample_log_prob="mine"))
     with pytest.raises(ValueError, match="the tensordict has no 'mine'"):
         metrics.update(td, log_probs)
+
+
+def test_it_is_printed_and_shown_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = MismatchMetrics()
+    assert repr(metrics) == "MismatchMetrics(0 tokens)"
+    assert TableReader(metrics._repr_html_()).rows["tbody"] == [["mismatch/tokens", "0", ""]]
+    td, log_probs = by_hand()
+    metrics.update(td, log_probs)
+    found = metrics._figures()
+    assert repr(metrics).startswith(f"MismatchMetrics({found['mismatch/tokens']:.0f} tokens, k3=")
+    rows = {name: rest for name, *rest in TableReader(metrics._repr_html_()).rows["tbody"]}
+    assert set(rows) == set(found)
+    assert rows["mismatch/k3"] == [number_text(found["mismatch/k3"]), "most 0.01"]
+    assert rows["mismatch/k1"][1] == ""
+    assert warnings(caplog) == []
+    metrics.compute()
+    assert len(warnings(caplog)) == 1

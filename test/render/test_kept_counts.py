@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_moe.render.kept_counts import kept_counts, kept_figure
+from torchrl_moe.render.kept_counts import kept_counts, kept_figure, kept_label, kept_rows
 
 
 def test_counts_by_hand() -> None:
@@ -45,3 +45,15 @@ def test_labels_say_tokens_and_median() -> None:
 def test_bad_input_is_refused(call: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         call()
+
+
+def test_rows_of_a_table_by_hand() -> None:
+    assert kept_rows(torch.tensor([[0, 0, 3], [1, -2, 4]])) == [
+        ("1 word", "1"),
+        ("2 to 4 words", "2"),
+        ("all but some", "1"),
+        ("all words", "2"),
+    ]
+    assert kept_rows([]) == []
+    few, more = "5 to 16 words", "17 to 64 words"
+    assert [kept_label(size) for size in (16, 17, 64, 65)] == [few, more, more, "more words"]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from support.html_table import TableReader
 from torchrl_moe.weight_update import SyncReport
 from torchrl_moe.weight_update.report import ReplicaSync
 
@@ -75,3 +76,21 @@ def test_the_figure_has_a_bar_for_each_phase() -> None:
 def test_a_replica_is_told_when_it_was_asked() -> None:
     assert GOOD.asked(0.75).asked_at == 0.75
     assert GOOD.asked(0.75).paused == GOOD.paused
+
+
+def test_in_a_notebook_it_is_a_table_of_some_replicas_failures_first() -> None:
+    nasty = replace(BAD, replica=40, error="<script>alert(1)</script>\n" + "x" * 1000)
+    html = report(*(replace(GOOD, replica=index) for index in range(40)), nasty)._repr_html_()
+    assert "<script" not in html and len(html) < 50_000
+    read = TableReader(html)
+    rows = read.rows["tbody"]
+    assert len(rows) == 16
+    assert rows[0][0] == "40" and rows[0][-1].startswith("<script>") and len(rows[0][-1]) == 200
+    assert rows[1] == ["0", "0.250", "0.000", "1.000", "0.500", "0.125", "plain", "1", "ok"]
+    assert read.other[0].startswith("SyncReport(version=3, replicas=40/41")
+    assert read.other[1] == "and 25 more replicas; times are in seconds"
+
+
+def test_without_replicas_there_is_a_table_too() -> None:
+    assert TableReader(report()._repr_html_()).rows["tbody"] == []
+    assert str(report()).splitlines()[0] == repr(report())

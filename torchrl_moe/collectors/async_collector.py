@@ -390,7 +390,7 @@ class AsyncLLMCollector(Reports):
             self._writer.join(JOIN_SECONDS if timeout is None else timeout)
         self._environments.close(keep=None if close_env else self.env)
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         settings = self.settings
         return (
             f"AsyncLLMCollector({settings.groups_per_batch} groups of {settings.group_size} a batch, at most "

@@ -17,11 +17,15 @@ from torchrl_moe.collectors.arguments import EnvLike
 from torchrl_moe.collectors.packed import unpack
 from torchrl_moe.collectors.remote_host import RemoteHost, actor_options
 from torchrl_moe.collectors.sample_reader import SampleReader
+from torchrl_moe.render.samples import MOST_TOKENS, show_token_samples
+from torchrl_moe.render.tables import html_table
 from torchrl_moe.render.text_tables import print_table
+from torchrl_moe.render.token_scale import Colour
 
 __all__ = ["RayCollector"]
 
 OF_RAY = ("ray_init_config", "remote_config", "num_cpus", "num_gpus", "sync_iter")
+SHOW_SECONDS = 5.0
 END_SECONDS = 15.0
 JOIN_SECONDS = 5.0
 
@@ -282,8 +286,19 @@ class RayCollector(BaseCollector):
         found: dict[str, int | float | bool] = self._ask("call", "stats")
         return found
 
-    def show_samples(self, n: int = 4, characters: int = 160) -> None:
-        """Print the newest samples of the last batch, as a table; see :meth:`LLMCollector.show_samples`."""
+    def show_samples(
+        self,
+        n: int = 4,
+        characters: int = 160,
+        *,
+        colour: Colour | None = None,
+        layer: int | None = None,
+        tokens: int = MOST_TOKENS,
+    ) -> None:
+        """Show the newest samples of the last batch; see :meth:`LLMCollector.show_samples`."""
+        if colour is not None:
+            show_token_samples(self._ask("call", "token_samples", n, tokens), colour, layer)
+            return
         title, cells = self._ask("call", "sample_cells", n, characters)
         print_table(title, SampleReader.COLUMNS, cells, wide=SampleReader.WIDE)
 
@@ -296,7 +311,9 @@ class RayCollector(BaseCollector):
         return self._ask("call", "plot", seconds)
 
     def _repr_html_(self) -> str:
-        return str(self._ask("call", "_repr_html_"))
+        """Return the table of the local collector; of one that is over, or says nothing, why."""
+        is_known, text = self._shown("_repr_html_")
+        return text if is_known else html_table(type(self).__name__, ("",), [], note=text)
 
     def evaluate(
         self, env: EnvLike, n: int, *, dataloader: Iterable[Any] | None = None, **generate_kwargs: Any
@@ -362,8 +379,20 @@ class RayCollector(BaseCollector):
             self._writer.join(JOIN_SECONDS)
 
     def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._shown('__repr__')[1]})"
+
+    def _shown(self, method: str) -> tuple[bool, str]:
+        """Return what the local collector says of itself, or false and why it says nothing; nobody waits long for it.
+
+        Args:
+            method: of the collector, without arguments.
+        """
         try:
-            state = str(self._ask("call", "__repr__"))
+            if self._is_over:
+                raise CollectionError("the collector was shut down")
+            reference = self._host.begin("call", method)
+            if not self._host.is_done(reference, SHOW_SECONDS):
+                raise CollectionError(f"its actor gave no answer within {SHOW_SECONDS:g} s")
+            return True, str(self._host.wait(reference))
         except CollectionError as error:
-            state = str(error).partition("\n")[0]
-        return f"{type(self).__name__}({state})"
+            return False, str(error).partition("\n")[0]

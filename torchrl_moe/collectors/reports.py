@@ -10,9 +10,13 @@ from torchrl.collectors import BaseCollector
 
 from torchrl_moe.collectors.collection_progress import CollectionProgress
 from torchrl_moe.collectors.collection_record import OTHERS, CollectionRecord
-from torchrl_moe.collectors.sample_reader import SampleReader, rows_of
+from torchrl_moe.collectors.sample_reader import SampleReader
+from torchrl_moe.render.numbers import number_text
+from torchrl_moe.render.samples import MOST_TOKENS, show_token_samples
 from torchrl_moe.render.tables import html_table
 from torchrl_moe.render.text_tables import one_line, print_table
+from torchrl_moe.render.token_sample import TokenSample, read_samples, rows_of
+from torchrl_moe.render.token_scale import Colour
 
 __all__ = ["Reports"]
 
@@ -69,18 +73,40 @@ class Reports(BaseCollector):
         """Return figures by name, plain numbers for a logger: ``logger.log_metrics(collector.stats(), step)``."""
         return {**super().stats(), "batches": self.record.batches, **self.record.scalars()}
 
-    def show_samples(self, n: int = 4, characters: int = 160) -> None:
-        """Print the newest samples of the last batch, as a table; as they were collected, before ``postproc``.
+    def show_samples(
+        self,
+        n: int = 4,
+        characters: int = 160,
+        *,
+        colour: Colour | None = None,
+        layer: int | None = None,
+        tokens: int = MOST_TOKENS,
+    ) -> None:
+        """Show the newest samples of the last batch; as they were collected, before ``postproc``.
 
         Args:
             n: how many.
-            characters: of a prompt and of an answer; what is longer loses its middle.
+            characters: of a prompt and of an answer in the table; what is longer loses its middle.
+            colour: ``None``: a table, with reward, versions and texts of each sample. Else samples token by token, as
+                :func:`torchrl_moe.render.show_samples` has them: ``"versions"``, ``"experts"``, ``"kept"`` or
+                ``"log_probs"``.
+            layer: of the experts.
+            tokens: of each sample that are shown token by token.
 
         Raises:
-            ValueError: one of them is below 1.
+            ValueError: a number is below 1, another colour, or a layer without routes.
         """
+        if colour is not None:
+            show_token_samples(self.token_samples(n, tokens), colour, layer)
+            return
         title, cells = self.sample_cells(n, characters)
         print_table(title, SampleReader.COLUMNS, cells, wide=SampleReader.WIDE)
+
+    def token_samples(self, n: int, tokens: int) -> list[TokenSample]:
+        """Return what :meth:`show_samples` shows token by token: plain data, none before the first batch."""
+        if self.record.batch is None:
+            return []
+        return read_samples(self.record.batch, n, tokens, policy=self._samples.policy)
 
     def sample_cells(self, n: int, characters: int) -> tuple[str, list[tuple[str, ...]]]:
         """Return what :meth:`show_samples` prints: title, and rows with a text for each of ``SampleReader.COLUMNS``."""
@@ -139,13 +165,24 @@ class Reports(BaseCollector):
             figure.axes[0].set_xlim(end - seconds, end)
         return figure
 
+    def __repr__(self) -> str:
+        try:
+            return self._summary()
+        except AttributeError:  # its constructor has not come to its end
+            return f"{type(self).__name__}(not made)"
+
+    def _summary(self) -> str:
+        """Return one line on it."""
+        settings = ", ".join(f"{name}={one_line(str(value), 40)}" for name, value in self._shown_settings.items())
+        return f"{type(self).__name__}({self.record.batches} batches; {settings})"
+
     def _repr_html_(self) -> str:
+        """Return settings and figures as a table, for notebooks. It asks no engine anything, and never fails."""
+        if not hasattr(self, "record"):
+            return html_table(repr(self), ("", "name", "value"), [])
         rows = [("setting", name, one_line(str(value), 80)) for name, value in self._shown_settings.items()]
-        rows += [("figure", name, _number(value)) for name, value in self.stats().items()]
+        try:
+            rows += [("figure", name, number_text(value)) for name, value in self.stats().items()]
+        except Exception as error:  # noqa: BLE001  what has ended, or a subclass's figure, still is to be seen
+            rows.append(("figure", "not known", one_line(repr(error), 80)))
         return html_table(type(self).__name__, ("", "name", "value"), rows)
-
-
-def _number(value: float) -> str:
-    if isinstance(value, bool):
-        return str(value)
-    return f"{int(value):,}" if float(value).is_integer() else f"{value:,.3f}"

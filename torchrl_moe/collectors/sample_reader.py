@@ -9,18 +9,11 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_moe.render.text_tables import one_line
+from torchrl_moe.render.token_sample import rows_of
 
-__all__ = ["SampleReader", "rows_of"]
+__all__ = ["SampleReader"]
 
 ABSENT = "–"
-
-
-def rows_of(batch: TensorDictBase) -> list[TensorDictBase]:
-    """Return the rows of a batch of any shape, in order, each of batch size ``[]``."""
-    if not batch.ndim:
-        return [batch]
-    parts = list(batch.unbind(0))
-    return parts if batch.ndim == 1 else [row for part in parts for row in rows_of(part)]
 
 
 class SampleReader:
@@ -35,6 +28,7 @@ class SampleReader:
     """Columns of running text."""
 
     def __init__(self, policy: Any) -> None:
+        self.policy = policy
         self._text, self._tokens, self._masks = (
             getattr(policy, f"{name}_key", None) or name for name in ("text", "tokens", "masks")
         )

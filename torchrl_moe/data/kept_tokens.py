@@ -15,6 +15,8 @@ import torch
 from tensordict import TensorClass, lazy_stack
 
 from torchrl_moe import _checks
+from torchrl_moe.render.kept_counts import kept_rows
+from torchrl_moe.render.tables import html_table
 
 __all__ = ["KeptTokens", "dense_mask", "select_rows"]
 
@@ -185,6 +187,16 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
             return f"KeptTokens(batch_size={list(self.batch_size)})"
         shape = ", ".join([*map(str, self.batch_size), f"T={rows}"])
         return f"KeptTokens(shape=[{shape}], tokens with words left out={cut}, ids={ids}, nbytes={self.nbytes})"
+
+    def _repr_html_(self) -> str:
+        """The repr, and from how many words tokens were sampled. It must not raise either."""
+        header, note = ("words", "tokens"), "prompts and pads count as all words"
+        try:
+            sizes = [sample.sizes.reshape(-1).cpu() for sample in self._samples()]
+            table = kept_rows(torch.cat(sizes).numpy()) if sizes else []
+        except (RuntimeError, AttributeError, KeyError, TypeError):  # as above
+            table = []
+        return html_table(self._summary(), header, table, note=note if table else "")
 
 
 # TensorClass writes its own __doc__ and __repr__ into a class after the body has run.

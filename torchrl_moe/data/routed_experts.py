@@ -19,6 +19,7 @@ from tensordict import TensorClass, lazy_stack
 from torchrl_moe import _checks
 from torchrl_moe._errors import RouteShapeError
 from torchrl_moe.data.routing_layout import UNSET_EXPERT, RoutingLayout
+from torchrl_moe.render.route_strips import routes_html
 
 __all__ = ["UNSET_EXPERT", "RoutedExperts", "routes_from_vllm"]
 
@@ -256,6 +257,14 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
         except RuntimeError:  # meta, fake and vmapped tensors have no values to read
             known = ""
         return f"RoutedExperts(shape=[{shape}], dtype={str(first.dtype)[6:]}, {known}nbytes={self.nbytes})"
+
+    def _repr_html_(self) -> str:
+        """The repr, and how the load lies on the experts. It must not raise either."""
+        is_whole = "full" in self.keys() and len(self.get_item_shape("full")) >= 3
+        try:
+            return routes_html(self._summary(), (part.cpu() for part in (self._samples() if is_whole else [])))
+        except RuntimeError:  # as above; NotImplementedError is one
+            return routes_html(self._summary(), [])
 
 
 # TensorClass writes its own __doc__ and __repr__ into a class after the body has run.

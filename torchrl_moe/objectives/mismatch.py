@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
@@ -18,10 +19,15 @@ from torchrl_moe.objectives.batch import Masking, TokenReader
 from torchrl_moe.objectives.uniform_sample import UniformSample, Values
 from torchrl_moe.ops.divergence import extreme_fraction, k1, k3
 from torchrl_moe.ops.masked import masked_mean
+from torchrl_moe.render.numbers import number_text
+from torchrl_moe.render.tables import html_table
 
 __all__ = ["CollapseThresholds", "MismatchKeys", "MismatchMetrics"]
 
 logger = logging.getLogger(__name__)
+
+SHOWN = ("k3", "dlogp_mean", "extreme_fraction", "ess")
+SHOWN_FIGURES = 64
 
 Sums = defaultdict[str, float]
 
@@ -250,10 +256,35 @@ class MismatchMetrics:
 
     def compute(self) -> dict[str, float]:
         """Return all figures; logs one warning when a threshold is crossed, and not again until none is."""
-        found = {f"mismatch/{name}": value for name, value in {**self._of_tokens(), **self._of_ages()}.items()}
-        found |= {f"routing/{name}": value for name, value in self._of_routing().items()}
-        self._warn(found)
+        found = self._figures()
+        crossed = self._crossed(found)
+        if crossed and not self._warned:
+            words = ", ".join(f"{name} {found[f'mismatch/{name}']:.3g} ({limit})" for name, limit in crossed.items())
+            logger.warning("trainer and rollout engine are far apart, the run may collapse: %s", words)
+        self._warned = bool(crossed)
         return found
+
+    def __repr__(self) -> str:
+        found = self._figures()
+        shown = [f"{name}={found[f'mismatch/{name}']:.3g}" for name in SHOWN if f"mismatch/{name}" in found]
+        tokens = f"{found['mismatch/tokens']:.0f} tokens"
+        return f"MismatchMetrics({', '.join([tokens, *shown])})"
+
+    def _repr_html_(self) -> str:
+        """Return all figures as a table; it warns of nothing."""
+        found = self._figures()
+        crossed = self._crossed(found)
+        rows = [
+            (name, number_text(value), crossed.get(name.removeprefix("mismatch/"), ""))
+            for name, value in list(found.items())[:SHOWN_FIGURES]
+        ]
+        hidden = len(found) - len(rows)
+        note = f"and {hidden} more figures: compute()" if hidden else ""
+        return html_table(repr(self), ("figure", "value", "beyond the threshold"), rows, note=note)
+
+    def _figures(self) -> dict[str, float]:
+        found = {f"mismatch/{name}": value for name, value in {**self._of_tokens(), **self._of_ages()}.items()}
+        return found | {f"routing/{name}": value for name, value in self._of_routing().items()}
 
     def _of_tokens(self) -> dict[str, float]:
         sums, n = self._sums, self._sums["tokens"]
@@ -293,15 +324,14 @@ class MismatchMetrics:
             found["agreement"] = sum(layers.values()) / len(layers)
         return found | {f"agreement/layer_{layer}": share for layer, share in layers.items()}
 
-    def _warn(self, found: dict[str, float]) -> None:
-        crossed = []
+    def _crossed(self, found: Mapping[str, float]) -> dict[str, str]:
+        """Return the thresholds that are crossed, in words, by the name of the figure."""
+        crossed = {}
         for name, limit in asdict(self.thresholds).items() if self.thresholds else ():
             value = found.get(f"mismatch/{name}")
             if limit is not None and value is not None and (value < limit if name == "ess" else value > limit):
-                crossed.append(f"{name} {value:.3g} ({'least' if name == 'ess' else 'most'} {limit:g})")
-        if crossed and not self._warned:
-            logger.warning("trainer and rollout engine are far apart, the run may collapse: %s", ", ".join(crossed))
-        self._warned = bool(crossed)
+                crossed[name] = f"{'least' if name == 'ess' else 'most'} {limit:g}"
+        return crossed
 
 
 def _add(mine: Sums, theirs: Sums) -> None:

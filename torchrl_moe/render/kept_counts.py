@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +12,29 @@ import numpy as np
 from torchrl_moe import _checks
 from torchrl_moe.render.legends import legend_above
 
-__all__ = ["kept_counts", "kept_figure"]
+__all__ = ["KEPT_LABELS", "kept_counts", "kept_figure", "kept_label", "kept_rows"]
+
+KEPT = (1, 4, 16, 64)
+KEPT_LABELS = ("1 word", "2 to 4 words", "5 to 16 words", "17 to 64 words", "more words", "all but some", "all words")
+
+
+def kept_label(size: int) -> str:
+    """Return the words for a size of ``KeptTokens``: n words, ``-n`` for all but n, 0 for all.
+
+    >>> [kept_label(size) for size in (1, 2, 4, 5, 100, -3, 0)]
+    ['1 word', '2 to 4 words', '2 to 4 words', '5 to 16 words', 'more words', 'all but some', 'all words']
+    """
+    if size <= 0:
+        return KEPT_LABELS[-1 if size == 0 else -2]
+    return KEPT_LABELS[bisect_right(KEPT, size - 1)]
+
+
+def kept_rows(sizes: Any) -> list[tuple[str, str]]:
+    """Return how many tokens have sizes of each label, as rows of a table; integers of any shape, see above."""
+    counts: Counter[str] = Counter()
+    for size, count in zip(*np.unique(np.asarray(sizes), return_counts=True), strict=True):
+        counts[kept_label(int(size))] += int(count)
+    return [(label, f"{counts[label]:,}") for label in KEPT_LABELS if counts[label]]
 
 
 def kept_counts(sizes: Any, sampled: Any, vocabulary: int) -> Any:

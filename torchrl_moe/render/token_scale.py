@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from torchrl_moe.render.kept_counts import KEPT_LABELS, kept_label
 from torchrl_moe.render.palette import HUES, OTHERS, Fill, shades
 from torchrl_moe.render.token_sample import ShownToken, TokenSample
 
@@ -17,8 +17,6 @@ __all__ = ["Colour", "Scale", "make_scale"]
 Colour = Literal["versions", "experts", "kept", "log_probs"]
 LIKELY = (0.9, 0.5, 0.1, 0.01)
 LIKELY_LABELS = ("p ≥ 0.9", "p 0.5 to 0.9", "p 0.1 to 0.5", "p 0.01 to 0.1", "p < 0.01")
-KEPT = (1, 4, 16, 64)
-KEPT_LABELS = ("1 word", "2 to 4 words", "5 to 16 words", "17 to 64 words", "more words", "all but some", "all words")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +110,4 @@ def _likely(token: ShownToken) -> str | None:
 
 
 def _kept(token: ShownToken) -> str | None:
-    if token.kept is None:
-        return None
-    if token.kept <= 0:
-        return KEPT_LABELS[-1 if token.kept == 0 else -2]
-    return KEPT_LABELS[bisect_right(KEPT, token.kept - 1)]
+    return None if token.kept is None else kept_label(token.kept)

@@ -9,6 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from torchrl_moe.render.curves import training_figure
+from torchrl_moe.render.numbers import number_text
+from torchrl_moe.render.tables import html_table
+from torchrl_moe.render.token_scale import Colour
 from torchrl_moe.trainers.config import GRPOConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.rank_group import Ranks
@@ -42,9 +45,11 @@ class RunReports:
         """Return a figure of reward, mismatch, length and seconds per phase."""
         return training_figure(self.record.rows, f"GRPO, replay={self.config.loss.replay}")
 
-    def show_samples(self, n: int = 4, characters: int = 160) -> None:
-        """Print the newest samples, as a table."""
-        self.collector.show_samples(n, characters)
+    def show_samples(
+        self, n: int = 4, characters: int = 160, *, colour: Colour | None = None, layer: int | None = None
+    ) -> None:
+        """Print the newest samples, as a table, or token by token in colour; see :meth:`LLMCollector.show_samples`."""
+        self.collector.show_samples(n, characters, colour=colour, layer=layer)
 
     def to_pandas(self) -> Any:
         """Return a ``DataFrame`` with a row for each step."""
@@ -70,9 +75,6 @@ class RunReports:
 
     def _repr_html_(self) -> str:
         """Return the last row as a table, for notebooks."""
-        cells = "".join(
-            f"<tr><td>{name}</td><td>{value:.4g}</td></tr>"
-            for name, value in (self.record.rows[-1] if self.record.rows else {}).items()
-            if value != ""
-        )
-        return f"<code>{self!r}</code><table>{cells}</table>"
+        row = self.record.rows[-1] if self.record.rows else {}
+        cells = [(name, number_text(value)) for name, value in row.items() if value != ""]
+        return html_table(repr(self), ("figure of the last step", "value"), cells, note="" if row else "no step yet")

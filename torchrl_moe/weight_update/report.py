@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from torchrl_moe.render.tables import html_table
+from torchrl_moe.render.text_tables import one_line, plain_table
+
 __all__ = ["ReplicaSync", "SyncReport"]
+
+HEADER = ("replica", "fetched", "staged", "waited", "paused", "loaded", "stage", "tries", "outcome")
+SHOWN_REPLICAS = 16
+ERROR_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,14 +129,25 @@ class SyncReport:
         )
 
     def __str__(self) -> str:
-        head = ("replica", "fetched", "staged", "waited", "paused", "loaded", "stage", "tries", "outcome")
-        rows: list[tuple[str, ...]] = [head]
-        for e in self.replicas:
-            seconds = (f"{value:.3f}" for value in (e.fetched, e.staged, e.waited, e.paused, e.loaded))
-            rows.append((str(e.replica), *seconds, e.stage, str(e.attempts), e.error or _remarks(e) or "ok"))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-        return "\n".join([repr(self), *lines])
+        rows = [_cells(entry) for entry in self.replicas]
+        return plain_table(repr(self), HEADER, rows, wide=HEADER)
+
+    def _repr_html_(self) -> str:
+        """Return a table of the first 16 replicas; those that do not hold the version come first."""
+        shown = sorted(self.replicas, key=lambda entry: entry.error is None)
+        hidden = len(shown) - SHOWN_REPLICAS
+        rows = [_cells(entry, ERROR_CHARACTERS) for entry in shown[:SHOWN_REPLICAS]]
+        note = f"and {hidden} more replicas; times are in seconds" if hidden > 0 else "times are in seconds"
+        return html_table(repr(self), HEADER, rows, note=note)
+
+
+def _cells(entry: ReplicaSync, characters: int | None = None) -> tuple[str, ...]:
+    """Return a text for each of :data:`HEADER`, the last of at most so many characters."""
+    times = (entry.fetched, entry.staged, entry.waited, entry.paused, entry.loaded)
+    outcome = entry.error or _remarks(entry) or "ok"
+    if characters is not None:
+        outcome = one_line(outcome, characters)
+    return (str(entry.replica), *(f"{value:.3f}" for value in times), entry.stage, str(entry.attempts), outcome)
 
 
 def _remarks(entry: ReplicaSync) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
+from support.html_table import TableReader
 from support.routes import random_routes
 from torchrl_moe._errors import ReplayError
 from torchrl_moe.modules import RouterReplay, TransformersWrapper, probe_replay
@@ -141,3 +142,21 @@ def test_rollouts_without_log_probs_or_routes_are_refused(actor: TransformersWra
         one["log_probs", "full"] = torch.full((len(one["tokens", "full"]),), float("nan"))
     with pytest.raises(ValueError, match=message):
         probe_replay(actor, td)
+
+
+def test_a_probe_is_printed_and_shown_as_a_table() -> None:
+    probe = ReplayProbe(Mismatch(0.01, 0.02, 0.5, 1e-4), Mismatch(0.04, 0.05, 0.6, 2e-3), agreement=0.905, tokens=1200)
+    title, header, *rows = str(probe).splitlines()
+    assert title == (
+        "ReplayProbe: mean mismatch 4 times as small with replay, on 1,200 tokens; "
+        "the live router agrees with the engine in 90.5% of rows"
+    )
+    assert header.split()[-3:] == ["live", "router", "replayed"]
+    assert [row.split()[-2:] for row in rows] == [
+        ["0.04", "0.01"],
+        ["0.05", "0.02"],
+        ["0.6", "0.5"],
+        ["0.002", "0.0001"],
+    ]
+    read = TableReader(probe._repr_html_())
+    assert read.rows["tbody"][0] == ["mean", "0.04", "0.01"] and read.other == [title]

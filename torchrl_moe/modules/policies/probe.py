@@ -10,8 +10,14 @@ from torch import Tensor
 
 from torchrl_moe.modules.policies.scoring import read_batch, read_rows
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
+from torchrl_moe.render.numbers import number_text, share_text
+from torchrl_moe.render.tables import html_table
+from torchrl_moe.render.text_tables import plain_table
 
 __all__ = ["Mismatch", "ReplayProbe", "probe_replay"]
+
+HEADER = ("|log-prob, trainer - engine|", "live router", "replayed")
+FIELDS = {"mean": "mean", "p99": "99th percentile", "maximum": "greatest", "kl": "KL (k3)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,14 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class ReplayProbe:
-    """What replay changes on given rollouts. ``agreement``: share of rows where the live router chose the same set."""
+    """What replay changes on given rollouts; printed, it is a table.
+
+    Attributes:
+        replay: mismatch with the recorded experts.
+        live: mismatch with the live router's.
+        agreement: share of rows where the live router chose the same set.
+        tokens: that were compared.
+    """
 
     replay: Mismatch
     live: Mismatch
@@ -44,6 +57,25 @@ class ReplayProbe:
     def gain(self) -> float:
         """How many times smaller the mean mismatch is with replay."""
         return self.live.mean / max(self.replay.mean, 1e-12)
+
+    @property
+    def _title(self) -> str:
+        return (
+            f"ReplayProbe: mean mismatch {self.gain:.3g} times as small with replay, on {self.tokens:,} tokens; "
+            f"the live router agrees with the engine in {share_text(self.agreement)} of rows"
+        )
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        return [
+            (name, number_text(getattr(self.live, field)), number_text(getattr(self.replay, field)))
+            for field, name in FIELDS.items()
+        ]
+
+    def __str__(self) -> str:
+        return plain_table(self._title, HEADER, self._rows(), wide=HEADER[:1])
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title, HEADER, self._rows())
 
 
 @torch.no_grad()

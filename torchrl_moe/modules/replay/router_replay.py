@@ -23,6 +23,7 @@ from torchrl_moe.modules.replay.checkpointing import wrap_checkpoints
 from torchrl_moe.modules.replay.discovery import arriving, check_replayed, discover, dry_inputs, number_of_layers
 from torchrl_moe.modules.replay.incoming import OnBadRoutes, Packing, bind_routes
 from torchrl_moe.modules.replay.parallelism import computing_device, refused_parallelism
+from torchrl_moe.modules.replay.report import ReplayReport
 from torchrl_moe.modules.replay.state import ReplayState
 
 __all__ = ["Recording", "RouterReplay", "evaluating"]
@@ -196,15 +197,15 @@ class RouterReplay:
 
     # -- what happened ----------------------------------------------------------------------------------------------
 
-    def report(self) -> dict[int, dict[str, Any]]:
+    def report(self) -> ReplayReport:
         """Return what the last context's forward did, by layer; nothing if it failed.
 
         Returns:
             ``replayed`` and ``live``: numbers of rows; ``refused``: how many of the live ones had bad routes in their
             sample; ``agreement``: the share of replayed rows for which the router by itself chooses the same set,
-            ``None`` unless measured.
+            ``None`` unless measured. It is printed as a table.
         """
-        return {layer: done.to_dict() for layer, done in self._last.items()}
+        return ReplayReport({layer: done.to_dict() for layer, done in self._last.items()})
 
     @property
     def refused(self) -> tuple[int, ...]:
