@@ -22,7 +22,7 @@ export VLLM_LOGGING_LEVEL := ERROR
 # Dozens of processes import this tree in one run of the tests: each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv digest test coverage parity soak compat lint format train notebooks bench clean
+.PHONY: help venv digest test coverage parity soak compat lint format train notebooks bench docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -79,6 +79,10 @@ notebooks: venv ## run the notebooks of tutorials/, compare them with what they 
 
 bench: venv ## run every benchmark and write one table
 	@$(VENV) -m benchmarks $(ARGS)
+
+docs: venv ## build the documentation's site in docs/_build/html; warnings are errors
+	@$(VENV) -m sphinx -q -W --keep-going docs docs/_build/html $(ARGS)
+	echo "docs/_build/html/index.html"
 
 clean: ## remove caches and build outputs; .venv and runs/ stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage docs/_build

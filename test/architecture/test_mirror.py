@@ -59,13 +59,17 @@ LENT = re.compile(r"\.(test_\w+|conftest)\.")
 FAKES = {"FakeReplica", "FakeWeightReplica", "FakeFleet", "ScriptedReplica"}
 
 
+UNMIRRORED = {"__init__", "__main__"}
+"""The first are tested here; the second call what a file beside them has."""
+
+
 def mirror(module: PurePosixPath) -> PurePosixPath:
     return module.with_name(f"test_{module.name.lstrip('_')}")
 
 
 def mismatches(modules: Iterable[PurePosixPath], tests: Iterable[PurePosixPath]) -> list[str]:
     """Both ways; the paths are relative to the package and to ``test/``."""
-    tested = {mirror(module): module for module in modules if module.stem != "__init__"}
+    tested = {mirror(module): module for module in modules if module.stem not in UNMIRRORED}
     own = {test for test in tests if test.parts[0] not in ELSEWHERE and str(test) not in ACROSS}
     untested = [f"{PACKAGE}/{tested[test]} wants test/{test}" for test in sorted(tested.keys() - own)]
     return untested + [f"test/{test} mirrors no file of {PACKAGE}/" for test in sorted(own - tested.keys())]

@@ -277,9 +277,7 @@ def test_a_collection_in_which_nothing_moves_says_what_it_waits_for(engine: Fake
     for replica in engine.replicas:
         replica.stall()
     collector = AsyncLLMCollector(chat(2), policy=policy, dataloader=Questions(), group_size=2, heartbeat_timeout=0.5)
-    with pytest.raises(
-        CollectionStalledError, match=r"nothing has moved for 0.5 s: 3 groups are under way .* 6 answers"
-    ):
+    with pytest.raises(CollectionStalledError, match=r"nothing has moved for 0.5 s: 3 groups are running .* 6 answers"):
         next(iter(collector))
 
 
@@ -329,7 +327,7 @@ def test_its_own_thread_is_so_many_batches_ahead_of_the_weight_updates(
     buffer = ReplayBuffer(storage=LazyStackStorage(64))
     collector = collect(replay_buffer=buffer, max_staleness=1, heartbeat_timeout=0.5)
     collector.start()
-    until(lambda: "it goes on after the next update" in caplog.text)  # and that is no stall
+    until(lambda: "it continues after the next update" in caplog.text)  # and that is no stall
     assert buffer.write_count == 4
     for version in (1, 2, 3):
         new_weights(engine, version)

@@ -217,17 +217,17 @@ def test_a_collector_that_is_shut_down_leaves_the_engine_idle_and_serving(engine
         groups_per_batch=2,
     )
 
-    def figures(*names: str) -> list[Any]:
+    def counts(*names: str) -> list[Any]:
         (stats,) = engine.stats()
         return [stats[name] for name in names]
 
     with ThreadPoolExecutor(1) as trainer:
         batch = trainer.submit(lambda: next(iter(collector), None))
-        until(lambda: figures("running")[0] >= 8)
+        until(lambda: counts("running")[0] >= 8)
         assert engine.get_cache_usage(0) > 0
         collector.shutdown()
         assert batch.result(60) is None
-    until(lambda: figures("running", "waiting", "inflight") == [0, 0, 0])
+    until(lambda: counts("running", "waiting", "inflight") == [0, 0, 0])
     until(lambda: engine.get_cache_usage(0) == 0)
     assert len(engine.generate("a", {"max_tokens": 3, "ignore_eos": True}, use_tqdm=False).outputs[0].token_ids) == 3
 

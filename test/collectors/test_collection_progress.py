@@ -11,7 +11,7 @@ def last_line(text: str) -> str:
     return text.replace("\r", "\n").rstrip("\n").split("\n")[-1]
 
 
-def test_it_counts_answers_and_shows_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_counts_answers_and_shows_metrics(capsys: pytest.CaptureFixture[str]) -> None:
     with CollectionProgress(8, shown=True) as progress:
         progress.begin(0)
         progress.show(2, {"reward": 0.25})

@@ -256,7 +256,7 @@ def test_an_error_in_the_actor_has_its_type_and_notes_and_the_state_can_still_be
 def test_an_error_of_ours_has_its_type(collect: Make, actor: Any) -> None:
     collector = collect(heartbeat_timeout=0.5)
     run(actor, stall)
-    with pytest.raises(CollectionStalledError, match=r"nothing has moved for 0\.5 s: 3 groups are under way") as caught:
+    with pytest.raises(CollectionStalledError, match=r"nothing has moved for 0\.5 s: 3 groups are running") as caught:
         collector.next()
     assert type(caught.value) is CollectionStalledError
 

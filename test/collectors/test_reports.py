@@ -220,8 +220,8 @@ def test_in_a_notebook_settings_and_figures_are_a_table(collect: Callable[..., A
     cells = {(kind, name): value for kind, name, value in read.rows["tbody"]}
     assert cells["setting", "groups_per_batch"] == "3"
     assert len(cells["setting", "group_filter"]) == 80
-    assert cells["figure", "frames"] == "6"
-    assert cells["figure", "inference/staleness_mean"] == "0"
+    assert cells["metric", "frames"] == "6"
+    assert cells["metric", "inference/staleness_mean"] == "0"
     assert read.other == ["AsyncLLMCollector"]
 
 
@@ -406,5 +406,5 @@ def test_the_synchronous_collector_reports_too(engine: FakeAsyncVLLM, capsys: py
     assert "batch 1, 2 of 4 samples" in capsys.readouterr().out
     assert collector.plot().axes[0].get_title() == "LLMCollector, 2 batches"
     assert repr(collector).startswith("LLMCollector(2 batches; ") and "\n" not in repr(collector)
-    assert ("figure", "frames", "8") in {tuple(row) for row in TableReader(collector._repr_html_()).rows["tbody"]}
+    assert ("metric", "frames", "8") in {tuple(row) for row in TableReader(collector._repr_html_()).rows["tbody"]}
     collector.shutdown()

@@ -416,7 +416,7 @@ def test_a_held_out_reward_that_hangs_costs_its_evaluation(
             assert not released.is_set()
     finally:
         released.set()
-    assert caplog.text.count("no evaluation at step") == 2 and "did not go on within 0.3 s" in caplog.text
+    assert caplog.text.count("no evaluation at step") == 2 and "did not continue within 0.3 s" in caplog.text
 
 
 # -- kills ------------------------------------------------------------------------------------------------------------

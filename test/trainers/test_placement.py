@@ -131,9 +131,9 @@ def compare(folder: Path, batch: TensorDictBase, ways: Mapping[str, Change], wor
             print(f"{name}: gradients {gap / largest:.1e} of the largest, weights {moved:.1e}")
             assert gap <= 2e-6 * largest
             assert moved <= 1e-6
-            assert one["figures"].keys() == exact["figures"].keys()
-            for figure in one["figures"].keys() - {"ESS", "ess"}:  # which is a mean over parts, and these are others
-                assert one["figures"][figure] == pytest.approx(exact["figures"][figure], abs=1e-5), figure
+            assert one["metrics"].keys() == exact["metrics"].keys()
+            for metric in one["metrics"].keys() - {"ESS", "ess"}:  # which is a mean over parts, and these are others
+                assert one["metrics"][metric] == pytest.approx(exact["metrics"][metric], abs=1e-5), metric
 
 
 def test_two_ranks_step_as_one_process(folder: Path, batch: TensorDictBase) -> None:
@@ -156,7 +156,7 @@ def test_four_ranks_step_as_one_process(folder: Path, batch: TensorDictBase) -> 
 def load_and_save(folder: Path, out: Path, change: Change, dtype: str) -> dict[str, Any]:
     ranks = join_ranks(60.0)
     config = settings(folder, change)
-    config.model.dtype, config.placement.timeout = dtype, 45.0
+    config.model.dtype, config.placement.collective_timeout = dtype, 45.0
     placement = Placement.of(ranks, config)
     torch.manual_seed(ranks.rank)  # no rank relies on another's random numbers
     policy_model = PolicyModel.load(None, None, config.model, placement)

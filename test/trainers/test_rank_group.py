@@ -59,7 +59,9 @@ def launched(rank: int, port: int, restarts: int, answers: Any) -> None:
     """As torchrun starts a rank; its store is the agent's."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
-    ranks = join_ranks(10.0)
+    ranks = join_ranks(10.0, 33.0)
+    default = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    assert default.options._timeout.total_seconds() == 33.0
     answers.put((rank, ranks.gather(rank)))
     ranks.close()
     answers.close()

@@ -320,8 +320,8 @@ def assert_first_step(out: Path, row: dict[str, str]) -> None:
     with set_list_to_stack(True):
         batch = lazy_stack([row for rank in range(2) for row in unpack((out / f"share-{rank}").read_bytes()).unbind(0)])
         assert len(batch) == 10 * 8
-        figures = learner.scores(batch, 0, True)
-        figures |= {name: float(value) for name, value in learner.stepper.accumulate(batch).items()}
+        metrics = learner.scores(batch, 0, True)
+        metrics |= {name: float(value) for name, value in learner.stepper.accumulate(batch).items()}
     found = torch.load(out / "gradients.pt")
     gradients = {name: weight.grad for name, weight in policy_model.trained.items() if weight.grad is not None}
     assert found.keys() == gradients.keys()
@@ -330,7 +330,7 @@ def assert_first_step(out: Path, row: dict[str, str]) -> None:
     print(f"gradients of the first step: {gap / largest:.1e} of the largest")
     assert gap <= 1e-5 * largest
     for column, name in {"loss": "loss_objective", "kl_approx": "kl_approx", "entropy": "entropy"}.items():
-        assert float(row[column]) == pytest.approx(figures[name], abs=1e-5)
+        assert float(row[column]) == pytest.approx(metrics[name], abs=1e-5)
 
 
 @pytest.mark.engine

@@ -1,4 +1,4 @@
-"""Held-out prompts, each answered once, beside a collection and before it in the engine's queue."""
+"""Held-out prompts, each answered once, while a collection runs and ahead of it in the engine's queue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 __all__ = ["evaluate"]
 
 FIRST = -1 << 30
-"""A priority before that of any collection."""
+"""A priority ahead of any collection's."""
 
 
 def evaluate(
@@ -37,11 +37,11 @@ def evaluate(
     """Answer prompts, and return the last turn of each, ``[count]``, in the order of the data; without routes.
 
     ``("next", "episode_reward")`` is the sum of the rewards of all its turns, of the shape of the last one's reward;
-    it is there if each turn has a reward.
+    it is present if each turn has a reward.
 
     Args:
         policy: asks its engine.
-        env: an environment, a callable that makes one, or an async function that plays a sample.
+        env: an environment, a callable that makes one, or an async function that runs a sample.
         count: how many prompts, from the start of the data.
         dataloader: default: that of the environment.
         reward_timeout: seconds that a call of an environment may take.
@@ -62,11 +62,11 @@ def evaluate(
             played = thread.submit(_run, _play(policy, environments, prompts, reward_timeout, generate_kwargs))
             return lazy_stack(played.result())
         finally:
-            environments.close(keep=first if make is None else None)  # a given one may be used again
+            environments.close(keep=first if make is None else None)  # the caller may use the given one again
 
 
 def _run(played: Coroutine[Any, Any, list[TensorDictBase]]) -> list[TensorDictBase]:
-    """Run to the end; ``asyncio.run`` would wait for threads as well, of rewards that hang, say."""
+    """Run a coroutine to its end; ``asyncio.run`` would also wait for threads, such as those of rewards that hang."""
     loop = asyncio.new_event_loop()
     try:
         return loop.run_until_complete(played)

@@ -256,7 +256,7 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class LogConfig:
-    """Where figures go, besides ``metrics.csv``.
+    """Where metrics go, besides ``metrics.csv``.
 
     Attributes:
         loggers: of TorchRL: ``csv``, ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``.
@@ -358,7 +358,8 @@ POSITIVE = (
     "steps", "engine.num_replicas", "engine.sync_every", "rollout.prompts_per_step", "rollout.group_size",
     "rollout.max_new_tokens", "rollout.temperature", "optim.lr", "optim.epochs", "optim.minibatches", "eval.prompts",
     "checkpoint.keep", "hardware.gpu_gb", "hardware.host_gb", "hardware.gpus_per_host", "hardware.trainer_gpus",
-    "placement.tensor_parallel", "placement.expert_parallel", "placement.replicate", "placement.timeout",
+    "hardware.expert_imbalance", "placement.tensor_parallel", "placement.expert_parallel", "placement.replicate",
+    "placement.timeout", "placement.collective_timeout",
 )  # fmt: skip
 POSITIVE_OR_NONE = ("optim.max_grad_norm", "optim.max_tokens", "rollout.reward_timeout")
 COUNTS = (

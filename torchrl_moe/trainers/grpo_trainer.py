@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.trainers import torchrun
-from torchrl_moe.trainers.batch_figures import batch_figures
+from torchrl_moe.trainers.batch_metrics import batch_metrics
 from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.evaluation import Evaluation
@@ -100,16 +100,15 @@ class MoEGRPOTrainer(RunReports, Trainer):
         self.clock, self.health = StepClock(), HealthMonitor()
         self.steps_done = self.trained_tokens = self._restored_version = self._unsynced = 0
         self._has_ended = self._is_asked_to_stop = False
-        self._figures: dict[str, Any] = {}
+        self._step_metrics: dict[str, Any] = {}
         self._bar: Any = None
         given = {"dataset": dataset, "env": env, "rewards": rewards, "held_out": held_out}
         with ExitStack() as made:  # ends what was made if something after it fails
-            self.ranks = join_ranks(config.placement.timeout)
+            self.ranks = join_ranks(config.placement.timeout, config.placement.collective_timeout)
             made.callback(self.ranks.close)
             with self.ranks.guard():
-                restarts = max(self.ranks.gather(torchrun.restarts()))
                 if self.ranks.is_first:
-                    torchrun.go_on_after_a_restart(config, restarts)
+                    torchrun.go_on_after_a_restart(config, torchrun.launch_of())
                 config.resume = self.ranks.from_first(config.resume, "whether to resume")
                 self._build(model, tokenizer, engine, given, made)
             self._made = made.pop_all()
@@ -241,16 +240,16 @@ class MoEGRPOTrainer(RunReports, Trainer):
             self._evaluation.begin()
 
     def _end_evaluation(self) -> None:
-        self._figures |= self._evaluation.end(self.steps_done, not self._unsynced)
+        self._step_metrics |= self._evaluation.end(self.steps_done, not self._unsynced)
 
     def _receive(self, batch: TensorDictBase) -> TensorDictBase:
-        """Take a batch: its figures and advantages; give each rank its share."""
+        """Take a batch: its metrics and advantages; give each rank its share."""
         self.clock.end("generate")
         if self.config.engine.sleep:
             self._end_evaluation()
         self.rollout_engine.sleep()
         version = self.rollout_engine.version + self._unsynced  # an update that the engine has not got counts, too
-        self._figures |= batch_figures(batch, version)
+        self._step_metrics |= batch_metrics(batch, version)
         if self.config.log.samples:
             self.record.add_samples(self.steps_done, batch, self.config.log.samples)
         with self.clock("score"):
@@ -276,7 +275,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         every = self.config.eval.mismatch_every
         with self.clock("score"):
             version = int(batch.get("current_version")[0])
-            self._figures |= self.learner.scores(batch, version, bool(every) and self.steps_done % every == 0)
+            self._step_metrics |= self.learner.scores(batch, version, bool(every) and self.steps_done % every == 0)
         self.clock.begin_phase()
         return batch
 
@@ -284,7 +283,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         """Note what the updates gave, and bring the weights to the engine."""
         self.clock.end("train")
         self._end_evaluation()
-        self._figures |= self.learner.stepper.take_figures()
+        self._step_metrics |= self.learner.stepper.take_metrics()
         self.steps_done += 1
         with self.clock("sync"):
             self._unsynced += 1
@@ -295,20 +294,20 @@ class MoEGRPOTrainer(RunReports, Trainer):
             self.rollout_engine.wake_up()
 
     def _record_step(self, batch: TensorDictBase) -> None:
-        """Write the step's figures."""
+        """Write the step's metrics."""
         del batch
         seconds = dict(self.clock.seconds)
-        self.trained_tokens += int(self._figures["tokens"])
+        self.trained_tokens += int(self._step_metrics["tokens"])
         if self.steps_done >= self.config.steps and self.config.eval.every:
             self._evaluation.begin()
             self._end_evaluation()
         row = self.record.add(
             {
                 "step": self.steps_done - 1,
-                **{name: value for name, value in self._figures.items() if value is not None},
+                **{name: value for name, value in self._step_metrics.items() if value is not None},
                 "version": self.rollout_engine.version,
                 "trained_tokens": self.trained_tokens,
-                "tokens_per_second": self._figures["tokens"] / sum(seconds.values()),
+                "tokens_per_second": self._step_metrics["tokens"] / sum(seconds.values()),
                 **{f"seconds_{phase}": value for phase, value in seconds.items()},
                 **{name: value for name, value in self.collector.stats().items() if "idle" in name},
             }
@@ -319,7 +318,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
     def _end_step(self, batch: TensorDictBase) -> None:
         """Begin an evaluation, or stop after the last step."""
         del batch
-        self._figures = {}
+        self._step_metrics = {}
         if self.steps_done >= self.config.steps:
             self.request_stop("all steps are done")
         else:

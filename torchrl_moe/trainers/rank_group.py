@@ -153,11 +153,13 @@ class RankGroup(Ranks):
             distributed.destroy_process_group()
 
 
-def join_ranks(seconds: float) -> Ranks:
+def join_ranks(seconds: float, collective_seconds: float | None = None) -> Ranks:
     """Return the ranks of this run: those of the process group that there is, or that a launcher has asked for.
 
     Args:
-        seconds: how long one waits for another; of a group that there is already, its collectives keep their own.
+        seconds: how long one waits for another.
+        collective_seconds: how long a collective of the default group may take, if it is made here; a group that there
+            is already keeps its own; ``None``: ``seconds``.
     """
     owns_group = not distributed.is_initialized() and torchrun.is_launched()
     if owns_group:
@@ -168,7 +170,8 @@ def join_ranks(seconds: float) -> Ranks:
         timeout = timedelta(seconds=seconds)
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         store = PrefixStore(attempt_of(store, rank, size, seconds), store)
-        distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+        deadline = timeout if collective_seconds is None else timedelta(seconds=collective_seconds)
+        distributed.init_process_group(backend, timeout=deadline, store=store, rank=rank, world_size=size)
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return Ranks()
     return RankGroup(seconds, owns_group)

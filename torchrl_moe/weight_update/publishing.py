@@ -17,8 +17,8 @@ from torchrl_moe.weight_update.canary import canary_of
 from torchrl_moe.weight_update.metadata import trained_model
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
 from torchrl_moe.weight_update.report import ReplicaSync, SyncReport
-from torchrl_moe.weight_update.source.layout import Kinds, Source, Weights, cast_kinds, source_of
-from torchrl_moe.weight_update.source.ranks import agreed, from_first, is_first
+from torchrl_moe.weight_update.source.layout import Dtypes, Kinds, Source, Weights, cast_kinds, source_of
+from torchrl_moe.weight_update.source.ranks import agreed, dtypes_of_first, from_first, is_first
 from torchrl_moe.weight_update.store import (
     Manifest,
     VersionsWriter,
@@ -118,7 +118,7 @@ class Publisher:
 
     def publish(self, weights: Weights | None, number: Callable[[], int]) -> Published:
         """Write a version. Of several ranks, rank 0 writes, unless another has an engine of its own; with sharded
-        weights all must call it, and rank 0's number counts.
+        weights all must call it, and rank 0's number counts. Each casts its part to what is written before it sends it.
 
         Args:
             weights: see :func:`~torchrl_moe.weight_update.source.layout.source_of`.
@@ -135,7 +135,15 @@ class Publisher:
                 return Published(version=version, manifest=None)
             canary = self._canary(weights)
             return self._write(source, source.tensors(), version, canary)
-        version, stream = agreed(number), source.tensors()
+        wanted: Dtypes = ()
+
+        def begin() -> int:
+            nonlocal wanted
+            wanted = source.gathered_in(self._kinds(source))
+            return number()
+
+        version = agreed(begin)
+        stream = source.tensors(dtypes_of_first(wanted))
         canary = self._canary(weights)
         written = False
         try:

@@ -498,15 +498,15 @@ def test_tensors_that_are_not_as_announced_end_the_version_and_leave_the_one_bef
 
 
 def test_publishing_over_and_over_leaves_nothing_behind(writer: WeightStoreWriter, reader: WeightStoreReader) -> None:
-    def figures() -> tuple[int, int]:
+    def usage() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), sum(path.stat().st_size for path in writer.folder.iterdir())
 
     for version in range(1, 204):
         writer.publish(constant(version, 2000).items(), version)
         reader.verify(reader.manifest(version), threads=2)
         if version == 3:
-            before = figures()
-    descriptors, size = figures()
+            before = usage()
+    descriptors, size = usage()
     assert descriptors == before[0]
     assert size <= before[1] + 200  # a manifest's numbers grow
 

@@ -28,6 +28,7 @@ __all__ = [
     "check_replayed",
     "discover",
     "dry_inputs",
+    "expert_counts",
     "has_experts",
     "number_of_layers",
 ]
@@ -66,7 +67,7 @@ class RouterSite:
         return self.name[: match.end(1)]
 
 
-def _expert_counts(config: Any) -> set[int]:
+def expert_counts(config: Any) -> set[int]:
     """Return every number of experts that a config names."""
     found: set[int] = set()
     for part in [config, *(getattr(config, name, None) for name in NESTED)]:
@@ -79,7 +80,7 @@ def _expert_counts(config: Any) -> set[int]:
 
 def has_experts(model: nn.Module) -> bool:
     """Whether a model's config names a number of experts; no forward pass is run."""
-    return bool(_expert_counts(getattr(model, "config", None)))
+    return bool(expert_counts(getattr(model, "config", None)))
 
 
 def number_of_layers(model: nn.Module) -> int:
@@ -92,7 +93,7 @@ def number_of_layers(model: nn.Module) -> int:
 def dry_inputs(model: nn.Module) -> dict[str, Tensor]:
     """Return the inputs of a small forward pass, on the device on which the model runs."""
     device = computing_device(model)
-    counts = _expert_counts(getattr(model, "config", None))
+    counts = expert_counts(getattr(model, "config", None))
     # no number of experts, so that scores over tokens are not taken for scores over experts
     length = next(length for length in range(DRY_TOKENS, DRY_TOKENS + len(counts) + 1) if length not in counts)
     ids = torch.arange(1, length + 1, device=device).unsqueeze(0)
@@ -160,7 +161,7 @@ def discover(model: nn.Module) -> list[RouterSite]:
     Raises:
         UnsupportedRouterError: the model has no router, or one whose choice cannot be replayed exactly.
     """
-    counts = _expert_counts(getattr(model, "config", None))
+    counts = expert_counts(getattr(model, "config", None))
     _check_kind(model, counts)
     inputs = dry_inputs(model)
     running: list[str] = []

@@ -9,7 +9,7 @@ from typing import TypeAlias, cast
 
 import torch
 
-__all__ = ["Device", "DeviceSets", "Devices", "devices_of_trainer", "visible_devices"]
+__all__ = ["Device", "DeviceSets", "Devices", "devices_of_trainer", "ranks_here", "visible_devices"]
 
 Device: TypeAlias = int | str | torch.device
 Devices: TypeAlias = Sequence[Device | Sequence[Device]]
@@ -24,12 +24,26 @@ def visible_devices() -> list[str]:
     return names[:count]
 
 
+def ranks_here() -> int:
+    """Return how many of several ranks a launcher such as ``torchrun`` has started on this machine; 0 without one.
+
+    Each computes on the device of its number.
+    """
+    is_one_of_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) if is_one_of_several else 0
+
+
 def devices_of_trainer() -> list[int]:
-    """Return the indices of the devices that this process computes on already: the current one, and those it fills."""
-    if not torch.cuda.is_initialized():
-        return []
-    filled = {index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)}
-    return sorted(filled | {torch.cuda.current_device()})
+    """Return the indices of the devices that the trainer computes on.
+
+    They are this process's, once it has begun: the current one, and those that it fills; and those of a launcher's
+    ranks on this machine, whether they have begun or not.
+    """
+    count = torch.cuda.device_count()
+    found = set(range(min(ranks_here(), count)))
+    if torch.cuda.is_initialized():
+        found |= {torch.cuda.current_device(), *(index for index in range(count) if torch.cuda.memory_reserved(index))}
+    return sorted(found)
 
 
 class DeviceSets:

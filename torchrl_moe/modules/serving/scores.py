@@ -65,7 +65,7 @@ def _ids(kept: Any, tokens: int, position: int) -> KeptIds | None:
     ids, sizes = (np.asarray(part.cpu(), np.int32) for part in (kept.ids, kept.sizes))
     said = int(np.abs(sizes).sum())
     if said > len(ids):
-        raise ValueError(f"kept[{position}] has {len(ids)} ids, and its sizes say {said}: both must be cut alike")
+        raise ValueError(f"kept[{position}] has {len(ids)} ids, and its sizes say {said}: cut both at the same token")
     return KeptIds(ids[:said], sizes)
 
 

@@ -1,6 +1,6 @@
 r"""Penalties that keep a policy near another one, ``q``: the reference or the rollout policy.
 
-What a penalty does is its gradient. The one wanted is that of the reverse divergence of each token's distribution,
+What matters in a penalty is its gradient. It should be that of the reverse divergence of each token's distribution,
 ``∇KL(π || q) = E_π[log(π/q) ∇log π]``. With tokens sampled from μ and ``r = π/μ`` (``sg`` stops the gradient):
 
 =========  =========================================  =============================================================

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from torchrl_moe.modules.policies.unstack import ModelWeights
 from torchrl_moe.weight_update.metadata import trained_model
 from torchrl_moe.weight_update.store.manifest import TensorKind
 
-__all__ = ["Kinds", "Source", "Weights", "cast_kinds", "source_of"]
+__all__ = ["Dtypes", "Kinds", "Source", "Weights", "cast_kinds", "source_of"]
 
 Kinds = Mapping[str, TensorKind]
 Weights = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+Dtypes = Sequence[torch.dtype | None]
+"""Of tensors that are read one after another; ``None``: its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +30,18 @@ class Source:
 
     Attributes:
         kinds: checkpoint name -> (dtype, shape).
-        tensors: gives name and tensor; reading one that other ranks hold parts of is a collective.
+        tensors: gives name and tensor; reading one that other ranks hold parts of is a collective. It takes what
+            ``gathered_in`` returned on rank 0: the dtype that each rank casts its part to before.
         is_sharded: whether there is such a one.
         changes: counts in-place changes to the tensors.
+        gathered_in: returns what tensors may be gathered in, one after another, for kinds that they are written as.
     """
 
     kinds: Kinds
-    tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+    tensors: Callable[..., Iterator[tuple[str, Tensor]]]
     is_sharded: bool = False
     changes: Callable[[], int] = int
+    gathered_in: Callable[[Kinds], Dtypes] = lambda _: ()
 
 
 def source_of(weights: Weights | None, model: ModelWeights | None, expected: Kinds | None) -> Source:
@@ -56,7 +62,10 @@ def source_of(weights: Weights | None, model: ModelWeights | None, expected: Kin
     if weights is None:
         if model is None:
             raise RuntimeError("publish: no model; call register_model(model) first, or pass weights")
-        return Source(model.kinds, model.tensors, model.is_sharded, model.changes)
+        own = model
+        return Source(
+            own.kinds, lambda dtypes=(): own.tensors(None, dtypes), own.is_sharded, own.changes, own.gathered_in
+        )
     named = _named(weights)
     is_sharded = any(hasattr(tensor, "full_tensor") for tensor in named.values())
 
@@ -65,9 +74,15 @@ def source_of(weights: Weights | None, model: ModelWeights | None, expected: Kin
 
     # sharded tensors always go by the model, if there is one: ranks without the engine know nothing of ``expected``
     if model is not None and model.keys <= set(named) and (is_sharded or set(named) != set(expected or model.kinds)):
-        return Source(model.kinds, lambda: model.tensors(named), is_sharded, changes)
+        read = model.tensors
+        return Source(model.kinds, lambda dtypes=(): read(named, dtypes), is_sharded, changes, model.gathered_in)
     kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in named.items()}
-    return Source(kinds, lambda: ((name, whole(tensor)) for name, tensor in named.items()), is_sharded, changes)
+
+    def tensors(dtypes: Dtypes = ()) -> Iterator[tuple[str, Tensor]]:
+        for (name, tensor), dtype in zip(named.items(), chain(dtypes, repeat(None)), strict=False):
+            yield name, whole(tensor.detach(), dtype)
+
+    return Source(kinds, tensors, is_sharded, changes, lambda written: [written[name][0] for name in named])
 
 
 def _named(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
