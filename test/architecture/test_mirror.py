@@ -18,6 +18,7 @@ from support.sources import PACKAGE, ROOT, Function, Source, imports, python_sou
 
 ACROSS: dict[str, str] = {
     "test_readme.py": "the README's words",
+    "test_pages.py": "the documentation's code, links, quotations and diagrams",
     "test_torchrl_page.py": "what has become of each parameter of TorchRL's, and the page that lists them",
     "test_vllm_versions.py": "the names of vLLM that are used, in its other releases",
     "collectors/test_collected_segments.py": "answers in several parts, by a real engine, through the collector",

@@ -384,7 +384,7 @@ def test_a_ctrl_c_while_the_bar_is_drawn_loses_no_batch(
 # -- other collectors -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("error::FutureWarning")  # TorchRL's names an argument that neither collector takes
 def test_the_synchronous_collector_reports_too(engine: FakeAsyncVLLM, capsys: pytest.CaptureFixture[str]) -> None:
     env = DatasetChatEnv.from_dataloader(Questions(64), repeats=2, batch_size=(4,), tokenizer=TOKENIZER)
     collector = LLMCollector(

@@ -118,21 +118,24 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         self._feed = None if primer is None else PromptFeed(primer)
         self._finished: deque[Prompt] = deque()
         """Prompts of samples that are done and wait to be yielded, in the order of TorchRL's ``_trajectory_queue``."""
-        super().__init__(
-            env,
-            policy=policy,
-            dialog_turns_per_batch=dialog_turns_per_batch,
-            yield_only_last_steps=yield_only_last_steps,
-            yield_completed_trajectories=yield_completed_trajectories,
-            postproc=postproc,
-            total_dialog_turns=total_dialog_turns,
-            async_envs=async_envs,
-            replay_buffer=replay_buffer,
-            reset_at_each_iter=reset_at_each_iter,
-            flatten_data=flatten_data,
-            weight_updater=weight_updater,
-            track_policy_version=track_policy_version,
-        )
+        with warnings.catch_warnings():
+            # TorchRL warns of an argument that only its other collectors take.
+            warnings.filterwarnings("ignore", ".*auto_register_policy_transforms", FutureWarning)
+            super().__init__(
+                env,
+                policy=policy,
+                dialog_turns_per_batch=dialog_turns_per_batch,
+                yield_only_last_steps=yield_only_last_steps,
+                yield_completed_trajectories=yield_completed_trajectories,
+                postproc=postproc,
+                total_dialog_turns=total_dialog_turns,
+                async_envs=async_envs,
+                replay_buffer=replay_buffer,
+                reset_at_each_iter=reset_at_each_iter,
+                flatten_data=flatten_data,
+                weight_updater=weight_updater,
+                track_policy_version=track_policy_version,
+            )
         if self._feed is not None:
             self._feed.restart()  # TorchRL has reset the environment once and drops that reset
         shown = [
