@@ -102,7 +102,7 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return tensor
     if dtype is not None and tensor.is_floating_point() and dtype.itemsize < tensor.dtype.itemsize:
         tensor = tensor.to(dtype)
-    gathered: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    gathered: Tensor = tensor.full_tensor()
     return gathered
 
 
