@@ -17,6 +17,7 @@ import pytest
 from support.sources import PACKAGE, ROOT, Function, Source, imports, python_sources, snippet
 
 ACROSS: dict[str, str] = {
+    "test_package.py": "metadata, extras, and the archives that are built",
     "test_readme.py": "the README's words",
     "test_pages.py": "the documentation's code, links, quotations and diagrams",
     "test_torchrl_page.py": "what has become of each parameter of TorchRL's, and the page that lists them",
@@ -24,8 +25,8 @@ ACROSS: dict[str, str] = {
     "collectors/test_collected_segments.py": "answers in several parts, by a real engine, through the collector",
     "collectors/test_torchrl_trainer.py": "TorchRL's trainer over the collectors",
     "collectors/test_tools.py": "TorchRL's tool transforms under the collector",
-    "collectors/test_interruptions.py": "a collector that is interrupted, forked, forgotten, or goes on elsewhere",
-    "collectors/test_kill_and_resume.py": "a trainer's process that is killed, and goes on from its checkpoint",
+    "collectors/test_interruptions.py": "a collector that is interrupted, forked, forgotten, or continues elsewhere",
+    "collectors/test_kill_and_resume.py": "a trainer's process that is killed, and continues from its checkpoint",
     "collectors/test_random_schedules.py": "no prompt lost or trained twice, whatever happens when",
     "modules/replay/test_families.py": "every MoE of transformers, and the page that lists them",
     "modules/policies/test_fidelity.py": "what replay is worth in bf16, with a real engine",
@@ -48,7 +49,7 @@ ACROSS: dict[str, str] = {
 }
 """Test files of behaviour that no single file has -> what they are about."""
 
-ELSEWHERE = {"architecture", "benchmarks", "support", "tutorials"}
+ELSEWHERE = {"architecture", "benchmarks", "docs", "support", "tutorials"}
 """Folders of tests that are not of the package."""
 
 

@@ -73,7 +73,7 @@ def test_a_run_ends_with_its_last_step(
     assert capsys.readouterr().out == ""
 
 
-def test_after_an_interrupt_a_run_can_go_on(
+def test_after_an_interrupt_a_run_can_continue(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(config: Any) -> None:

@@ -104,9 +104,9 @@ def test_only_last_turns_can_be_kept(collect: Callable[..., AsyncLLMCollector]) 
     assert batch["next", "step_count"].flatten().tolist() == [2, 2]
 
 
-def test_an_environment_of_a_group_that_goes_on_is_refused(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_an_environment_of_a_group_that_continues_is_refused(collect: Callable[..., AsyncLLMCollector]) -> None:
     with pytest.raises(
-        ValueError, match=r"0 of 2 samples of a group are done. An environment that goes on needs batch"
+        ValueError, match=r"0 of 2 samples of a group are done. An environment that continues needs batch"
     ):
         next(iter(collect(chat(2, turns=2))))
 
@@ -434,7 +434,7 @@ def test_a_restored_collector_uses_each_prompt_once(engine: FakeAsyncVLLM) -> No
 
 
 @pytest.mark.parametrize("turns", [1, 3])
-def test_a_restored_collector_goes_on_from_the_last_tokens(engine: FakeAsyncVLLM, turns: int) -> None:
+def test_a_restored_collector_continues_from_the_last_tokens(engine: FakeAsyncVLLM, turns: int) -> None:
     """Answers are cut in their second half; what they had, whole turns too, is not generated twice."""
 
     def is_held(entry: Any) -> bool:
@@ -522,7 +522,7 @@ async def two_turns(data: TensorDictBase, ask: Ask) -> float:
 def test_rows_of_answers_in_parts_say_so(
     env: Any, arguments: Any, asked: Any, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """First turns are cut after 3 of 6 tokens and go on under newer weights; second turns have the first in them."""
+    """First turns are cut after 3 of 6 tokens and continue under newer weights; second turns have the first in them."""
     with FakeAsyncVLLM(token_seconds=HOUR, **arguments) as engine:
         (replica,) = engine.replicas
 
@@ -556,7 +556,7 @@ def test_rows_of_answers_in_parts_say_so(
     assert re.search(r"0 to 1 +2 +length", capsys.readouterr().out)
 
 
-def test_a_state_can_be_loaded_after_weights_were_pushed_and_numbers_go_on(
+def test_a_state_can_be_loaded_after_weights_were_pushed_and_numbers_continue(
     collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
 ) -> None:
     first = collect(groups_per_batch=2, max_staleness=1, order="fifo")

@@ -49,7 +49,7 @@ def check(versions: Versions, row: TensorDictBase) -> None:
 
 @pytest.mark.engine("qwen3_moe")
 def test_every_part_of_an_answer_is_exactly_its_versions(versions: Versions, engine: AsyncVLLM) -> None:
-    """Weights change three times under running answers, which are aborted and go on; 0 route mismatches."""
+    """Weights change three times under running answers, which are aborted and continue; 0 route mismatches."""
     kwargs = {"max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0}
     collector = AsyncLLMCollector(
         chat(2),

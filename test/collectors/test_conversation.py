@@ -157,7 +157,7 @@ def test_a_turn_at_another_temperature_is_refused(engine: FakeAsyncVLLM) -> None
     talk(history_policy(engine), script)
 
 
-def test_ids_that_go_on_keep_what_is_known(engine: FakeAsyncVLLM) -> None:
+def test_ids_that_continue_keep_what_is_known(engine: FakeAsyncVLLM) -> None:
     async def script(conversation: Conversation) -> list[TensorDictBase]:
         first = await conversation.ask([65, 66])
         engine.replicas[0].version = 1
@@ -169,8 +169,8 @@ def test_ids_that_go_on_keep_what_is_known(engine: FakeAsyncVLLM) -> None:
     assert first["tokens", "prompt"].tolist() == [65, 66]
 
 
-def test_a_prompt_goes_on_from_the_answer_that_it_repeats_or_from_none(engine: FakeAsyncVLLM) -> None:
-    """A tree: two turns go on from the first answer, then a new chat."""
+def test_a_prompt_continues_from_the_answer_that_it_repeats_or_from_none(engine: FakeAsyncVLLM) -> None:
+    """A tree: two turns continue from the first answer, then a new chat."""
 
     async def script(conversation: Conversation) -> list[TensorDictBase]:
         root = await conversation.ask("one")

@@ -1,4 +1,4 @@
-"""Held-out prompts are answered once each, first, without routes, and the collection goes on."""
+"""Held-out prompts are answered once each, first, without routes, and the collection continues."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_rewards_of_all_turns_are_summed(engine: FakeAsyncVLLM) -> None:
     assert rows["next", "reward"].flatten().tolist() == [0.5, 0.5]
 
 
-def test_an_episode_that_does_not_go_on_ends_the_evaluation(engine: FakeAsyncVLLM) -> None:
+def test_an_episode_that_does_not_continue_ends_the_evaluation(engine: FakeAsyncVLLM) -> None:
     async def episode(data: TensorDictBase, ask: Any) -> float:
         await ask(data["query"])
         await asyncio.Event().wait()
@@ -90,7 +90,7 @@ def test_generation_can_be_changed(engine: FakeAsyncVLLM) -> None:
     assert (request.param("temperature"), request.param("max_tokens")) == (0.0, 2)
 
 
-def test_a_collection_goes_on_beside_it(engine: FakeAsyncVLLM) -> None:
+def test_a_collection_continues_beside_it(engine: FakeAsyncVLLM) -> None:
     engine.replicas[0].token_seconds = 1e-3
     collector = AsyncLLMCollector(chat(2), policy=policy_of(engine), dataloader=Questions(), group_size=2, order="fifo")
     batches = iter(collector)

@@ -375,7 +375,7 @@ def test_a_ctrl_c_while_the_bar_is_drawn_loses_no_batch(
     monkeypatch.setattr(collector._progress, "show", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(iter(collector))
-    assert collector._progress._bar is not None  # it goes on
+    assert collector._progress._bar is not None  # it continues
     assert queries(next(iter(collector)))[::2] == ["q2", "q3"]
     assert collector.to_pandas()["frames"].tolist() == [4, 8]
     assert collector.stats()["frames"] == 8

@@ -1,4 +1,4 @@
-"""Equal to dense in value and gradient, under autocast and compiled too; what cannot be meant is refused."""
+"""Equal to dense in value and gradient, under autocast and compiled too; invalid values are refused."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_all_ranks_start_from_rank_0s_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_another_number_of_ranks_goes_on_with_a_run(tmp_path: Path, before: int, after: int) -> None:
+def test_another_number_of_ranks_continues_with_a_run(tmp_path: Path, before: int, after: int) -> None:
     def start(ranks: int, config: GRPOConfig) -> dict[str, Any]:
         return run_as_ranks(run, config, nothing)[0] if ranks == 2 else run(config, nothing)
 
@@ -293,7 +293,7 @@ def test_two_ranks_under_torchrun_learn_as_one_process(tmp_path: Path, no_engine
         "eval.every=0",
         "eval.mismatch_every=5",
         "checkpoint.every=20",
-        "optim.max_tokens=200",
+        "optim.max_tokens=320",
         "optim.max_grad_norm=null",
         "hooks=[support.rank_watch:watch]",
     )
@@ -335,7 +335,7 @@ def assert_first_step(out: Path, row: dict[str, str]) -> None:
 
 @pytest.mark.engine
 @pytest.mark.soak
-def test_the_run_goes_on_when_a_rank_a_replica_and_the_driver_are_killed(
+def test_the_run_continues_when_a_rank_a_replica_and_the_driver_are_killed(
     tmp_path: Path, no_engine: EngineShelf
 ) -> None:
     out = tmp_path / "run"

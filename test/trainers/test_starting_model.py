@@ -43,7 +43,7 @@ def test_a_single_process_takes_what_it_gets(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_goes_on_takes_the_newest_start(tmp_path: Path) -> None:
+def test_a_run_that_continues_takes_the_newest_start(tmp_path: Path) -> None:
     config = config_of(tmp_path, value=5.0)
     for value in (2.0, 4.0):
         starting_model(*made(value), config, Placement()).save(new_start(tmp_path))
@@ -123,7 +123,7 @@ def test_rank_0_chooses_whatever_the_others_see_or_were_given(tmp_path: Path, lo
         assert found.start == (folder if is_new else None)
 
 
-def test_several_ranks_that_go_on_load_the_newest_start(tmp_path: Path, loaded: list[Any]) -> None:
+def test_several_ranks_that_continue_load_the_newest_start(tmp_path: Path, loaded: list[Any]) -> None:
     config = config_of(tmp_path, value=5.0)
     starting_model(*made(2.0), config, Placement()).save(new_start(tmp_path))
     config.resume = True

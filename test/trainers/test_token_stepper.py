@@ -96,7 +96,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_logged_and_counted(caplog: pyt
     assert loss.actor_network.logits.grad is None
 
 
-def test_it_goes_on_from_its_state() -> None:
+def test_it_continues_from_its_state() -> None:
     stepper = stepper_of(GRPOLoss(BigramActor(), entropy_bonus=False))
     stepper.step(None, ragged(samples(SHAPES)))  # type: ignore[arg-type]
     stepper.skipped = 3

@@ -74,7 +74,7 @@ def agent(environment: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 
 
 def begin(folder: Path, resume: bool = False) -> bool:
-    """A start of a run, as far as it matters here; returns whether it went on."""
+    """A start of a run, as far as it matters here; returns whether it continued."""
     config = GRPOConfig(out=str(folder), resume=resume)
     torchrun.go_on_after_a_restart(config, torchrun.launch_of())
     torchrun.note_launch(folder, torchrun.launch_of())
@@ -82,7 +82,7 @@ def begin(folder: Path, resume: bool = False) -> bool:
     return config.resume
 
 
-def test_a_run_that_is_started_again_goes_on_whatever_was_counted(
+def test_a_run_that_is_started_again_continues_whatever_was_counted(
     environment: pytest.MonkeyPatch, agent: Callable[[], None], tmp_path: Path
 ) -> None:
     assert not begin(tmp_path)

@@ -160,7 +160,7 @@ def sharded(family: str, **changes: Any) -> Any:
 
 
 def run_rank(folder: Path) -> None:
-    """Publish a sharded model; then let rank 0 fail, and go on."""
+    """Publish a sharded model; then let rank 0 fail, and continue."""
     from torch.distributed.tensor import DTensor
 
     rank, model, whole = dist.get_rank(), sharded("deepseek_v3"), make_tiny_moe("deepseek_v3")
@@ -197,7 +197,7 @@ def run_rank(folder: Path) -> None:
         raise AssertionError("it was published")
     except WeightSyncError as error:
         assert isinstance(error, ManifestMismatch) == (rank == 0), error
-        assert rank == 0 or "rank 0 could not begin to publish; its own error says why" in str(error)
+        assert rank == 0 or "rank 0 could not begin to publish; see the error of that rank" in str(error)
     writer.expected = None
     assert writer.publish(model.state_dict(), lambda: 9).version == 9  # stacked, sharded, and by name
     if rank == 0:
@@ -252,7 +252,7 @@ def publish_tied(folder: Path, gathered: list[int]) -> None:
 
 
 def fail_in_turn(folder: Path, model: Any) -> None:
-    """Let one rank fail before anything is gathered: the other hears of it, and both can go on."""
+    """Let one rank fail before anything is gathered: the other hears of it, and both can continue."""
     rank, sender = dist.get_rank(), VLLMWeightSyncScheme(folder=folder).create_sender()
     sender.register_model(model)
     newest = sender._publisher.newest
@@ -267,7 +267,7 @@ def fail_in_turn(folder: Path, model: Any) -> None:
             raise AssertionError("it was published")
         except WeightSyncError as error:
             assert rank != failing
-            assert f"rank {failing} could not begin to publish; its own error says why" in str(error)
+            assert f"rank {failing} could not begin to publish; see the error of that rank" in str(error)
         except (RuntimeError, OSError) as error:
             assert rank == failing
             assert ("no engine" if update == sender.update_weights else "no such disk") in str(error)

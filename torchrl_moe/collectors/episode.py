@@ -79,7 +79,7 @@ class Episode:
         if done.any() or len(requests) > 1:
             raise ValueError(
                 f"after turn {len(self.turns)} {int(done.sum())} of {len(done)} samples of a group are done. An "
-                "environment that goes on needs batch size (1,), one for each sample; one of a single turn needs a "
+                "environment that continues needs batch size (1,), one for each sample; one of a single turn needs a "
                 "transform that says so, such as StepCounter(max_steps=1)"
             )
         # earlier turns' tokens, log-probs and routes go to the root, where the policy reads them

@@ -125,7 +125,7 @@ def selected_log_probs(
     shard = WordShard.of(weights[0])
     if shard is not None:
         if len(weights) > 1:
-            raise ValueError(f"a weight that is sharded by words must be the only one, got {len(weights)}.")
+            raise ValueError(f"a weight that is cut by words must be the only one, got {len(weights)}.")
         hiddens = [shard.enter(hiddens[0])]
     if kept is not None:
         KeptWords(*kept).check_shapes(len(tokens))

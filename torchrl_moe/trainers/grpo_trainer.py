@@ -42,38 +42,38 @@ __all__ = ["MoEGRPOTrainer"]
 LOG = logging.getLogger(__name__)
 
 SHOWN = {"reward": ".2f", "loss": ".3f", "kl": ".1e", "staleness": ".1f", "tokens_per_second": ".0f", "version": "d"}
-"""Columns beside the bar, and their formats."""
+"""Columns beside the progress bar, and their formats."""
 NEVER_EVALUATED = -1e300
 REWARDED = 5
-"""Steps whose mean reward chooses the best checkpoint where nothing is held out."""
+"""Steps whose mean reward selects the best checkpoint when there is no held-out data."""
 
 
 class MoEGRPOTrainer(RunReports, Trainer):
-    """Trains a model with an engine of its own: rollouts, advantages, updates on the recorded experts, weight sync.
+    """Trains a model with its own engine: rollouts, advantages, updates on the recorded experts, weight sync.
 
     Args:
         model: a transformers model, a folder or a hub name; default: ``config.model.source``.
         dataset: rows with a prompt: a list of dicts, a Hugging Face dataset, a file or folder of JSON lines, a hub
             name; default: ``config.data.source``. Or ``env``.
-        env: an environment, a callable that makes one, or an async function that plays a sample, see
+        env: an environment, a callable that makes one, or an async function that runs a sample, see
             :class:`~torchrl_moe.collectors.AsyncLLMCollector`.
         rewards: a function or functions of an answer, with any of ``prompt``, ``completion``, ``completion_ids`` and
             the columns of the dataset as parameters.
         held_out: another dataset, or environment, to evaluate on; default: ``config.data.held_out`` rows of the data.
-        config: all the rest.
-        tokenizer: default: the one beside the model.
-        engine: an :class:`~torchrl_moe.modules.AsyncVLLM` of a model of the same shape; default: one of its own.
+        config: all other settings.
+        tokenizer: default: the one in the model's folder.
+        engine: an :class:`~torchrl_moe.modules.AsyncVLLM` of a model of the same shape; default: it starts its own.
 
-    Each rank that a launcher such as ``torchrun`` has started makes one, with the same arguments. Rank 0 has data and
-    engine, and gives the others their share of each batch; ``config.placement`` says how they share the model.
+    Each rank started by a launcher such as ``torchrun`` makes a trainer, with the same arguments. Rank 0 has data and
+    engine, and sends the others their share of each batch; ``config.placement`` says how they share the model.
 
     Raises:
-        ConfigError: a setting that cannot be meant, before anything is started or written.
-        RankError: another rank failed, or did not come in time.
+        ConfigError: an invalid setting; raised before anything is started or written.
+        RankError: another rank failed, or did not arrive in time.
         UnsupportedRouterError: replay of a model without experts, or with routers that cannot be replayed.
 
-    Hooks of TorchRL's trainer run where they do there, ``trainer.register_op("batch_process", hook)`` say; a batch has
-    advantages by then. Use it as a context, or call :meth:`shutdown`.
+    Hooks run at the same points as in TorchRL's trainer, for example ``trainer.register_op("batch_process", hook)``; by
+    then a batch has advantages. Use it as a context manager, or call :meth:`shutdown`.
 
     Example::
 
@@ -205,13 +205,13 @@ class MoEGRPOTrainer(RunReports, Trainer):
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Run all steps that are left. After a Ctrl-C, ``config.resume`` goes on from the last checkpoint."""
+        """Run all steps that are left. After a Ctrl-C, ``config.resume`` continues from the last checkpoint."""
         if self.steps_done >= self.config.steps:
             LOG.warning("all %d steps are done", self.config.steps)
             return
         if self._has_ended:
             raise RuntimeError(
-                "this run has ended, or was interrupted: go on with another trainer and config.resume=True"
+                "this run has ended, or was interrupted: continue with another trainer and config.resume=True"
             )
         # None: no bar in a log file either
         total, is_silent = self.config.steps, None if self.config.log.progress else True
@@ -365,7 +365,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         return {"step": self.steps_done, "tokens": self.trained_tokens, "version": self.rollout_engine.version}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from there."""
         self.steps_done, self.trained_tokens = state_dict["step"], state_dict["tokens"]
         self._restored_version = state_dict["version"]
 

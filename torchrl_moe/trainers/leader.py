@@ -79,7 +79,7 @@ class Leader:
             raise ConfigError.of("log", error) from error
 
     def _logger(self, name: str) -> Any:
-        # one name for each start: a run that goes on would show the steps after its checkpoint twice
+        # one name for each start: a run that continues would show the steps after its checkpoint twice
         experiment = f"events/{datetime.now(UTC):%Y-%m-%d-%H-%M-%S}"
         arguments = self.config.log.arguments.get(name, {})
         return get_logger(name, str(self._folder), experiment, **({f"{name}_kwargs": arguments} if arguments else {}))

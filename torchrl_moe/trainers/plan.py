@@ -28,9 +28,9 @@ from torchrl_moe.trainers.trainer_plan import compute_dtype, longest, of_trainer
 __all__ = ["RunPlan"]
 
 ADAM = 8
-"""Bytes of a trained number's two moments."""
+"""Bytes of the two moments of a trained parameter."""
 UTILISATION = 0.9
-"""Of a GPU's memory, that vLLM takes unless it is told otherwise."""
+"""vLLM's default share of a GPU's memory."""
 ANSWERS_AT_A_TIME = 128
 """Of ``engine.kind=transformers``."""
 TOKEN_BYTES = 8 + 4 + 4 + 2
@@ -47,7 +47,7 @@ class RunPlan:
     Attributes:
         rows: memory, by part, and the bytes of a weight update.
         seconds: link -> seconds of a weight update to one replica over it: gathered from the ranks, and then sent.
-        notes: what does not fit, and what else is to be known.
+        notes: what does not fit, and further remarks.
     """
 
     rows: list[PlanRow]
@@ -59,8 +59,8 @@ class RunPlan:
         """Work out the plan of a run.
 
         Raises:
-            ConfigError: the model's configuration cannot be found, or is no name or folder; so many ranks cannot share
-                the model so; the engine is split in a way that is not counted.
+            ConfigError: the model's configuration cannot be found, or is neither a name nor a folder; the ranks cannot
+                share the model in this way; the engine is split in a way that is not counted.
         """
         source = config.model.source
         if source is None or ":" in source:
@@ -87,7 +87,7 @@ class RunPlan:
         return plan
 
     def total(self, part: str) -> int:
-        """Return the bytes of a part at its peak: what is there at once, and the largest of what comes and goes."""
+        """Return the peak bytes of a part: what is permanent, plus the largest temporary item."""
         rows = [row for row in self.rows if row.part == part]
         passing = [row.bytes for row in rows if not row.at_once]
         return sum(row.bytes for row in rows if row.at_once) + max(passing, default=0)
@@ -108,7 +108,7 @@ class RunPlan:
             table.add_row(f"[bold]{part}[/]", f"[bold]{self.total(part) / 1e9:.2f}[/]", "")
             for row in self.rows:
                 if row.part == part:
-                    passing = "" if row.at_once else " (for a moment)"
+                    passing = "" if row.at_once else " (temporarily)"
                     table.add_row(f"  {row.item}{passing}", f"{row.bytes / 1e9:.2f}", row.how)
         for link, seconds in self.seconds.items():
             table.add_row(f"  over {link}", f"{seconds:.2f} s", "")
@@ -145,7 +145,7 @@ def _engine(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[P
     budget, plain = arguments.get("kv_cache_memory_bytes"), config.engine.kind == "transformers"
     if plain:
         yield PlanRow(
-            ENGINE, "the next weights, loaded", weights, "engine.kind=transformers: a second model for a moment"
+            ENGINE, "the next weights, loaded", weights, "engine.kind=transformers: a second model, temporarily"
         )
     if budget is None and plain:
         answers = int(arguments.get("max_num_seqs", ANSWERS_AT_A_TIME))
@@ -184,7 +184,7 @@ def _host(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[Pla
         yield PlanRow(HOST, "recorded experts", ahead * tokens * sizes.route_bytes, f"{how} a token")
     if rollout.top_k:
         kept = ahead * answers * rollout.max_new_tokens * rollout.top_k * KEPT_WORD
-        yield PlanRow(HOST, "kept tokens", kept, f"top_k={rollout.top_k} words x 4 B an answer's token")
+        yield PlanRow(HOST, "kept tokens", kept, f"top_k={rollout.top_k} ids x 4 B an answer's token")
     base = _sent(config, hf_config, sizes)
     if sync.get("lora") == "adapter":
         yield PlanRow(HOST, "weight store", 2 * sizes.adapter * FLOAT32, "2 versions of the adapter")
@@ -200,7 +200,7 @@ def _host(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[Pla
 
 
 def _copies(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
-    """Yield what the host holds of the model for a moment: to write it, and to load it."""
+    """Yield what the host holds of the model temporarily: to write it, and to load it."""
     ranks = ranks_of_host(config)
     if config.checkpoint.every:
         size = ranks * share_of(sizes.trained, shards(config), FLOAT32 + ADAM)

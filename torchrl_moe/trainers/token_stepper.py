@@ -164,7 +164,7 @@ class TokenStepper(OptimizationStepper):
         return {"schedule": self.schedule.state_dict(), "skipped": self.skipped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from there."""
         self.schedule.load_state_dict(state_dict["schedule"])
         self.skipped = state_dict["skipped"]
 

@@ -67,7 +67,8 @@ def go_on_after_a_restart(config: GRPOConfig, launch: str) -> None:
         launch: what :func:`launch_of` returned.
 
     Raises:
-        ConfigError: the folder holds an older run, or nobody can say: a restart would not know which one to go on with.
+        ConfigError: the folder holds an older run, or nobody can say: a restart would not know which one to continue
+            with.
     """
     folder = Path(config.out)
     if config.resume or not may_restart() or not (folder / "config.yaml").exists():
@@ -76,6 +77,6 @@ def go_on_after_a_restart(config: GRPOConfig, launch: str) -> None:
     config.resume = launch != "" and noted.exists() and noted.read_text() == launch
     if not config.resume:
         raise ConfigError(
-            f"out={config.out} holds a run of another start already, and with --max-restarts a run goes on by itself: "
-            "name another folder, or set resume=true to go on with that one"
+            f"out={config.out} holds a run of another start already, and with --max-restarts a run resumes by itself: "
+            "name another folder, or set resume=true to continue with that one"
         )

@@ -34,7 +34,7 @@ def test_a_group_of_one_has_its_first() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_ones_own_error_goes_on_as_it_is() -> None:
+def test_a_ranks_own_error_is_raised_unchanged() -> None:
     with pytest.raises(ZeroDivisionError):
         agreed(lambda: 1 // 0)
 

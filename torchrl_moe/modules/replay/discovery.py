@@ -1,7 +1,7 @@
 """Finding the routers of a model by running it once: a router is the module whose own code ranks the experts.
 
-No table of families: the modules of a small forward pass are watched, and every ``topk`` is credited to the innermost
-module that runs. New architectures and remote code are found the same way, or refused by name.
+There is no table of families: the modules of a small forward pass are observed, and every ``topk`` is attributed to the
+    innermost running module. New architectures and remote code are found the same way, or refused with their name.
 
 Letters: N rows of a batch, E experts, K experts per row.
 """
@@ -41,8 +41,8 @@ DRY_TOKENS = 7
 REFUSED = {
     "PhimoeTopKRouter": "sparsemixer: two ordered slots, whose weights depend on the order, which engines do not keep",
     "LongcatFlashTopkRouter": "zero-computation experts: engines report them as expert 0",
-    "ZayaRouter": "it may choose to skip, which no expert's number says",
-    "DogeCDMoE": "product keys: its topk ranks places in a table, which are no experts",
+    "ZayaRouter": "it may choose to skip, which no expert id expresses",
+    "DogeCDMoE": "product keys: its topk ranks places in a table, not experts",
 }
 # Routers that choose nothing: experts are fixed by the token. Their layers have experts, and no routes.
 FIXED = {"DeepseekV4HashRouter"}
@@ -197,7 +197,7 @@ def _site(layer: int, router: _Ranking, tracer: ScoreTracer) -> RouterSite:
 
 
 def _check_kind(model: nn.Module, counts: set[int]) -> None:
-    """Refuse a model of which it is known, before it has run, that no routes can be replayed in it."""
+    """Refuse a model that is known, before it runs, not to support replay."""
     kind = type(model).__name__
     if not counts:
         raise UnsupportedRouterError(

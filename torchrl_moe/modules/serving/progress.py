@@ -1,4 +1,4 @@
-"""The bar that shows how far a call is."""
+"""The progress bar of a call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Progress:
 
     Args:
         total: requests.
-        shown: whether it is seen, on a terminal or in a notebook; in a log file it never is.
-        what: is done to them.
+        shown: whether to show it, on a terminal or in a notebook; a log file gets none.
+        what: the bar's label.
     """
 
     def __init__(self, total: int, shown: bool, what: str = "generate") -> None:

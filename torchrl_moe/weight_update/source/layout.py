@@ -1,4 +1,4 @@
-"""What a version is made of: names, kinds, and tensors one after another, wherever they come from."""
+"""The contents of a version: names, dtypes and shapes, and the tensors one by one, from any source."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Source:
 
     Attributes:
         kinds: checkpoint name -> (dtype, shape).
-        tensors: gives name and tensor; reading one that other ranks hold parts of is a collective. It takes what
-            ``gathered_in`` returned on rank 0: the dtype that each rank casts its part to before.
-        is_sharded: whether there is such a one.
+        tensors: yields names and tensors; reading a sharded one is a collective. It takes what ``gathered_in`` returned
+            on rank 0: the dtype to which each rank casts its part first.
+        is_sharded: whether a tensor is sharded over ranks.
         changes: counts in-place changes to the tensors.
         gathered_in: returns what tensors may be gathered in, one after another, for kinds that they are written as.
     """
@@ -45,7 +45,7 @@ class Source:
 
 
 def source_of(weights: Weights | None, model: ModelWeights | None, expected: Kinds | None) -> Source:
-    """Return the source that an update names.
+    """Return the source for the arguments of an update.
 
     Args:
         weights: a model, or tensors: with checkpoint names, or with the registered model's own, stacked ones.
@@ -114,13 +114,13 @@ def cast_kinds(
             target = dtype
         elif dtype == "engine" and expected is not None and engine_dtype is not None and name in expected:
             target = _widest(engine_dtype, expected[name][0])
-        # the engine may keep a tensor in its checkpoint's wider dtype; what is narrower already is cast over there
+        # the engine may keep a tensor in its checkpoint's wider dtype; a narrower one is cast there
         narrows = own.is_floating_point and target.is_floating_point and target.itemsize < own.itemsize
         cast[name] = (target if narrows or (isinstance(dtype, torch.dtype) and own.is_floating_point) else own, shape)
     return cast
 
 
 def _widest(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    if one.itemsize == 1 or other.itemsize == 1:  # quantised: torch promotes none of these
+    if one.itemsize == 1 or other.itemsize == 1:  # quantised: torch promotes none of them
         return max(one, other, key=lambda dtype: dtype.itemsize)
     return torch.promote_types(one, other)

@@ -1,4 +1,4 @@
-"""Trainers of several ranks: all read sharded weights together, rank 0 writes, and all learn how that went."""
+"""Trainers of several ranks: all read sharded weights together, rank 0 writes, and all learn the outcome."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def agreed(compute: Callable[[], int]) -> int:
     """Let every rank compute a value, and return rank 0's; all must ask, and none waits for one that failed.
 
     Args:
-        compute: what each computes, which is not negative; its error goes on as it is.
+        compute: returns a non-negative value; its error is raised unchanged.
 
     Raises:
         WeightSyncError: another rank failed.
@@ -45,7 +45,7 @@ def agreed(compute: Callable[[], int]) -> int:
     finally:
         values = [found for (found,) in _gathered([value])]
     if FAILED in values:
-        raise WeightSyncError(f"rank {values.index(FAILED)} could not begin to publish; its own error says why")
+        raise WeightSyncError(f"rank {values.index(FAILED)} could not begin to publish; see the error of that rank")
     return values[0]
 
 
