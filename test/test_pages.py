@@ -13,6 +13,8 @@ from xml.etree import ElementTree
 import pytest
 
 from support.sources import package_sources
+from torchrl_moe.cli.command import Command
+from torchrl_moe.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -58,6 +60,13 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 def test_a_strategy_of_ones_own_runs_as_shown() -> None:
     block = next(block for block in blocks(ROOT / "docs" / "balancing.md") if "class EvaluationApart" in block)
     exec(compile(block, "balancing.md", "exec"), {})
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_the_command_line_page_has_every_example(command: Command) -> None:
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert f"## {command.name}\n" in page
+    assert [line for line, _ in command.examples if line not in page] == []
 
 
 def quoted(text: str) -> Iterator[list[str]]:

@@ -17,6 +17,7 @@ import pytest
 from support.sources import PACKAGE, ROOT, Function, Source, imports, python_sources, snippet
 
 ACROSS: dict[str, str] = {
+    "test_package.py": "metadata, extras, and the archives that are built",
     "test_readme.py": "the README's words",
     "test_pages.py": "the documentation's code, links, quotations and diagrams",
     "test_torchrl_page.py": "what has become of each parameter of TorchRL's, and the page that lists them",
@@ -48,7 +49,7 @@ ACROSS: dict[str, str] = {
 }
 """Test files of behaviour that no single file has -> what they are about."""
 
-ELSEWHERE = {"architecture", "benchmarks", "support", "tutorials"}
+ELSEWHERE = {"architecture", "benchmarks", "docs", "support", "tutorials"}
 """Folders of tests that are not of the package."""
 
 

@@ -35,6 +35,15 @@ BUSY = OSError(errno.EADDRINUSE, "Address already in use")
             1,
         ),
         (
+            ReplicaDiedError(
+                "it did not start: RuntimeError: See root cause above.\n(core) ValueError: no room for the cache\n"
+                "(core) more\nRuntimeError: See root cause above."
+            ),
+            "it did not start: RuntimeError: See root cause above. It was ValueError: no room for the cache "
+            "(--traceback shows the rest, with the engine's log)",
+            1,
+        ),
+        (
             ModuleNotFoundError("No module named 'hydra.core'", name="hydra.core"),
             "needs hydra, which is not installed: pip install 'torchrl_moe[train]'",
             2,

@@ -89,6 +89,24 @@ def test_plain_transformers_and_the_trainer_compute_the_same(
     assert found["verdict"].startswith("Nothing to remove")
 
 
+def test_an_engine_without_routes_or_a_tokenizer(
+    shelf: EngineShelf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Mute:
+        routing_layout: Any = None
+
+        def get_tokenizer(self) -> Any:
+            return lambda text: {"input_ids": []}
+
+    lend(Mute(), monkeypatch)  # type: ignore[arg-type]
+    command = ["probe", str(shelf.folder("qwen3_moe")), "--engine", "transformers"]
+    assert main(command) == 2
+    assert "the engine records no routes: leave enable_return_routed_experts out" in capsys.readouterr().err
+    Mute.routing_layout = "some"
+    assert main(command) == 2
+    assert "makes no token of a prompt: is it beside the model?" in capsys.readouterr().err
+
+
 @pytest.mark.engine
 def test_vllm_in_float32_is_the_same_function_too(
     engine: AsyncVLLM, shelf: EngineShelf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

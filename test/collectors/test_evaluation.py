@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -111,3 +112,16 @@ def test_nothing_to_answer_is_refused(engine: FakeAsyncVLLM) -> None:
         evaluate(policy_of(engine), chat(1), 0, Questions())
     with pytest.raises(ValueError, match="there is no data"):
         evaluate(policy_of(engine), chat(1), 1)
+
+
+@pytest.mark.parametrize(("use_tqdm", "is_terminal"), [(True, True), (True, False), (False, True)])
+def test_a_bar_counts_answers_where_somebody_looks(
+    engine: FakeAsyncVLLM,
+    use_tqdm: bool,
+    is_terminal: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    evaluate(policy_of(engine), chat(1), 3, Questions(), use_tqdm=use_tqdm)
+    assert ("3/3" in capsys.readouterr().err) is (use_tqdm and is_terminal)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,3 +115,10 @@ def test_a_saved_configuration_that_was_spoiled_is_named(tmp_path: Path) -> None
     (tmp_path / "config.yaml").write_text("stepz: 3\n")
     with pytest.raises(ConfigError, match=r"config\.yaml: .*stepz"):
         load_config("tiny_cpu", [f"out={tmp_path}", "resume=true"])
+
+
+def test_without_hydra_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torchrl_moe.trainers.compose")
+    monkeypatch.setitem(sys.modules, "hydra", None)
+    with pytest.raises(ImportError, match=r"configurations need Hydra: pip install 'torchrl_moe\[train\]'"):
+        importlib.import_module("torchrl_moe.trainers.compose")

@@ -20,7 +20,7 @@ from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer, rollout_engine
 from torchrl_moe.trainers.config import EngineConfig, LossConfig, ModelConfig, RolloutConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.rollout_engine import RolloutEngine, check_room, gpus_of_replica
+from torchrl_moe.trainers.rollout_engine import RolloutEngine, check_room
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +81,10 @@ def test_replicas_without_a_gpu(policy_model: PolicyModel, monkeypatch: pytest.M
     check_room(policy_model, 2, {"tensor_parallel_size": 2})
     with pytest.raises(ConfigError, match=r"^engine\.num_replicas=3 needs 6 GPUs, and there are 4$"):
         check_room(policy_model, 3, {"tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match=r"^engine\.num_replicas=1 needs 8 GPUs, and there are 4$"):
+        check_room(policy_model, 1, {"data_parallel_size": 2, "pipeline_parallel_size": 4})
+    with pytest.raises(ConfigError, match=r"^engine\.num_replicas=5 needs 5 GPUs, and there are 4$"):
+        check_room(policy_model, 5, {}, "transformers")
 
 
 @pytest.fixture
@@ -101,12 +105,6 @@ def test_gpus_of_ranks_are_no_room_for_replicas(policy_model: PolicyModel, eight
     check_room(policy_model, 5, {"devices": [[0]] * 5})  # as the user says
     eight_gpus.delenv("WORLD_SIZE")
     check_room(policy_model, 8, {})
-
-
-def test_ranks_of_a_replica_are_of_three_kinds() -> None:
-    assert gpus_of_replica({}) == gpus_of_replica({"tensor_parallel_size": None}) == 1
-    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "data_parallel_size": 4}
-    assert gpus_of_replica(sizes) == 24
 
 
 def test_other_machines_may_hold_replicas_of_ray(

@@ -293,7 +293,7 @@ def test_two_ranks_under_torchrun_learn_as_one_process(tmp_path: Path, no_engine
         "eval.every=0",
         "eval.mismatch_every=5",
         "checkpoint.every=20",
-        "optim.max_tokens=200",
+        "optim.max_tokens=320",
         "optim.max_grad_norm=null",
         "hooks=[support.rank_watch:watch]",
     )

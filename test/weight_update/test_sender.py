@@ -8,7 +8,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from support.engines import EngineShelf
+from support.interrupts import interrupts
 from support.reference import TOLERANCE, Reference
 from support.services import RestartingService
 from support.waiting import in_thread, until
@@ -917,3 +918,57 @@ def test_an_engine_computes_what_a_model_with_adapters_does(engine: AsyncVLLM, s
     sender.register_model(model.unload())
     assert sender.update_weights(original).failed == {}
     sender.shutdown()
+
+
+# -- interrupted ------------------------------------------------------------------------------------------------------
+
+
+def pool_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("weight-")]
+
+
+@pytest.mark.parametrize("step", ["stage_weights", "swap_weights"])
+@pytest.mark.parametrize("mode", ["hot_swap", "drain", "abort_resume"])
+def test_after_a_ctrl_c_in_an_update_the_engine_serves_and_the_next_one_works(
+    connect: Connect, step: str, mode: str
+) -> None:
+    engine = FakeFleet(3)
+    sender = connect(engine, mode=mode)
+    sender.update_weights(weights(1))
+    reached, interrupted = threading.Event(), threading.Event()
+
+    def hold(asked: int) -> Exception | None:
+        if asked == 1:  # of the second update
+            reached.set()
+            interrupted.wait(60)
+        return None
+
+    engine.fakes[1].fail[step] = hold
+    with interrupts(interrupted.set) as interrupt, pytest.raises(KeyboardInterrupt):
+        interrupt(reached.is_set)
+        sender.update_weights(weights(2))
+    until(lambda: pool_threads() == [])
+    assert engine.states == ["SERVING"] * 3
+    assert [value_in(engine, index) for index in range(3)] == [float(version) for version in engine.versions]
+    assert set(engine.versions) <= {1, 2}
+    engine.generate("hi", {"max_tokens": 1}, use_tqdm=False)
+    report = sender.update_weights(weights(3))
+    assert report.failed == {} and engine.versions == [report.version] * 3
+    assert [value_in(engine, index) for index in range(3)] == [3.0] * 3
+
+
+def test_a_ctrl_c_while_weights_are_written_leaves_no_half_version(connect: Connect) -> None:
+    engine = FakeFleet(2)
+    sender = connect(engine)
+    sender.update_weights(weights(1))
+
+    def cut() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", weights(2)["a"]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sender.update_weights(cut())
+    assert engine.versions == [1, 1] and sender.version == 1
+    report = sender.update_weights(weights(3))
+    assert engine.versions == [report.version] * 2
+    assert [value_in(engine, index) for index in range(2)] == [3.0] * 2

@@ -204,7 +204,7 @@ def _look_at_engine(
     shape = None if routes is None else list(routes.shape)
     follows = "yes" if not info.why_live else f"no: {info.why_live}"
     rows += [
-        ["engine", f"{kind} {info.engine_version}, {info.dtype}"],
+        ["engine", f"{kind} {info.engine_version.removeprefix(kind).strip()}, {info.dtype}"],
         ["returns routes", "no" if shape is None else f"yes: {shape[0]} rows, {shape[1]} layers, {shape[2]} experts"],
         ["returns log-probs", "no" if output.logprobs is None else "yes"],
         ["follows recorded experts", follows],

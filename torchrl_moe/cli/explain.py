@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import tempfile
 
 from torchrl_moe._errors import RequestRefusedError, TorchRLMoEError, UnsupportedRouterError
@@ -26,6 +27,9 @@ EXTRAS = {
 }
 """Module -> the extra of this package that installs it."""
 FULL = {errno.ENOSPC, errno.EDQUOT}
+CAUSE = re.compile(r"\b\w+(Error|Exception): .+")
+VAGUE = "See root cause above"
+"""vLLM's word for an error of one of its processes, which only the log names."""
 WHERE = "--traceback shows where it comes from"
 
 
@@ -52,8 +56,7 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, BadUse | RequestRefusedError | UnsupportedRouterError | ValueError | ImportError):
         return _first_line(error), BAD_USE
     if isinstance(error, TorchRLMoEError):
-        more = " (--traceback shows the rest, with the engine's log)" if "\n" in str(error).strip() else ""
-        return f"{_first_line(error)}{more}", PROBLEM
+        return _of_engine(error), PROBLEM
     return f"{type(error).__name__}: {_first_line(error)} ({WHERE})", PROBLEM
 
 
@@ -63,6 +66,16 @@ def missing_extra(module: str) -> str:
     extra = EXTRAS.get(top)
     mend = f"pip install 'torchrl_moe[{extra}]'" if extra else f"pip install {top}"
     return f"needs {top}, which is not installed: {mend}"
+
+
+def _of_engine(error: TorchRLMoEError) -> str:
+    """Return the first line of an error, and of an engine's log that comes with it the line that says why."""
+    first, *log = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if not log:
+        return first
+    causes = [found[0] for line in log if (found := CAUSE.search(line)) and VAGUE not in line]
+    why = f" It was {causes[-1]}" if VAGUE in first and causes else ""
+    return f"{first}{why} (--traceback shows the rest, with the engine's log)"
 
 
 def _root(error: BaseException) -> BaseException:

@@ -56,7 +56,7 @@ def model_folder(source: str) -> Iterator[str]:
 
 def _checked(source: str) -> str:
     path = Path(source)
-    if path.is_dir():
+    if source and path.is_dir():
         if not (path / "config.json").is_file():
             raise BadUse(f"{source} holds no model: it has no config.json; model.save_pretrained(path) writes one")
     elif path.is_file():
@@ -137,6 +137,10 @@ class Replayable:
 
 def try_replay(config: Any) -> Replayable:
     """Build a narrow model of a configuration and replay its routers, as ``RouterReplay`` tests itself."""
+    from torchrl_moe.modules.replay.discovery import expert_counts
+
+    if not expert_counts(config):
+        return Replayable(False, "it is a dense model: its config names no experts")
     found = _try(config, 2)
     return _try(config, MOST_LAYERS) if found.answer is None else found  # a hybrid may need more layers to run
 
@@ -184,10 +188,6 @@ def narrow(config: Any, layers_with_experts: int = 2) -> Any:
 
 def _shallow(config: Any, text: Any, wanted: int) -> Any:
     """Cut layers, so that as many as are wanted have experts, or all that have any, among the first few."""
-    from torchrl_moe.modules.replay.discovery import expert_counts
-
-    if not expert_counts(config):
-        return config  # refused as it is
     layers = int(text.num_hidden_layers)
     of_each = {
         name: value for name, value in text.to_dict().items() if isinstance(value, list) and len(value) == layers

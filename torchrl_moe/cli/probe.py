@@ -103,7 +103,14 @@ def _roll_out(engine: Any, prompts: Sequence[str], options: argparse.Namespace) 
 
     from torchrl_moe.modules import Text, vLLMWrapper
 
+    if engine.routing_layout is None:
+        raise BadUse("the engine records no routes: leave enable_return_routed_experts out of --engine-arg")
     tokenizer = engine.get_tokenizer()
+    if not all(tokenizer(prompt)["input_ids"] for prompt in prompts):
+        raise BadUse(
+            f"the tokenizer of {options.model} makes no token of a prompt: is it beside the model? "
+            "tokenizer.save_pretrained(path) writes it there"
+        )
     is_chat = bool(getattr(tokenizer, "chat_template", None))
     if is_chat:
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]

@@ -11,6 +11,7 @@ from torchrl.collectors import BaseCollector
 from torchrl_moe.collectors.collection_progress import CollectionProgress
 from torchrl_moe.collectors.collection_record import OTHERS, CollectionRecord
 from torchrl_moe.collectors.sample_reader import SampleReader
+from torchrl_moe.render.data_frames import data_frame
 from torchrl_moe.render.numbers import number_text
 from torchrl_moe.render.samples import MOST_TOKENS, show_token_samples
 from torchrl_moe.render.tables import html_table
@@ -125,9 +126,7 @@ class Reports(BaseCollector):
         ``reward_mean`` and ``reward_std`` (over rows), ``waited`` (seconds for this batch), and the :meth:`stats` at
         that time.
         """
-        import pandas
-
-        return pandas.DataFrame(self.record.rows())
+        return data_frame(self.record.rows())
 
     def plot(self, seconds: float | None = None) -> Any:
         """Draw over time: whether the trainer trains or waits, answers in flight at each replica, and weight updates.

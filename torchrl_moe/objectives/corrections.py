@@ -72,6 +72,7 @@ Correction: TypeAlias = Literal[
     "staleness_mask",
     "staleness_weight",
 ]
+"""Corrections by name; docs/objectives.md says what each does."""
 
 _TOKEN, _SEQUENCE = ("tis", "mis", "icepop"), ("seq_tis", "seq_mis")
 _WEIGHTS_ONLY = ("tis", "seq_tis", "snis")

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+try:
+    import yaml  # type: ignore[import-untyped]
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+except ImportError as error:
+    raise ImportError("configurations need Hydra: pip install 'torchrl_moe[train]'") from error
 
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_dict
 

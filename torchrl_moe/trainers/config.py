@@ -263,7 +263,7 @@ class LogConfig:
         loggers: TorchRL's: ``csv``, ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``.
         arguments: of each, by its name.
         samples: answers written to ``samples.jsonl`` at each step.
-        progress: whether to show a progress bar.
+        progress: whether to show a progress bar, on a terminal or in a notebook.
     """
 
     loggers: list[str] = field(default_factory=lambda: ["tensorboard"])

@@ -213,7 +213,8 @@ class MoEGRPOTrainer(RunReports, Trainer):
             raise RuntimeError(
                 "this run has ended, or was interrupted: continue with another trainer and config.resume=True"
             )
-        total, is_silent = self.config.steps, not self.config.log.progress
+        # None: no bar in a log file either
+        total, is_silent = self.config.steps, None if self.config.log.progress else True
         self.register_op("post_steps_log", self._agree_to_stop)  # after all hooks
         with (
             self.ranks.guard(),

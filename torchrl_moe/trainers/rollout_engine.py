@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,14 @@ from torchrl_moe.modules.policies.generate_kwargs import sampling_params_of
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.modules.serving.devices import ranks_here
+from torchrl_moe.modules.serving.launch import engine_kind
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.starting_model import new_start
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 
-__all__ = ["RolloutEngine", "check_room", "gpus_of_replica"]
+__all__ = ["RolloutEngine", "check_room"]
 
 LOG = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ class RolloutEngine:
             return AsyncVLLM.connect(engine.connect)
         arguments = {"seed": self.config.seed, **engine.arguments}
         if engine.backend == "local":
-            check_room(self.policy_model, engine.num_replicas, arguments)
+            check_room(self.policy_model, engine.num_replicas, arguments, engine.kind)
         if engine.sleep and not torch.cuda.is_available():
             raise ConfigError("engine.sleep=True needs a GPU, whose memory the trainer gets meanwhile")
         if engine.kind == "vllm" and not torch.cuda.is_available():
@@ -153,14 +152,14 @@ def _sampling(config: GRPOConfig) -> dict[str, Any]:
     return {**{name: getattr(rollout, name) for name in named}, **top_k, **rollout.sampling}
 
 
-def check_room(policy_model: PolicyModel, num_replicas: int, arguments: dict[str, Any]) -> None:
+def check_room(policy_model: PolicyModel, num_replicas: int, arguments: dict[str, Any], kind: str = "vllm") -> None:
     """Refuse more replicas than this machine holds.
 
     Raises:
         ConfigError: there are fewer GPUs, or there is less memory.
     """
     if torch.cuda.is_available():
-        needed = num_replicas * gpus_of_replica(arguments)
+        needed = num_replicas * engine_kind(kind).devices_per_replica(arguments)
         found = torch.cuda.device_count() - ranks_here()  # a single process may share its own
         if needed > found and "devices" not in arguments:
             raise ConfigError(f"engine.num_replicas={num_replicas} needs {needed} GPUs, and there are {found}")
@@ -174,9 +173,3 @@ def check_room(policy_model: PolicyModel, num_replicas: int, arguments: dict[str
             f"engine.num_replicas={num_replicas} needs {num_replicas * each / 1e9:.1f} GB of memory, and "
             f"{free / 1e9:.1f} GB are free"
         )
-
-
-def gpus_of_replica(arguments: Mapping[str, Any]) -> int:
-    """Return over how many GPUs a replica of vLLM spreads."""
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-    return math.prod(int(arguments.get(name) or 1) for name in sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from torchrl_moe.render.data_frames import data_frame
 from torchrl_moe.render.tables import html_table
 from torchrl_moe.render.text_tables import one_line, plain_table
 
@@ -116,9 +117,7 @@ class SyncReport:
 
     def to_pandas(self) -> Any:
         """Return one row per replica as a pandas ``DataFrame``."""
-        import pandas
-
-        return pandas.DataFrame([{"version": self.version, **asdict(entry)} for entry in self.replicas])
+        return data_frame([{"version": self.version, **asdict(entry)} for entry in self.replicas])
 
     def __repr__(self) -> str:
         paused = max((entry.paused for entry in self.replicas), default=0.0)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import pickle
 import random
+import sys
 import threading
 import time
 import weakref
@@ -486,8 +487,14 @@ def test_nonsense_is_not_resumed(
 # -- the progress bar -------------------------------------------------------------------------------------------------
 
 
-def test_a_bar_is_shown_by_default(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    serve().generate(["a", "b", "c"])
+def test_a_bar_is_shown_by_default_where_somebody_looks(
+    serve: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = serve()
+    engine.generate(["a", "b", "c"])
+    assert capsys.readouterr() == ("", "")  # a log file
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    engine.generate(["a", "b", "c"])
     out, err = capsys.readouterr()
     assert "generate: 100%" in err
     assert "3/3" in err

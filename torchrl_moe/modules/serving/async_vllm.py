@@ -153,8 +153,9 @@ class AsyncVLLM(SharedService):
         deadline = time.monotonic() + seconds
         for entry in self.replica_table:
             entry.replica.start()
-        # disable=None: a bar on a terminal, silence in a log file
-        for entry in tqdm(self.replica_table, desc="starting vLLM", total=self.num_replicas, leave=False, disable=None):
+        # disable=None: a bar on a terminal and in a notebook, silence in a log file
+        total = self.num_replicas
+        for entry in tqdm(self.replica_table, desc="start", unit="replica", total=total, leave=False, disable=None):
             self._wait(entry, deadline, seconds)
             self._fleet.serve(entry)
 

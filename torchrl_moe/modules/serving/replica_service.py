@@ -26,6 +26,7 @@ from torchrl_moe.modules.serving.metrics_table import replica_row
 from torchrl_moe.modules.serving.prometheus import ServiceCollector, prometheus_text
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.modules.serving.stats_table import SHOWN_REPLICAS, Totals, describe, service_html
+from torchrl_moe.render.data_frames import data_frame
 
 __all__ = ["ReplicaService"]
 
@@ -314,9 +315,7 @@ class ReplicaService:
 
     def to_pandas(self) -> Any:
         """Return :meth:`stats` as a pandas ``DataFrame``."""
-        import pandas
-
-        return pandas.DataFrame(self.stats())
+        return data_frame(self.stats())
 
     def prometheus(self) -> str:
         """Return the stats of the replicas and of the service in Prometheus' text format; sends nothing to the engines.

@@ -127,7 +127,7 @@ class GenerationService(ReplicaService):
                 ids, and look as if never cut. An answer without tokens, or with parameters that depend on where it
                 started (a grammar, penalties), starts again. Pass the other arguments of the original call:
                 ``max_tokens`` includes the existing tokens.
-            use_tqdm: whether to show a progress bar.
+            use_tqdm: whether to show a progress bar, on a terminal or in a notebook; a log file gets none.
             lora_request: vLLM's ``LoRARequest``, or a mapping of its fields.
             prompt_adapter_request: must be ``None``; vLLM has dropped prompt adapters.
             guided_options_request: fields of vLLM's ``StructuredOutputsParams`` (``regex``, ``json``, ``choice``, ...).
@@ -196,11 +196,12 @@ class GenerationService(ReplicaService):
         timeout_seconds: float | None,
         use_tqdm: bool,
         done: Sequence[Completion] = (),
+        what: str = "generate",
     ) -> list[Completion]:
         """Run requests to their end, and wait; ``done`` are those that were already complete."""
         timeout = check_timeout(timeout_seconds)
         asked = len(requests) - len(done)
-        with self.metrics.call(asked, done) as finished, Progress(asked, use_tqdm) as progress:
+        with self.metrics.call(asked, done) as finished, Progress(asked, use_tqdm, what) as progress:
             completions = self._dispatcher.run(Call(self.load_balancer, requests, where, timeout, progress.add))
             finished(completions)
         return completions
@@ -233,7 +234,7 @@ class GenerationService(ReplicaService):
             lora_request: vLLM's ``LoRARequest``, or a mapping of its fields.
             actor_index: the replica to use, instead of the balancer's choice.
             timeout_seconds: per sequence.
-            use_tqdm: whether to show a progress bar.
+            use_tqdm: whether to show a progress bar, as in :meth:`generate`.
 
         Returns:
             float32 ``[T]``, of token t given those before it, NaN for the first; for several sequences a list. A
@@ -254,7 +255,7 @@ class GenerationService(ReplicaService):
             for prompt, followed, scoring in zip(batch.prompts, rows, scorings(batch, temperature, kept), strict=True)
         ]
         where = placements(count, actor_index=actor_index, min_version=min_version)
-        scores = scores_of(self._run(requests, where, timeout_seconds, use_tqdm))
+        scores = scores_of(self._run(requests, where, timeout_seconds, use_tqdm, what="score"))
         return scores[0] if batch.single else scores
 
     def _check_resumes(self, requests: Sequence[Request]) -> list[Completion]:

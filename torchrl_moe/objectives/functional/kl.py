@@ -30,6 +30,7 @@ from torchrl_moe.ops.divergence import k1, k2, k3
 __all__ = ["KLEstimator", "kl_penalty", "kl_reward", "trust_region"]
 
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
+"""Estimators of a KL divergence from samples: :func:`~torchrl_moe.ops.k1`, ``k2`` and ``k3``."""
 _ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
