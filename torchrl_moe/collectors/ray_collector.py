@@ -329,10 +329,7 @@ class RayCollector(BaseCollector):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the local collector's state; ``"ahead"`` holds a batch that it yielded and that was not handed on.
-
-        There is one if it was requested ahead, or if a Ctrl-C interrupted the wait for it.
-        """
+        """Return the local collector's state; ``"ahead"``: a batch requested ahead, or whose wait a Ctrl-C interrupted."""
         with self.pause() if self._rests else nullcontext():
             ahead = list(self._ahead)
             if self._taking.acquire(blocking=False):  # else a thread is taking it
